@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 from placement.core.errors import HostMemoryError
 from placement.core.states import State
-from placement.planning.host_need import HostShare, UseHistory, by_need, check_fits_host
+from placement.planning.host_need import HostShare, UseHistory, check_fits_host
 from placement.planning.simulated_handles import Moved, SimulatedHandle
 from placement.planning.simulation import Step
-from placement.storage.disk.room import HostCopy, next_step
+from placement.storage.disk import HostCopy, next_step
 
 
 class DiskUse(NamedTuple):
@@ -136,17 +136,17 @@ class HostLimit:
         known = {name: copy for name, copy in self._copies.items() if copy.nbytes and not copy.is_fixed}
         fixed_bytes = sum(copy.nbytes for copy in self._copies.values() if copy.is_fixed)
         self._uses.note(phase, frozenset(name for name, copy in known.items() if copy.is_used))
-        self._order = by_need(known, self._uses.upcoming(), self._uses.age)
+        self._order = self._uses.order(known)
         order = [known[name] for name in self._order]
         for copy in order:
             copy.is_used = False
         while True:
             copies = [HostCopy(copy.nbytes, copy.place == "memory", copy.can_leave) for copy in order]
-            step = next_step(copies, fixed_bytes, self._limit_bytes)
-            if step is None:
+            position = next_step(copies, fixed_bytes, self._limit_bytes)
+            if position is None:
                 return
-            copy = order[step.position]
-            if step.what == "leave":
+            copy = order[position]
+            if copy.place == "memory":
                 self._leave(copy)
             else:
                 self._come(copy)

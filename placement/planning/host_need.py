@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from placement.core.errors import HostMemoryError
@@ -19,7 +19,9 @@ class UseHistory:
         self._uses: deque[frozenset[str]] = deque(maxlen=MOST_PHASES)
         """For each phase in the history, what was used since the one before it."""
         self._upcoming: tuple[frozenset[str], ...] = ()
+        """The handles that coming phase transitions are expected to use, nearest first, up to the next one into the open phase."""
         self._last: dict[str, int] = {}
+        """The number of the phase transition that used each handle last."""
         self._count = 0
 
     def note(self, phase: str, used: frozenset[str]) -> None:
@@ -36,30 +38,17 @@ class UseHistory:
         self._count += 1
         self._last.update(dict.fromkeys(used, self._count))
 
-    def upcoming(self) -> tuple[frozenset[str], ...]:
-        """The handles that the coming phase transitions are expected to use, nearest first, up to the next one into the open phase."""
-        return self._upcoming
+    def order(self, names: Iterable[str]) -> list[str]:
+        """The handles, soonest needed first.
 
-    def age(self, handle: str) -> int:
-        """How many phase transitions ago the host copy was last used; those that never were are the oldest."""
-        return self._count - self._last.get(handle, -1)
-
-
-def by_need(names: Iterable[str], upcoming: Sequence[frozenset[str]], age: Callable[[str], int]) -> list[str]:
-    """The handles, soonest needed first.
-
-    A handle on the device needs its host copy when it is offloaded, and an offloaded one when it is loaded: each is one of the uses.
-    Handles that no coming phase transition is known to use come last, the least recently used at the very end.
-
-    Args:
-        upcoming: the handles that each coming phase transition uses, nearest first.
-        age: how many phase transitions ago a handle was last used.
-    """
-    first: dict[str, int] = {}
-    for distance, used in enumerate(upcoming):
-        for name in used:
-            first.setdefault(name, distance)
-    return sorted(names, key=lambda name: (first.get(name, len(upcoming)), age(name)))
+        A handle on the device needs its host copy when it is offloaded, and an offloaded one when it is loaded: each is one of the uses.
+        Handles that no coming phase transition is known to use come last, the least recently used at the very end.
+        """
+        first: dict[str, int] = {}
+        for distance, used in enumerate(self._upcoming):
+            for name in used:
+                first.setdefault(name, distance)
+        return sorted(names, key=lambda name: (first.get(name, len(self._upcoming)), -self._last.get(name, -1)))
 
 
 class HostShare(NamedTuple):

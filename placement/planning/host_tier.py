@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from placement.core.errors import HostMemoryError
 from placement.core.settings import Settings
 from placement.core.states import Plan
 from placement.devices.base import Device
+from placement.devices.host.disk_file import check_directory
 from placement.devices.host.part import SlabPart
 from placement.devices.host.slab import Slab
-from placement.devices.host.spill_directory import SpillDirectory
 from placement.devices.memory import HostSlab, Mark
 from placement.planning.budget import mib
-from placement.planning.host_need import HostShare, UseHistory, by_need, check_fits_host, host_table
+from placement.planning.host_need import HostShare, UseHistory, check_fits_host, host_table
 from placement.registration.handle import Handle
-from placement.storage.disk.cut_slab import Parts
-from placement.storage.disk.keeper import Arrangement, Keeper
-from placement.storage.disk.spill import Spill, SpilledRange
+from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 
@@ -59,82 +57,76 @@ class DiskTier(HostTier):
     Args:
         handles: the manager's handles; read at each call.
         give_up_early: gives up all chunks that arrived early. The host copies that have some stay in host memory.
-        within: the folder in which the manager makes its own.
+        directory: where the files are.
 
     Raises:
         ValueError: the folder cannot be used.
     """
 
     def __init__(
-        self, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None], limit_bytes: int, within: str
+        self, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None], limit_bytes: int, directory: str
     ) -> None:
         self._device = device
         self._handles = handles
         self._give_up_early = give_up_early
         self._limit_bytes = limit_bytes
-        self._directory = SpillDirectory(within)
+        check_directory(directory)
+        self._directory = directory
         self._keeper = Keeper(limit_bytes)
         self._uses = UseHistory()
-        self._cut: weakref.WeakKeyDictionary[Slab, tuple[Parts, Spill]] = weakref.WeakKeyDictionary()
-        """The spills of slabs that were cut into parts."""
+        self._spills: weakref.WeakKeyDictionary[Slab, Spill] = weakref.WeakKeyDictionary()
 
     @property
     def waited_seconds(self) -> float:
         return self._keeper.waited_seconds
 
     def admit(self, handle: Handle, nbytes: int) -> None:
-        handles = {**self._handles, handle.name: handle}
-        shares = {each.name: _share(each.holding) for each in handles.values() if each.holding is not None}
+        shares = {name: _share(holding) for name, holding in _holdings([*self._handles.values(), handle]).items()}
         check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
         held = sum(share.held_bytes for share in shares.values())
-        unarranged = held - self._keeper.held_bytes  # what this registration has taken already
         if held + nbytes <= self._limit_bytes:
             return
+        lacking = nbytes + held - self._keeper.held_bytes  # with what this registration has taken already
         self._keeper.hold()  # else it would read ahead into the room that it makes
-        if not self._keeper.make_room(unarranged + nbytes) and not self._make_room_of_early(unarranged + nbytes):
-            raise HostMemoryError(
-                f"{handle.name!r} needs {mib(nbytes)} more of host memory, host_limit_bytes is {mib(self._limit_bytes)}, and not enough of "
-                f"the other host copies could leave for {self._directory.path}.\n{host_table(handle.name, nbytes, shares)}"
-            )
-
-    def _make_room_of_early(self, nbytes: int) -> bool:
-        """Make room as the keeper does, after early chunks have been given up."""
-        if not any(r.has_early for handle in self._handles.values() if handle.holding is not None for r in handle.holding.ranges):
-            return False
-        self._give_up_early()
-        self._arrange()
-        self._keeper.hold()
-        return self._keeper.make_room(nbytes)
+        if self._keeper.make_room(lacking):
+            return
+        if any(r.has_early for holding in _holdings(self._handles.values()).values() for r in holding.ranges):
+            self._give_up_early()
+            self._arrange()
+            self._keeper.hold()
+            if self._keeper.make_room(lacking):
+                return
+        raise HostMemoryError(
+            f"{handle.name!r} needs {mib(nbytes)} more of host memory, host_limit_bytes is {mib(self._limit_bytes)}, and not enough of "
+            f"the other host copies could leave for {self._directory}.\n{host_table(handle.name, nbytes, shares)}"
+        )
 
     def prepare(self, plan: Plan) -> None:
         self._keeper.hold()
         absent = []
-        for handle in self._handles.values():
-            holding = handle.holding
-            if holding is None or holding.lost is not None:
-                continue
-            if not holding.is_consistent or handle.name in plan.streamed or holding.on_device is not plan.on_device(handle.name):
+        for name, holding in _holdings(self._handles.values()).items():
+            is_moved = not holding.is_consistent or name in plan.streamed or holding.on_device is not plan.on_device(name)
+            if holding.lost is None and is_moved:
                 absent += [spill for r in holding.ranges if (spill := r.spill) is not None and not spill.claim_if_here()]
         if absent:
             self._keeper.bring(*absent)
 
     def arrange(self, phase: str) -> None:
-        by_name = {handle.name: handle.holding for handle in self._handles.values() if handle.holding is not None}
-        used = {name for name, holding in by_name.items() if any(r.spill is None or r.spill.is_used for r in holding.ranges)}
+        holdings = _holdings(self._handles.values())
+        used = {name for name, holding in holdings.items() if any(r.spill is None or r.spill.is_used for r in holding.ranges)}
         self._uses.note(phase, frozenset(used))
         self._arrange()
 
     def _arrange(self) -> None:
-        by_name = {handle.name: handle.holding for handle in self._handles.values() if handle.holding is not None}
         order: list[Spill] = []
         fixed_bytes = 0
-        for name in by_need(by_name, self._uses.upcoming(), self._uses.age):
-            holding = by_name[name]
-            spills, other_bytes = self._spills_of(self._handles[name], holding)
+        holdings = _holdings(self._handles.values())
+        for name in self._uses.order(holdings):
+            spills, other_bytes = self._spills_of(self._handles[name], holdings[name])
             order += spills
             fixed_bytes += other_bytes
         marks = [self._device.mark("to_device"), self._device.mark("to_host")]
-        self._keeper.arrange(Arrangement(order, fixed_bytes, functools.partial(_wait, self._device, marks)))
+        self._keeper.arrange(order, fixed_bytes, functools.partial(_wait, self._device, marks))
 
     def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
         """The spills of a handle's slabs, with what is true of them now, and the host memory of what never leaves."""
@@ -148,35 +140,19 @@ class DiskTier(HostTier):
             if not isinstance(slab, Slab) or any(r.is_shared for r in having):
                 fixed_bytes += slab.held_bytes
                 continue
-            spill = self._spill_of(slab, having, handle, holding)
+            spill = self._spills.get(slab)
+            if spill is None:
+                spill = self._spills[slab] = Spill(slab, holding, handle.name, self._directory, handle.counters, self._keeper)
+            for r in having:
+                r.spill = spill
             is_sound = holding.is_consistent and holding.lost is None and all(r.claims is None for r in having)
             spill.drops = holding.on_device and (not holding.readonly or all(r.transient for r in having))
             spill.can_leave = is_sound and not slab.has_views and not any(r.has_early for r in having)
             spills.append(spill)
         return spills, fixed_bytes
 
-    def _spill_of(self, slab: Slab, ranges: Sequence[Range], handle: Handle, holding: ManagedStorage) -> Spill:
-        """The spill of a slab: of the range that has it, or of the ranges that have a part of it."""
-
-        def made(find: Callable[[], SpilledRange | None]) -> Spill:
-            lose = functools.partial(_lose, weakref.ref(holding))
-            return Spill(find, handle.name, self._directory, handle.counters, self._keeper.bring, lose)
-
-        if ranges[0].host is slab:
-            ranges[0].spill = ranges[0].spill or made(weakref.ref(ranges[0]))
-            return ranges[0].spill
-        if slab not in self._cut:
-            parts = Parts(slab)
-            self._cut[slab] = parts, made(parts.find)
-        parts, spill = self._cut[slab]
-        parts.have(ranges)
-        for r in ranges:
-            r.spill = spill
-        return spill
-
     def close(self) -> None:
         self._keeper.stop()
-        self._directory.close()
 
 
 def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None]) -> HostTier:
@@ -184,6 +160,10 @@ def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Hand
     if settings.host_limit_bytes is None or settings.disk_directory is None:
         return HostTier()
     return DiskTier(device, handles, give_up_early, settings.host_limit_bytes, settings.disk_directory)
+
+
+def _holdings(handles: Iterable[Handle]) -> dict[str, ManagedStorage]:
+    return {handle.name: handle.holding for handle in handles if handle.holding is not None}
 
 
 def _whole(slab: HostSlab) -> HostSlab:
@@ -198,11 +178,6 @@ def _share(holding: ManagedStorage) -> HostShare:
     shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
     own = sum(r.host.nbytes for r in ranges if not r.is_shared)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
-
-
-def _lose(holding: weakref.ref[ManagedStorage], words: str) -> None:
-    if (alive := holding()) is not None:
-        alive.lost = words
 
 
 def _wait(device: Device, marks: Sequence[Mark]) -> None:

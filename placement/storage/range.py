@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.devices.base import Device
 from placement.devices.memory import Chunk, Copy, HostSlab
-from placement.storage.disk.spill import Spill
+from placement.storage.disk import Spill
 from placement.storage.early import EarlyChunks
 from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
 from placement.storage.transfer.chunk_pool import ChunkPool

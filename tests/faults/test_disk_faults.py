@@ -1,4 +1,4 @@
-"""Every IO call of the disk tier failed, and its process killed: no value is lost unnoticed."""
+"""Every IO call of the disk tier failed, its waits interrupted, and its process killed: no value is lost unnoticed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 
 import placement
-from placement.devices.host import spill_file, spilled_slab
-from placement.testing import SimulatedDevice
+from placement.devices.host import disk_file
+from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
+from tests.support.disk import until
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
@@ -27,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 CAPACITY_BYTES = 256 * 1024
 LIMIT_BYTES = 42 * 1024
 """The actor and its optimizer, and not the rollout engine beside them."""
-EVERY_POINT = os.environ.get("SWEEP") == "all"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,12 +39,12 @@ def _many_cases() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_file, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(spill_file, "DEPTH", 2)
+    monkeypatch.setattr(disk_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(disk_file, "DEPTH", 2)
 
 
 def quiet(worker: FaultyWorker) -> None:
-    assert worker.manager._stack.executor.host_tier._keeper.wait_until_idle(20)
+    until(lambda: worker.manager._stack.executor.host_tier._keeper.is_idle)
 
 
 def worker_in(folder: Path) -> FaultyWorker:
@@ -70,22 +71,26 @@ def lost(worker: FaultyWorker) -> set[str]:
     return {name for name, handle in worker.manager.handles.items() if handle.storage.lost is not None}
 
 
+_preadv = os.preadv
+
+
 class Failing:
-    """A function that fails at one of its calls by the disk tier's threads, or from there on."""
+    """A function that fails at one of its calls, or from there on. Several threads call it."""
 
     def __init__(self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[[], Any]) -> None:
         self._real, self._at, self._forever, self._fail = real, at, forever, fail
+        self._lock = threading.Lock()
         self.calls = 0
         self.fired = 0
 
-    def __call__(self, *arguments: Any) -> Any:
-        if not threading.current_thread().name.startswith("placement-disk"):
+    def __call__(self, *arguments: Any, **_: Any) -> Any:
+        if self._real is _preadv and isinstance(arguments[1][0], bytearray):  # the simulated device reads which pages it has
             return self._real(*arguments)
-        self.calls += 1
-        if self.calls == self._at or (self._forever and self.calls > self._at):
-            self.fired += 1
-            return self._fail()
-        return self._real(*arguments)
+        with self._lock:
+            self.calls += 1
+            fails = self.calls == self._at or (self._forever and self.calls > self._at)
+            self.fired += fails
+        return self._fail() if fails else self._real(*arguments)
 
 
 def raises(number: int) -> Callable[[], Any]:
@@ -107,10 +112,10 @@ def no_memory() -> int:
 OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "write": (os, "pwritev", raises(errno.EIO)),
     "sync": (os, "fdatasync", raises(errno.EIO)),
-    "allocate": (spill_file, "_fallocate", refuses),
-    "open": (spill_file.SpillDirectory, "open", raises(errno.EMFILE)),
-    "release": (spilled_slab, "_dropped", lambda: False),
-    "memory": (spilled_slab, "available_bytes", no_memory),
+    "allocate": (disk_file, "_fallocate", refuses),
+    "open": (disk, "DiskFile", raises(errno.EMFILE)),
+    "release": (disk_file, "_drop", lambda: False),
+    "memory": (disk_file, "available_bytes", no_memory),
     "read": (os, "preadv", raises(errno.EIO)),
 }
 
@@ -124,7 +129,7 @@ def test_every_call_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oper
         worker = worker_in(tmp_path)
         with monkeypatch.context() as patched:
             failing = Failing(getattr(owner, name), points + 1, forever, fail)
-            patched.setattr(owner, name, failing if owner is not spill_file.SpillDirectory else lambda *a, failing=failing: failing(*a))
+            patched.setattr(owner, name, failing)
             with contextlib.suppress(placement.IntegrityError, placement.BrokenHandleError, placement.HostMemoryError):
                 a_few_phases(worker)
             quiet(worker)
@@ -152,112 +157,72 @@ def test_every_call_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oper
     assert [*tmp_path.iterdir()] == []
 
 
+# --- Ctrl-C
+
+
+class Interrupting:
+    """A function before one of whose calls, on whatever thread, Ctrl-C is pressed."""
+
+    def __init__(self, real: Callable[..., Any], at: int) -> None:
+        self._real, self._at = real, at
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._real(*arguments)
+
+
+@pytest.mark.parametrize("call", ["preadv", "fdatasync"])
+def test_ctrl_c_while_somebody_waits_for_the_disk_leaves_values_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    worker = worker_in(tmp_path)
+    a_few_phases(worker)
+    interrupted = 0
+    for point in range(1, 12):
+        with worker.manager.phase("rollout"):
+            quiet(worker)
+        quiet(worker)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, Interrupting(getattr(os, call), point))
+            try:
+                with worker.manager.phase("train"):
+                    worker.manager.handles["rollout"].object.module.state_dict()
+                worker.manager.handles["actor"].state_dict()
+                quiet(worker)
+            except KeyboardInterrupt:
+                interrupted += 1
+        gc.collect(0)
+        with worker.manager.phase("log_prob"):
+            pass
+        assert lost(worker) == set()
+        check_sound(worker)
+        check_values(worker)
+    assert interrupted
+    a_few_phases(worker)
+    check_values(worker)
+    worker.manager.close()
+
+
 # --- a process that is killed
 
-JOB = """
-import hashlib, os, signal, sys, time
-import torch
-torch.set_num_threads(1)
-import placement
-import torch.distributed.checkpoint
-from placement.testing import SimulatedDevice
-
-folder, spilled = sys.argv[1:3]
-KIB = 1 << 10
-
-
-def objects(seed):
-    torch.manual_seed(seed)
-    actor = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    return actor, torch.nn.Linear(64, 256), torch.optim.AdamW(actor.parameters(), lr=1e-2)
-
-
-def manager_of(actor, critic, adam):
-    device = SimulatedDevice(4096 * KIB, chunk_bytes=16 * KIB)
-    manager = placement.Manager(device=device, host_limit_bytes=260 * KIB, disk_directory=spilled)
-    manager.register("critic", critic, role="critic")
-    manager.register("actor", actor, role="actor")
-    manager.register("adam", adam)
-    return manager
-
-
-def digest(manager):
-    found = hashlib.sha256()
-    for name in ("actor", "critic"):
-        for key, value in sorted(manager.handles[name].state_dict().items()):
-            found.update(key.encode() + value.numpy().tobytes())
-    for state in manager.handles["adam"].state_dict()["state"].values():
-        found.update(b"".join(value.numpy().tobytes() for _, value in sorted(state.items())))
-    return found.hexdigest()
-
-
-def train(pipe):
-    actor, critic, adam = objects(0)
-    manager = manager_of(actor, critic, adam)
-    for step in range(1000):
-        with manager.phase("train"):
-            actor(torch.randn(4, 64)).square().mean().backward()
-            adam.step()
-            adam.zero_grad()
-        placement.checkpoint.save(manager, f"{folder}/{os.getpid()}-{step}")
-        os.write(pipe, f"{os.getpid()}-{step} {digest(manager)}\\n".encode())
-        for _ in range(3):
-            with manager.phase("values") as phase:
-                phase.switch("log_prob")
-
-
-def check(line):
-    name, wanted = line.split()
-    actor, critic, adam = objects(1)
-    manager = manager_of(actor, critic, adam)
-    placement.checkpoint.load(manager, f"{folder}/{name}")
-    assert digest(manager) == wanted, line
-    assert manager.snapshot().handles
-
-
-def in_child(function, *arguments):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            function(*arguments)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-
-spills = 0
-for point in range(int(sys.argv[3])):
-    reader, writer = os.pipe()
-    pid = in_child(train, writer)
-    os.close(writer)
-    said = os.read(reader, 1 << 16)  # the first checkpoint
-    time.sleep(0.0031 * point)  # each point is a little later in the spill
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    while more := os.read(reader, 1 << 16):
-        said += more
-    os.close(reader)
-    last = said.decode().splitlines()[-1]
-    assert os.waitpid(in_child(check, last), 0)[1] == 0, last
-    print("checked", last, flush=True)
+OWNER = """
+import sys, time
+from placement.devices.host.disk_file import DiskFile
+from placement.devices.host.slab import Slab
+slab = Slab(1 << 20)
+file = DiskFile(sys.argv[1], "a", slab.nbytes)
+file.write(slab.address)
+print("written", flush=True)
+time.sleep(60)  # until it is killed
 """
 
 
-def test_a_kill_loses_nothing_that_a_checkpoint_had(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "spilled").mkdir()
-    count = 40 if EVERY_POINT else 5
-    command = [sys.executable, "-c", JOB, str(tmp_path / "checkpoints"), str(tmp_path / "spilled"), str(count)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.count("checked") == count
-    litter = [path for folder in (tmp_path / "spilled").iterdir() for path in folder.iterdir()]
-    assert litter == []  # files without a name go with their process
-    assert len([*(tmp_path / "spilled").iterdir()]) <= 1  # the next manager has removed the folders of those before
-    manager = placement.Manager(device=SimulatedDevice(1 << 20), host_limit_bytes=1 << 20, disk_directory=tmp_path / "spilled")
-    assert len([*(tmp_path / "spilled").iterdir()]) == 1
-    manager.close()
-    assert [*(tmp_path / "spilled").iterdir()] == []
+def test_a_process_that_is_killed_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "written\n"
+        owner.kill()
+    assert [*tmp_path.iterdir()] == []

@@ -10,7 +10,7 @@ import torch
 
 import placement
 from placement.policies import Colocated
-from placement.storage.disk.spill import Place
+from placement.storage.disk import Place
 from placement.testing import assert_nothing_resident
 from tests.support.disk import send_to_disk, settle, spills_of
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 
 from placement import Manager
 from placement.planning.host_tier import DiskTier
-from placement.storage.disk.spill import Place, Spill
+from placement.storage.disk import Place, Spill
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 
@@ -20,7 +21,7 @@ def tier_of(manager: Manager) -> DiskTier:
 
 def settle(manager: Manager) -> None:
     """Wait for the background work."""
-    assert tier_of(manager)._keeper.wait_until_idle(20)
+    until(lambda: tier_of(manager)._keeper.is_idle)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -65,3 +66,11 @@ def send_to_disk(manager: Manager, *names: str) -> list[Spill]:
             assert spill.leave(lambda: True, lambda: None)
         assert spill.place in (Place.DISK, Place.NOWHERE)
     return sent
+
+
+def damage(spill: Spill, offset: int) -> None:
+    """Change one bit of a host copy's file."""
+    assert spill._file is not None
+    file = os.open(f"/proc/self/fd/{spill._file._file}", os.O_RDWR)
+    os.pwrite(file, bytes([os.pread(file, 1, offset)[0] ^ 1]), offset)
+    os.close(file)

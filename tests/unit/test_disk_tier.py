@@ -18,9 +18,10 @@ import placement
 from placement import State
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
 from placement.core.settings import Settings
-from placement.storage.disk.spill import Place
+from placement.devices.host import disk_file
+from placement.storage.disk import Place
 from placement.testing import Faults, SimulatedDevice
-from tests.support.disk import until
+from tests.support.disk import damage, send_to_disk, settle, until
 
 PAGE = 4096
 CHUNK = 8 * PAGE
@@ -57,7 +58,7 @@ class Worker:
 
     def settle(self) -> None:
         """Wait for the background work."""
-        assert self.manager._stack.executor.host_tier._keeper.wait_until_idle(20)
+        settle(self.manager)
 
     def step(self) -> None:
         tokens = torch.ones(2, 128)
@@ -69,11 +70,14 @@ class Worker:
             with torch.no_grad():
                 assert torch.equal(self.models["critic"](tokens), model(2)(tokens))
             step.switch("train")
-            for net, adam in ((self.models["actor"], self.adam), (self.twin, self.twin_adam)):
-                net(tokens).square().mean().backward()
-                adam.step()
-                adam.zero_grad()
+            self.learn()
         self.settle()
+
+    def learn(self) -> None:
+        for net, adam in ((self.models["actor"], self.adam), (self.twin, self.twin_adam)):
+            net(torch.ones(2, 128)).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
 
     def check_values(self) -> None:
         for name, twin in (("actor", self.twin), ("ref", model(1)), ("critic", model(2))):
@@ -83,25 +87,17 @@ class Worker:
             assert all(torch.equal(value, self.twin_adam.state_dict()["state"][key][name]) for name, value in state.items())
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_file, "BLOCK_BYTES", CHUNK)
+
+
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
     made = Worker(tmp_path, LIMIT_BYTES)
     yield made
     made.manager.close()
     assert [*tmp_path.iterdir()] == []
-
-
-def leave(worker: Worker, name: str) -> Any:
-    """Have the host copy of a handle go to the disk now. Returns its spill."""
-    worker.settle()
-    worker.manager._stack.executor.host_tier._keeper.hold()
-    (r,) = worker.handles[name].storage.ranges
-    if r.spill.is_here:
-        r.spill.is_claimed = False
-        gc.collect()  # torch 2.10 leaves the state dict that it saved in a cycle of references
-        assert r.spill.leave(lambda: True, lambda: None)
-    assert r.spill.place is Place.DISK
-    return r.spill
 
 
 # --- a run
@@ -170,50 +166,61 @@ def test_without_a_limit_nothing_is_on_disk_and_no_thread_runs() -> None:
     assert threading.active_count() <= before
 
 
-def test_early_chunks_and_the_disk_go_together(tmp_path: Path) -> None:
-    from tests.faults.harness import Foresight
-
-    worker = Worker(tmp_path, LIMIT_BYTES, policy=Foresight())
-    for _ in range(4):
-        worker.step()
-    worker.check_values()
-    worker.manager.close()
-
-
 # --- readers
 
 
 def test_a_state_dict_brings_the_bytes_and_keeps_them_as_long_as_it_lives(worker: Worker) -> None:
-    spill = leave(worker, "critic")
+    (spill,) = send_to_disk(worker.manager, "critic")
     shown = worker.handles["critic"].state_dict()
     assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
     with worker.manager.phase("train"):  # everything else has to make room
         until(lambda: spill.is_here)
         assert not spill.leave(lambda: True, lambda: None)
         assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
-    del shown
-    gc.collect()
-    with worker.manager.phase("train"):
-        worker.settle()
-        assert spill.can_leave
-
-
-def test_what_is_written_into_the_host_copy_is_kept(worker: Worker) -> None:
-    leave(worker, "critic")
-    shown = worker.handles["critic"].state_dict()
     shown["0.weight"].fill_(3)
     del shown
     gc.collect()
-    spill = leave(worker, "critic")
-    assert spill.place is Place.DISK
+    with worker.manager.phase("train"):
+        assert send_to_disk(worker.manager, "critic") == [spill]
     assert worker.handles["critic"].state_dict()["0.weight"].eq(3).all()
 
 
-@pytest.mark.parametrize("how", ["unregister", "close", "checkpoint", "async_checkpoint", "publish", "load_checkpoint"])
+def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path) -> None:
+    """With less host memory than any two of them need."""
+    worker = Worker(tmp_path, 3 * MODEL_BYTES)
+    is_over = threading.Event()
+    counts = {"ref": 0, "critic": 0}
+    wrong: list[str] = []
+
+    def read(name: str, seed: int) -> None:
+        want = model(seed).state_dict()
+        while not is_over.is_set():
+            shown = worker.handles[name].state_dict()
+            wrong.extend(name for key, value in want.items() if not torch.equal(shown[key].cpu(), value))
+            del shown
+            counts[name] += 1
+
+    threads = [threading.Thread(target=read, args=each) for each in (("ref", 1), ("critic", 2))]
+    for thread in threads:
+        thread.start()
+    for _ in range(6):
+        with worker.manager.phase("train"):
+            worker.learn()
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert all(counts.values())
+    worker.check_values()
+    worker.manager.close()
+
+
+@pytest.mark.parametrize("how", ["unregister", "close", "checkpoint", "async_checkpoint", "load_checkpoint"])
 def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.TempPathFactory, how: str) -> None:
     path = tmp_path_factory.mktemp("checkpoint")
     placement.checkpoint.save(worker.manager, path, only=["critic"])
-    leave(worker, "critic")
+    send_to_disk(worker.manager, "critic")
     want = model(2).state_dict()
     critic = worker.models["critic"]
     if how == "unregister":
@@ -229,16 +236,9 @@ def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.T
         critic.load_state_dict(model(7).state_dict())
         worker.manager.register("critic", critic, role="critic")
         worker.handles = worker.manager.handles
-        leave(worker, "critic")
+        send_to_disk(worker.manager, "critic")
         placement.checkpoint.load(worker.manager, path, only=["critic"])
-        leave(worker, "critic")
-    else:
-        with worker.manager.phase("values"):
-            pass
-        leave(worker, "actor")
-        with worker.manager.phase("weight_sync"):
-            published = dict(pair for bucket in worker.handles["actor"].weights(bucket_bytes=4096) for pair in bucket)
-        assert all(torch.equal(published[key], value) for key, value in model(0).state_dict().items())
+        send_to_disk(worker.manager, "critic")
     if how in ("checkpoint", "async_checkpoint"):
         worker.manager.unregister("critic")
         critic.load_state_dict(model(7).state_dict())
@@ -327,33 +327,26 @@ def test_a_full_disk_leaves_everything_in_host_memory(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     worker.settle()
-    monkeypatch.setattr(os, "pwritev", full)
-    for _ in range(2):
-        with worker.manager.phase("log_prob") as step:
-            step.switch("train")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", full)
+        for _ in range(2):
+            with worker.manager.phase("log_prob") as step:
+                step.switch("train")
+        worker.settle()
     warnings = [record.getMessage() for record in caplog.records if "it cannot leave" in record.getMessage()]
     assert len(warnings) == 1
     assert "No space left on device" in warnings[0]
     worker.check_values()
-    monkeypatch.undo()
     worker.step()
     worker.check_values()
 
 
-def corrupted(spill: Any, offset: int) -> None:
-    byte = os.pread(spill._file._file, PAGE, offset)
-    file = os.open(f"/proc/self/fd/{spill._file._file}", os.O_RDWR)
-    os.pwrite(file, bytes([byte[0] ^ 1]), offset)
-    os.close(file)
-
-
 @pytest.mark.parametrize("reader", ["state_dict", "phase", "unregister"])
 def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Worker, reader: str) -> None:
-    spill = leave(worker, "critic")
+    (spill,) = send_to_disk(worker.manager, "critic")
     path = spill._file.path
-    corrupted(spill, CHUNK + PAGE)
-    (r,) = worker.handles["critic"].storage.ranges
-    words = rf"chunk 1 of {len(r.chunk_sizes)} of the host copy of 'critic' came back from {path} with other bytes"
+    damage(spill, CHUNK + PAGE)
+    words = rf"chunk 1 of {MODEL_BYTES // CHUNK} of the host copy of 'critic' came back from {path} with other bytes"
 
     def read() -> None:
         if reader == "state_dict":
@@ -382,16 +375,16 @@ def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Work
 
 
 def test_a_read_error_loses_this_handle_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    spill = leave(worker, "critic")
+    (spill,) = send_to_disk(worker.manager, "critic")
     path = spill._file.path
 
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(IntegrityError, match=rf"'critic' could not be read from {path}: Input/output error"):
-        worker.handles["critic"].state_dict()
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", broken)
+        with pytest.raises(IntegrityError, match=rf"'critic' could not be read from {path}: Input/output error"):
+            worker.handles["critic"].state_dict()
     with pytest.raises(BrokenHandleError, match="could not be read"), worker.manager.phase("values"):
         pass
     with worker.manager.phase("train"):
@@ -426,7 +419,7 @@ def test_snapshots_and_metrics_have_the_disk(worker: Worker) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EAGAIN])
 def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    leave(worker, "critic")
+    send_to_disk(worker.manager, "critic")
 
     def refused(*_: Any) -> int:
         raise OSError(number, os.strerror(number))

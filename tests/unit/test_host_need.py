@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
-from placement.planning.host_need import HostShare, UseHistory, by_need, check_fits_host
-from placement.storage.disk.room import HostCopy, Step, next_step
+from placement.planning.host_need import HostShare, UseHistory, check_fits_host
+from placement.storage.disk import HostCopy, next_step
 
 COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans()), max_size=12)
 
@@ -16,13 +16,12 @@ COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.boo
 def done(copies: list[HostCopy], fixed_bytes: int, limit_bytes: int) -> list[HostCopy]:
     """Carry out every step."""
     for _ in range(4 * len(copies) + 1):
-        step = next_step(copies, fixed_bytes, limit_bytes)
-        if step is None:
+        position = next_step(copies, fixed_bytes, limit_bytes)
+        if position is None:
             return copies
-        copy = copies[step.position]
-        assert copy.is_here is (step.what == "leave")
-        assert copy.can_leave or step.what == "come"
-        copies = [*copies[: step.position], copy._replace(is_here=step.what == "come"), *copies[step.position + 1 :]]
+        copy = copies[position]
+        assert copy.can_leave or not copy.is_here
+        copies = [*copies[:position], copy._replace(is_here=not copy.is_here), *copies[position + 1 :]]
     raise AssertionError(f"it never ends: {copies}")
 
 
@@ -54,15 +53,15 @@ def test_what_is_away_could_not_take_the_place_of_what_is_needed_later(copies: l
 
 @given(COPIES, st.integers(0, 100), st.integers(1, 500))
 def test_nothing_leaves_for_what_is_needed_later(copies: list[HostCopy], fixed: int, limit: int) -> None:
-    step = next_step(copies, fixed, limit)
-    if step is not None and step.what == "leave" and fixed + held(copies) <= limit:
-        assert any(not copy.is_here for copy in copies[: step.position])
+    position = next_step(copies, fixed, limit)
+    if position is not None and copies[position].is_here and fixed + held(copies) <= limit:
+        assert any(not copy.is_here for copy in copies[:position])
 
 
 def test_what_is_needed_last_leaves() -> None:
-    assert next_step([HostCopy(10, True)] * 3, 0, 25) == Step("leave", 2)
+    assert next_step([HostCopy(10, True)] * 3, 0, 25) == 2
     assert next_step([HostCopy(10, True), HostCopy(10, True), HostCopy(10, False)], 0, 25) is None
-    assert next_step([HostCopy(10, False), HostCopy(10, True), HostCopy(10, True)], 0, 25) == Step("leave", 2)
+    assert next_step([HostCopy(10, False), HostCopy(10, True), HostCopy(10, True)], 0, 25) == 2
 
 
 # --- who is needed when
@@ -74,23 +73,21 @@ def test_the_cycle_tells_who_is_needed_next() -> None:
         for phase, used in (("rollout", "actor engine"), ("log_prob", "actor ref"), ("train", "actor adam ref"), ("idle", "actor adam")):
             history.note(phase, frozenset(used.split()))
     history.note("rollout", frozenset({"actor", "engine"}))
-    assert history.upcoming()[:2] == ({"actor", "ref"}, {"actor", "adam", "ref"})
-    assert by_need(["engine", "adam", "ref", "actor"], history.upcoming(), history.age) == ["actor", "ref", "adam", "engine"]
+    assert history.order(["engine", "adam", "ref", "actor"]) == ["actor", "ref", "adam", "engine"]
 
 
 def test_two_phases_tell_more_than_one() -> None:
     history = UseHistory()
     for phase, used in (("a", ""), ("x", "one"), ("p", "first"), ("b", ""), ("x", "one"), ("q", "second"), ("a", ""), ("x", "one")):
         history.note(phase, frozenset(used.split()))
-    assert history.upcoming()[0] == {"first"}
+    assert history.order(["second", "first"]) == ["first", "second"]
 
 
 def test_without_a_cycle_the_least_recently_used_goes_first() -> None:
     history = UseHistory()
-    assert history.upcoming() == ()
     for name in ("a", "b", "c", "a"):
         history.note(f"phase {name}{history._count}", frozenset({name}))
-    assert by_need(["never", "a", "b", "c"], history.upcoming(), history.age) == ["a", "c", "b", "never"]
+    assert history.order(["never", "a", "b", "c"]) == ["a", "c", "b", "never"]
 
 
 # --- what can never fit

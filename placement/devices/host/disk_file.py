@@ -1,0 +1,251 @@
+"""Files on a local disk that take the bytes of slabs: aligned blocks, several requests at a time, past the page cache where possible."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+
+from placement.core.errors import HostMemoryError
+from placement.devices.background import BackgroundThread
+from placement.devices.host.available import available_bytes
+from placement.devices.host.mapping import PAGE, libc, round_up
+from placement.devices.host.reserve import promised_bytes
+from placement.devices.host.slab import Slab
+
+BLOCK_BYTES = 4 << 20
+"""The bytes of one request, and of one checksum."""
+DEPTH = 8
+"""The number of requests in flight. Each has a thread, which is outside of Python while the disk works."""
+_CHECKING = 2
+"""The threads beside these that compute checksums, so that the disk has its requests meanwhile."""
+
+GoesOn = Callable[[], bool]
+"""Whether to go on; asked on the calling thread between blocks."""
+
+logger = logging.getLogger("placement")
+_MADV_DONTNEED = 4
+_fallocate = libc.fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_warning = threading.Lock()
+"""Taken by the first warning of the cache, for good."""
+
+
+def always() -> bool:
+    """Go on."""
+    return True
+
+
+def check_directory(path: str | os.PathLike[str]) -> None:
+    """Raise unless a `DiskFile` can be made in a folder.
+
+    Raises:
+        ValueError: the message says what to do.
+    """
+    advice = "set disk_directory to a folder on a local disk that this process may write"
+    if not os.path.isdir(path):
+        raise ValueError(f"disk_directory {os.fspath(path)!r} is no folder; {advice}")
+    try:
+        DiskFile(path, "trial", PAGE)
+    except OSError as error:
+        raise ValueError(f"disk_directory {os.fspath(path)!r}: {error.strerror}; {advice}") from error
+
+
+class DiskFile:
+    """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
+
+    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed.
+    The checksums are CRC-32: they find every changed bit and every run of up to 32 changed bits, and other damage all but once in 2**32.
+    The standard library computes them at the speed of the memory, outside of Python's lock.
+
+    Args:
+        directory: an existing folder on a local disk.
+        name: what messages call the file.
+
+    Raises:
+        OSError: the file system refused (ENOSPC: the disk has no room for so many bytes).
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
+        self.path = f"{os.fspath(directory)}/{name}"
+        self.nbytes = round_up(nbytes, PAGE)
+        self._block_bytes = BLOCK_BYTES
+        self.num_blocks = -(-self.nbytes // BLOCK_BYTES)
+        own = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115 (closed when this object dies)
+        weakref.finalize(self, own.close).atexit = False
+        self._file = own.fileno()
+        # The whole length now, so that a full disk shows before a byte is written.
+        if self.nbytes and _fallocate(self._file, 0, 0, self.nbytes):
+            number = ctypes.get_errno()
+            if number not in _NOT_OFFERED:
+                raise OSError(number, os.strerror(number), self.path)
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwrite(self._file, mmap.mmap(-1, PAGE), 0)  # some file systems refuse only the request
+        except OSError:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+            if _warning.acquire(blocking=False):
+                logger.warning("%s: no direct IO here, so spilled bytes go through the page cache, which is slower", self.path)
+        self._checksums: list[int | None] = []
+        """The checksum of each block's content; None where the content means nothing."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the content for meaningless: the next `write` writes all of it."""
+        self._checksums = [None] * self.num_blocks
+
+    def block(self, index: int) -> tuple[int, int]:
+        """The offset and the bytes of a block."""
+        offset = index * self._block_bytes
+        return offset, min(self._block_bytes, self.nbytes - offset)
+
+    def write(self, address: int, goes_on: GoesOn = always) -> int | None:
+        """Write the blocks at `address` that differ from the file's. Returns how many bytes that were; None if it was stopped.
+
+        Raises:
+            OSError: a write failed. Use the file no more.
+        """
+        requests = threading.Semaphore(DEPTH)
+        written: list[int] = []
+
+        def write(index: int) -> None:
+            offset, nbytes = self.block(index)
+            checksum = zlib.crc32(_memory(address + offset, nbytes))
+            if checksum != self._checksums[index]:
+                self._checksums[index] = None
+                with requests:
+                    self._whole(os.pwritev, address, offset, nbytes)
+                self._checksums[index] = checksum
+                written.append(nbytes)
+
+        if not _in_parallel(self.num_blocks, write, goes_on):
+            return None
+        os.fdatasync(self._file)  # reports what buffered writes could not report
+        return sum(written)
+
+    def read(self, address: int, goes_on: GoesOn = always) -> list[int] | None:
+        """Read the file into the memory at `address`. Returns the blocks that are not as they were written; None if it was stopped.
+
+        Raises:
+            OSError: a read failed, or the file is too short.
+        """
+        requests = threading.Semaphore(DEPTH)
+        damaged: list[int] = []
+
+        def read(index: int) -> None:
+            offset, nbytes = self.block(index)
+            with requests:
+                self._whole(os.preadv, address, offset, nbytes)
+            if zlib.crc32(_memory(address + offset, nbytes)) != self._checksums[index]:
+                damaged.append(index)
+
+        return sorted(damaged) if _in_parallel(self.num_blocks, read, goes_on) else None
+
+    def _whole(self, call: Callable[..., int], address: int, offset: int, nbytes: int) -> None:
+        """Read or write one block, in as many calls as the kernel wants."""
+        while nbytes:
+            done = call(self._file, [_memory(address + offset, nbytes)], offset)
+            if done <= 0:
+                raise OSError(errno.EIO, f"the file ends at {offset:,} of {self.nbytes:,} bytes")
+            offset, nbytes = offset + done, nbytes - done
+
+
+def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) -> bool:
+    """Do `work` for every block on several threads, this one among them. Returns False if it was stopped.
+
+    Raises:
+        OSError, Exception: the first error. No thread works any more then.
+    """
+    blocks = iter(range(num_blocks))  # shared: each step of it is one, whichever thread takes it
+    ends: list[Exception | None] = []
+    """Why no further block is begun: errors, and None where it was stopped."""
+
+    def take(goes_on: GoesOn) -> None:
+        for index in blocks:
+            if ends:
+                return
+            try:
+                work(index)
+            except Exception as error:  # raised by the calling thread
+                ends.append(error)
+            if not goes_on():
+                ends.append(None)
+
+    others = range(min(DEPTH + _CHECKING, num_blocks) - 1)
+    threads = [BackgroundThread("placement-disk-io", functools.partial(take, always)) for _ in others]
+    try:
+        with contextlib.suppress(RuntimeError):  # the machine gives no more threads: those that run do all blocks
+            for thread in threads:
+                thread.start()
+        take(goes_on)
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    for error in ends:
+        if error is not None:
+            raise error
+    return not ends
+
+
+def release(slab: Slab) -> None:
+    """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned.
+
+    The addresses stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
+
+    Raises:
+        OSError: the kernel refused. The bytes are still there.
+    """
+    slab.unpin()
+    if not _drop(slab):
+        number = ctypes.get_errno()
+        slab.pin_again(is_touched=True)
+        raise OSError(number, os.strerror(number))
+    slab.is_released = True
+
+
+def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
+    """Have the memory back. It is pinned in the background, and device copies wait for that.
+
+    Args:
+        fill: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
+
+    Raises:
+        HostMemoryError: there is not enough memory now. The slab stays as it was.
+        Exception: `fill` failed. The slab stays as it was.
+    """
+    size = round_up(slab.nbytes, PAGE)
+    available = max(0, available_bytes() - promised_bytes())
+    if size > available:
+        raise HostMemoryError(f"host memory: asked for {size:,} bytes of a host copy that had left it, {available:,} available")
+    slab.is_released = False
+    is_filled = False
+    try:
+        is_filled = fill is None or fill()
+    finally:
+        if not is_filled:
+            slab.is_released = _drop(slab)
+    if is_filled:
+        slab.pin_again(is_touched=fill is not None)
+    return is_filled
+
+
+def _drop(slab: Slab) -> bool:
+    size = round_up(slab.nbytes, PAGE)
+    return not size or libc.madvise(slab.address, size, _MADV_DONTNEED) == 0

@@ -1,0 +1,464 @@
+"""Host copies that leave host memory for files on a local disk, and come back before anybody needs them.
+
+Whoever uses a host copy counts the use, and then looks where it is; whoever moves it looks for uses, and says that it is away, in one
+step under a lock. Another lock is held for the whole of a move: by the keeper's thread, or by who cannot wait for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import enum
+import errno
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from placement.core import interrupts
+from placement.core.errors import HostMemoryError, IntegrityError
+from placement.core.journal import HandleCounters, logger
+from placement.core.weak_set import WeakIdSet
+from placement.devices.background import BackgroundThread
+from placement.devices.host.disk_file import DiskFile, GoesOn, release, renew
+from placement.devices.host.slab import Slab
+
+_NAN = 0xFF
+_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)
+"""Errors of a read that tell of the kernel's memory, and nothing of the file."""
+_EXIT_SECONDS = 10.0
+"""How many seconds interpreter exit waits for the thread."""
+_GLANCE_SECONDS = 0.1
+"""How often who waits looks for a Ctrl-C."""
+
+
+class Place(enum.Enum):
+    """Where the bytes of a host copy are."""
+
+    MEMORY = enum.auto()
+    DISK = enum.auto()
+    NOWHERE = enum.auto()
+    """Only on the device, whose next offload writes all of them."""
+
+
+class _Mirrored(Protocol):
+    """The part of a range that this needs."""
+
+    prints: torch.Tensor | None
+    spill: Spill | None
+
+
+class _Holder(Protocol):
+    """The part of a handle's storage that this needs."""
+
+    lost: str | None
+
+    @property
+    def ranges(self) -> Sequence[_Mirrored]: ...
+
+
+class Spill:
+    """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
+
+    Args:
+        slab, holder: kept alive by others alone.
+        name: the handle's name.
+    """
+
+    def __init__(self, slab: Slab, holder: _Holder, name: str, directory: str, counters: HandleCounters, keeper: Keeper) -> None:
+        self.place = Place.MEMORY
+        self.is_claimed = False
+        """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
+        self.is_used = False
+        """Whether anybody has used it since then."""
+        self.can_leave = False
+        """Whether nothing but a claim or a tensor over it speaks against leaving."""
+        self.drops = False
+        """Whether the device has the bytes, and its next offload copies all of them: nothing need be written."""
+        self.lost: str | None = None
+        """Which values are lost, and why; None while none is."""
+        self._slab, self._holder = weakref.ref(slab), weakref.ref(holder)
+        self._name = name
+        self._directory = directory
+        self._counters = counters
+        self._keeper = keeper
+        self._num_uses = 0
+        self._file: DiskFile | None = None
+        """The file is kept while the bytes are in host memory: what does not change need not be written again."""
+        slab.before_use, slab.on_claim = self._use, self.claim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it takes while it is there."""
+        slab = self._slab()
+        return 0 if slab is None else slab.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        slab = self._slab()
+        return 0 if slab is None else slab.held_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        file = self._file
+        return 0 if file is None else file.nbytes
+
+    @property
+    def is_here(self) -> bool:
+        return self.place is Place.MEMORY
+
+    @property
+    def may_leave(self) -> bool:
+        return self.is_here and self.can_leave and not self.is_claimed
+
+    def claim(self) -> None:
+        """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread.
+
+        Raises:
+            HostMemoryError: there is not enough memory for them now.
+        """
+        if not self.claim_if_here():
+            self._keeper.bring(self)
+
+    def claim_if_here(self) -> bool:
+        """Like `claim` where it need not wait. False where it would have to."""
+        with self._keeper.lock:
+            self.is_claimed = True
+            return self._is_here_for_use()
+
+    def _use(self) -> None:
+        """Have the bytes in host memory, where they stay as long as a tensor over them lives, which must be there already."""
+        with self._keeper.lock:
+            is_here = self._is_here_for_use()
+        if not is_here:
+            self._keeper.bring(self)
+
+    def _is_here_for_use(self) -> bool:
+        self._num_uses += 1
+        self.is_used = True
+        return self.is_here
+
+    def require_values(self) -> None:
+        """Raise if values are lost.
+
+        Raises:
+            IntegrityError: they are.
+        """
+        if self.lost is not None:
+            raise IntegrityError(self.lost)
+
+    def leave(self, goes_on: GoesOn, settle: Callable[[], object]) -> bool:
+        """Free the host memory. Returns False if somebody wants the bytes, or it was stopped; they are in host memory then.
+
+        Args:
+            settle: waits until no copy of the device uses the host copy.
+
+        Raises:
+            OSError: the file cannot be written, or the kernel does not take the memory. The bytes are in host memory.
+            Exception: `settle` failed.
+        """
+        slab, drops, num_uses = self._slab(), self.drops, self._num_uses
+        if slab is None or not self.may_leave or slab.has_views:
+            return False
+        settle()
+        while not slab.ready.wait(_GLANCE_SECONDS):
+            interrupts.check()
+        is_written = drops or self._write(slab, goes_on)
+        with self._keeper.lock:
+            is_used = num_uses != self._num_uses
+            if is_used and self._file is not None:
+                self._file.forget()  # the bytes may have changed while they were written
+            if is_used or not is_written:
+                return False
+            self.place = Place.NOWHERE if drops else Place.DISK
+            if drops:
+                self._forget_prints()
+        try:
+            release(slab)
+        except BaseException:
+            self.place = Place.MEMORY
+            raise
+        return True
+
+    def come(self, goes_on: GoesOn) -> bool:
+        """Bring the bytes back into host memory. Returns False if it was stopped. What cannot be read as it was written is lost.
+
+        Raises:
+            HostMemoryError: there is not enough memory now. The bytes are where they were.
+        """
+        slab = self._slab()
+        if slab is not None and not self.is_here:
+            if not renew(slab, None if self.place is Place.NOWHERE else functools.partial(self._read, slab, goes_on)):
+                return False
+            self.place = Place.MEMORY
+        return True
+
+    def _write(self, slab: Slab, goes_on: GoesOn) -> bool:
+        if self._file is None:
+            self._file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
+        try:
+            written_bytes = self._file.write(slab.address, goes_on)
+        except BaseException:
+            self._file = None  # and its space is given back
+            raise
+        self._counters.spilled_bytes += written_bytes or 0
+        return written_bytes is not None
+
+    def _read(self, slab: Slab, goes_on: GoesOn) -> bool:
+        file = self._file
+        assert file is not None
+        try:
+            damaged = file.read(slab.address, goes_on)
+        except OSError as error:
+            if error.errno in _FOR_NOW:
+                raise HostMemoryError(f"the host copy of {self._name!r} cannot be read from the disk now: {error.strerror}") from error
+            self._lost(slab, file, range(file.num_blocks), f"could not be read from {file.path}: {error.strerror}")
+            return True
+        if damaged is None:
+            return False
+        self._counters.disk_read_bytes += slab.nbytes
+        if damaged:
+            self._lost(slab, file, damaged, f"came back from {file.path} with other bytes than were written there")
+        return True
+
+    def _lost(self, slab: Slab, file: DiskFile, chunks: Sequence[int], what: str) -> None:
+        for index in chunks:  # NaN, as offloaded tensors read it, rather than half of the bytes
+            offset, nbytes = file.block(index)
+            ctypes.memset(slab.address + offset, _NAN, nbytes)
+        numbers = ", ".join(map(str, chunks[:8])) + (", ..." if len(chunks) > 8 else "")
+        self.lost = (
+            f"chunk{'s' if len(chunks) > 1 else ''} {numbers} of {file.num_blocks} of the host copy of {self._name!r} {what}, and no other "
+            "copy of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it again."
+        )
+        self._file = None
+        self._forget_prints()
+        if (holder := self._holder()) is not None:
+            holder.lost = self.lost
+        logger.error("%s", self.lost)
+
+    def _forget_prints(self) -> None:
+        holder = self._holder()
+        for r in () if holder is None else holder.ranges:
+            if r.spill is self:
+                r.prints = None
+
+
+class HostCopy(NamedTuple):
+    """The facts about one host copy that decide its place."""
+
+    nbytes: int
+    is_here: bool
+    """Whether it is in host memory now."""
+    can_leave: bool = True
+
+
+def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
+    """The position of the host copy that leaves or comes next; None when each is where it should be, as far as the limit allows.
+
+    Copies leave only where the limit is exceeded, or where one that is needed sooner takes their place.
+
+    Args:
+        copies: soonest needed first.
+        fixed_bytes: host memory beside them that counts and cannot leave.
+    """
+    held = fixed_bytes + sum(copy.nbytes for copy in copies if copy.is_here)
+    leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
+    if held > limit_bytes:
+        return leaving[-1] if leaving else None
+    for index, copy in enumerate(copies):
+        lacking = held + copy.nbytes - limit_bytes
+        if not copy.is_here and lacking <= 0:
+            return index
+        if not copy.is_here and sum(copies[later].nbytes for later in leaving if later > index) >= lacking:
+            return leaving[-1]
+    return None
+
+
+def _nothing() -> None:
+    """Nothing is to be waited for."""
+
+
+class Keeper:
+    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next.
+
+    Who waits for a host copy goes before that. Others make room for it first, and it goes over the limit where there is none to make: a
+    phase transition does not fail for that.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.lock = threading.RLock()
+        """Held for a moment. No other is taken meanwhile."""
+        self._changed = threading.Condition(self.lock)
+        self._disk = threading.RLock()
+        """Held while a host copy moves."""
+        self._order: Sequence[Spill] = ()
+        self._fixed_bytes = 0
+        self._wait: Callable[[], object] = _nothing
+        self._waiting: list[Sequence[Spill]] = []
+        """The host copies of each caller that has the disk, or waits for it."""
+        self._is_held = True
+        self._is_due = False
+        """Whether there may be something to do for what was arranged."""
+        self._is_busy = self._is_stopping = False
+        self._warned: set[str] = set()
+        self.waited_seconds = 0.0
+        """Total time that callers have waited for the disk, or for memory to be freed."""
+        self._thread = BackgroundThread("placement-disk", self._work)
+        _alive.add(self)
+        self._thread.start()
+
+    def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
+        """Tell what is needed when. The thread begins to work on it.
+
+        Args:
+            order: soonest needed first.
+            fixed_bytes: host memory that counts, beside the bytes of `order`.
+            wait: waits until no copy to or from the device is under way that was started before. Called before anything leaves.
+        """
+        with self._changed:
+            self._order, self._fixed_bytes, self._wait = order, fixed_bytes, wait
+            for spill in order:
+                spill.is_claimed = spill.is_used = False
+            self._is_held, self._is_due = False, True
+            self._changed.notify()
+
+    def hold(self) -> None:
+        """Begin nothing in the background before the next `arrange`. What is under way goes on, and stops where it is claimed."""
+        self._is_held = True
+
+    def bring(self, *spills: Spill) -> None:
+        """Have these host copies in host memory.
+
+        Raises:
+            HostMemoryError: the machine has not enough memory for them now.
+        """
+        with self._in_front(spills):
+            if not self._have_room(sum(spill.nbytes - spill.held_bytes for spill in spills)):
+                self._warn("limit", f"what is needed at once does not fit host_limit_bytes ({self._limit_bytes:,}), and goes over it")
+            for spill in spills:
+                spill.come(_unless_interrupted)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Make room for so many bytes within the limit. False if not enough can leave."""
+        with self._in_front(()):
+            return self._have_room(nbytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory of everything that is arranged."""
+        with self.lock:
+            return self._fixed_bytes + sum(spill.held_bytes for spill in self._order)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is done that was arranged."""
+        with self.lock:
+            return not (self._is_due or self._is_busy)
+
+    def stop(self) -> None:
+        """Stop the thread. Idempotent."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        self._thread.join(_EXIT_SECONDS)
+
+    @contextlib.contextmanager
+    def _in_front(self, spills: Sequence[Spill]) -> Iterator[None]:
+        """Have the disk, before the thread goes on with others than these."""
+        began = time.monotonic()
+        with interrupts.deferred():
+            self._waiting.append(spills)
+            try:
+                while not self._disk.acquire(timeout=_GLANCE_SECONDS):
+                    interrupts.check()
+                try:
+                    yield
+                finally:
+                    self._disk.release()
+            finally:
+                with self._changed:
+                    self._waiting.remove(spills)
+                    self.waited_seconds += time.monotonic() - began
+                    self._changed.notify()
+
+    def _have_room(self, nbytes: int) -> bool:
+        """Have host copies leave, those needed last first, until so many bytes fit. False if not enough can."""
+        for spill in reversed(self._order):
+            if spill.may_leave and not self._is_stopping and self.held_bytes + nbytes > self._limit_bytes:
+                self._leave(spill, _unless_interrupted)
+        return self.held_bytes + nbytes <= self._limit_bytes
+
+    def _leave(self, spill: Spill, goes_on: GoesOn) -> bool:
+        try:
+            return spill.leave(lambda: goes_on() and not spill.is_claimed, self._wait)
+        except Exception as error:  # the disk is full or broken, or the device is
+            self._warn("spill", f"a host copy stays in host memory, which goes over host_limit_bytes: it cannot leave: {error}")
+            return False
+
+    # --- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.wait_for(lambda: self._is_stopping or (self._is_due and not self._waiting))
+                if self._is_stopping:
+                    return
+                self._is_busy, self._is_due = True, False
+            with self._disk:
+                try:
+                    if self._step():
+                        self._is_due = True
+                except Exception:  # whatever it was, others must get the disk
+                    logger.exception("the disk tier met an error, and goes on with the next phase transition")
+                    self._is_held = True
+
+    def _step(self) -> bool:
+        """Do the next thing of the arrangement. False if there is nothing to do."""
+        with self.lock:
+            copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave) for spill in self._order]
+            position = None if self._is_held else next_step(copies, self._fixed_bytes, self._limit_bytes)
+            if position is None:
+                return False
+            spill = self._order[position]
+
+        def goes_on() -> bool:
+            return not self._is_stopping and all(spill in each for each in [*self._waiting])
+
+        if not spill.is_here:
+            try:
+                spill.come(goes_on)
+            except HostMemoryError as error:
+                self._is_held = True
+                self._warn("memory", f"cannot read ahead: {error}")
+        elif not self._leave(spill, goes_on) and goes_on():
+            spill.can_leave = False  # until the next arrangement: whatever stopped it now would stop it again
+        return True
+
+    def _warn(self, what: str, text: str) -> None:
+        """Log a warning, once of each kind."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("disk tier: %s", text)
+
+
+def _unless_interrupted() -> bool:
+    """Go on, unless a Ctrl-C has come: then KeyboardInterrupt is raised."""
+    interrupts.check()
+    return True
+
+
+_alive: WeakIdSet[Keeper] = WeakIdSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """At interpreter exit: a thread that came back from the kernel later would crash the process."""
+    for keeper in _alive:
+        keeper.stop()
