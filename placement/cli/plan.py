@@ -15,12 +15,11 @@ from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
 from placement.forecasting import chart
-from placement.forecasting.cycles import CYCLES, listed
-from placement.forecasting.layout import Layout
+from placement.forecasting.job import CYCLES, listed
 from placement.forecasting.link import Link
-from placement.forecasting.outcome import by_phase
+from placement.forecasting.models import Layout
 from placement.forecasting.recorded import Recording
-from placement.forecasting.report import Forecast
+from placement.forecasting.report import Forecast, by_phase
 from placement.forecasting.table import comparison, table
 from placement.planning.policy_lookup import policy_names
 

@@ -23,7 +23,7 @@ from placement.core.lazy_names import on_demand as _on_demand
 
 if TYPE_CHECKING:
     from placement.forecasting.job import Model, Rollout, forecast
-    from placement.forecasting.layout import Layout
+    from placement.forecasting.models import Layout
     from placement.forecasting.link import Link
     from placement.forecasting.recorded import Recording
     from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
@@ -35,7 +35,7 @@ __getattr__ = _on_demand(
     {
         **dict.fromkeys(("Forecast", "HandleForecast", "PhaseForecast"), "report"),
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
-        "Layout": "layout",
+        "Layout": "models",
         "Link": "link",
         "Recording": "recorded",
     },

@@ -99,10 +99,3 @@ class Link:
             return self.transition_seconds
         loaded, offloaded = loaded_bytes * self.loaded_byte_seconds, offloaded_bytes * self.offloaded_byte_seconds
         return self.moving_seconds + loaded + offloaded + skipped_bytes * self.skipped_byte_seconds
-
-    def seconds(self, loaded_bytes: int, offloaded_bytes: int) -> float:
-        """How long copies in both directions at once take: as the slower direction, or as both together where they share a limit."""
-        directions = max(loaded_bytes / self.to_device_bytes_per_second, offloaded_bytes / self.to_host_bytes_per_second)
-        if self.both_bytes_per_second is None or not loaded_bytes or not offloaded_bytes:
-            return directions
-        return max(directions, (loaded_bytes + offloaded_bytes) / self.both_bytes_per_second)

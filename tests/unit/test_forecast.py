@@ -19,7 +19,7 @@ import placement
 from placement.core.states import PHASES, HandleView, State
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout, chart
-from placement.forecasting.cycles import CYCLES, cycle_of
+from placement.forecasting.job import CYCLES, cycle_of
 from placement.forecasting.models import module_of, parts_of
 from placement.forecasting.optimizers import OPTIMIZERS, state_sizes
 from placement.forecasting.outcome import Costs, in_the_steady_state
