@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 BUDGET_BYTES = 80 * GIB
 
-_MODEL = int(1.8 * GIB)  # 7.6 billion parameters in bfloat16, sharded over eight ranks
-_OPTIMIZER = int(10.6 * GIB)  # their float32 copy and two moments
+_MODEL = 1843 << 20  # 7.6 billion parameters in bfloat16, sharded over eight ranks
+_OPTIMIZER = 10854 << 20  # their float32 copy and two moments
 _ENGINE = 64 * GIB  # the whole model and its KV cache
 
 

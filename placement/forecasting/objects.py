@@ -31,14 +31,18 @@ class SizedModule(torch.nn.Module):
 
     def __init__(self, storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]]) -> None:
         super().__init__()
+        place: torch.nn.Module = self
         for index, (nbytes, parameters) in enumerate(storages):
             whole = sized((nbytes,))
+            if parameters and any(True for _ in place.buffers(recurse=False)):  # a module's buffers come after its parameters
+                place = torch.nn.Module()
+                self.add_module(f"part{index}", place)
             if not parameters:
-                self.register_buffer(f"buffer{index}", whole)
+                place.register_buffer(f"buffer{index}", whole)
             for number, each in enumerate(parameters):
                 data = torch.empty(0, dtype=each.dtype, device="cpu").set_(whole.untyped_storage(), 0, each.shape)
                 made = torch.nn.Parameter(data, requires_grad=each.requires_grad)
-                self.register_parameter(f"parameter{index}_{number}", made)
+                place.register_parameter(f"parameter{index}_{number}", made)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that the module has."""
