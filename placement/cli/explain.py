@@ -22,7 +22,7 @@ from placement.core.summary import readable
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.objects import Object, object_of
 from placement.forecasting.report import PhaseForecast
-from placement.forecasting.run import Costs, Phase, Run
+from placement.forecasting.run import Phase, Run
 from placement.observe.client import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
 from placement.storage.range_layout import ALIGNMENT
@@ -114,8 +114,7 @@ Row = tuple[PhaseForecast, Plan | None]
 def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Iterator[Run]:
     """A worker with the handles of the sample, under a policy."""
     device = SizesDevice(granularity=ALIGNMENT)
-    given: dict[str, Any] = {"costs": Costs(), "budget_bytes": budget_bytes, "worker_role": worker_role, "own_phases": own}
-    run = Run(policy, device, _objects(device), phases, **given)
+    run = Run(policy, device, _objects(device), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
     try:
         yield run
     finally:
@@ -125,7 +124,7 @@ def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_ro
 def _objects(device: SizesDevice) -> Iterator[Object]:
     made: dict[str, Object] = {}
     for facts in SAMPLE:
-        made[facts.name] = object_of(device, facts, made, changed_bytes=None, is_born=True, keeps_weights=True)
+        made[facts.name] = object_of(device, facts, made, is_born=True, keeps_weights=True)
         yield made[facts.name]
 
 

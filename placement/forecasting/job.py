@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,11 @@ import torch
 
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, KV_CACHE, PHASES, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
-from placement.forecasting.device import SizesDevice
-from placement.forecasting.link import Link
-from placement.forecasting.models import ALONE, Head, Layout, Part, module_of, parts_of, remarks, undivided
-from placement.forecasting.objects import Like, Object, SizedEngine, SizedModule, SizedOptimizer
+from placement.forecasting.device import Link, SizesDevice
+from placement.forecasting.models import ALONE, Head, Layout, module_of, parts_of, remarks, undivided
+from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer, StateOf
 from placement.forecasting.report import Forecast, HandleForecast
-from placement.forecasting.run import Costs, Phase, Run, in_the_steady_state
+from placement.forecasting.run import Phase, Run, in_the_steady_state
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.range_layout import Sizing
 from placement.tensors.dtypes import dtype_of
@@ -74,8 +74,6 @@ class Model:
     """A name of `forecasting.job.OPTIMIZERS`, "package.module:Class", or a class; None: the model is not trained."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     gradients: Gradients = "cleared"
-    gradient_dtype: torch.dtype | str | None = None
-    """None: that of the weights."""
     readonly: bool = False
     replicated: bool = False
     """Registered with `replicated=True`: every rank holds it whole, and the ranks of a node share one host copy."""
@@ -169,10 +167,9 @@ def forecast(
     phases = Settings.from_any({"phases": phases}).phases if phases else None
     found = None if link is None else Link.of(link)
     entered = cycle_of(cycle, phases)
-    costs = Costs(found, dict(work_seconds or {}), dict(steps or {}))
-    for given, what in ((costs.work_seconds, "work seconds"), (costs.steps, "steps")):
-        if unknown := [name for name in given if name not in {each.name for each in entered}]:
-            raise ValueError(f"{what} are given for {', '.join(map(repr, unknown))}, which the cycle does not have")
+    names = [each.name for each in entered]
+    _check_numbers("work seconds", work_seconds, names)
+    _check_numbers("number of steps", steps, names)
     budget = None if budget_bytes is None else _bytes(budget_bytes)
     limit = None if host_limit_bytes is None else _bytes(host_limit_bytes)
     notes: list[str] = []
@@ -189,17 +186,18 @@ def forecast(
         resolve_policy(policy),
         sizes,
         objects,
-        [each.name for each in entered],
-        costs=costs,
+        names,
         budget_bytes=budget,
-        worker_role=worker_role,
-        own_phases=phases,
+        work_seconds=work_seconds,
+        steps=steps,
         host_limit_bytes=limit,
+        worker_role=worker_role,
+        phases=dict(phases or {}),
     )
     objects.clear()
     try:
         notes += _notes(handles, run.handles(layout.ranks_per_node), layout, found, limit)
-        return in_the_steady_state(run, entered, ranks_per_node=layout.ranks_per_node, notes=notes, limit_bytes=limit)
+        return in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
     finally:
         run.close()
 
@@ -261,6 +259,15 @@ def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:
         raise ValueError(f"worker_role must be one of {', '.join(WORKER_ROLES)}, not {worker_role!r}")
 
 
+def _check_numbers(what: str, given: Mapping[str, float] | None, phases: Sequence[str]) -> None:
+    """Refuse numbers of phases that the cycle does not have, and negative ones."""
+    if unknown := [name for name in given or {} if name not in phases]:
+        raise ValueError(f"the {what} of {', '.join(map(repr, unknown))}, which the cycle does not have, cannot be used")
+    for name, number in (given or {}).items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"the {what} of phase {name!r} must be 0 or more, not {number}")
+
+
 def _check_role(role: str | None) -> None:
     if role is not None and role not in ROLES:
         raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
@@ -294,13 +301,12 @@ def _objects(name: str, given: Model | Rollout, layout: Layout, device: SizesDev
     if given.optimizer is None:
         module.requires_grad_(requires_grad=False)
         return [made], notes
-    made.gradient_dtype, made.keeps_gradients = dtype_of(given.gradient_dtype), given.gradients == "kept"
-    made.gradient_bytes = sum(each.numel() * (made.gradient_dtype or each.dtype).itemsize for each in module.trained())
-    optimizer = SizedOptimizer(module.trained(), state_of(given.optimizer, given.optimizer_options))
+    made.keeps_gradients, made.gradient_bytes = given.gradients == "kept", sum(each.nbytes for each in module.trained)
+    optimizer = SizedOptimizer(module.trained, state_of(given.optimizer, given.optimizer_options))
     return [made, Object(f"{name}.optimizer", optimizer, role)], notes
 
 
-def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str, Any] | None = None) -> Like:
+def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str, Any] | None = None) -> StateOf:
     """The state that an optimizer creates for a parameter, as a step of its own on the meta device makes it.
 
     Args:
@@ -314,12 +320,12 @@ def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str,
         if options:
             raise ValueError(f"optimizer {optimizer!r} takes no options; give a class for them")
         kept = _RULES[optimizer]
-        return lambda shape, dtype: {name: torch.empty(shape, dtype=torch.float32, device="meta") for name in kept}
+        return lambda each: {name: torch.empty(each.shape, dtype=torch.float32, device="meta") for name in kept}
     cls, given = _class_of(optimizer)
     given = {name: value for name, value in {**given, **(options or {})}.items() if name not in _IMPLEMENTATIONS}
 
     @functools.cache
-    def like(shape: torch.Size, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    def state(shape: torch.Size, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         parameter.grad = torch.empty_like(parameter)
         try:
@@ -329,13 +335,12 @@ def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str,
         try:
             made.step()
         except Exception as error:
-            raise ValueError(
-                f"the state of {cls.__qualname__} cannot be told without values; choose one of {', '.join(OPTIMIZERS)}"
-            ) from error
+            known = ", ".join(OPTIMIZERS)
+            raise ValueError(f"the state of {cls.__qualname__} cannot be told without values; choose one of {known}") from error
         return {name: value for name, value in made.state[parameter].items() if isinstance(value, torch.Tensor)}
 
-    like(torch.Size((8, 8)), torch.float32)  # whoever cannot be stepped is refused now
-    return like
+    state(torch.Size((8, 8)), torch.float32)  # whoever cannot be stepped is refused now
+    return lambda each: state(each.shape, each.dtype)
 
 
 def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

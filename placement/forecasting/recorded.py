@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
-from placement.forecasting.device import SizesDevice
-from placement.forecasting.link import Link
+from placement.forecasting.device import Link, SizesDevice
 from placement.forecasting.objects import Object, object_of
 from placement.forecasting.report import Forecast
-from placement.forecasting.run import Costs, Moved, Phase, Run, summed_up
+from placement.forecasting.run import Moved, Phase, Run, summed_up
 from placement.observe.trace import MANAGER_EVENT
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.range_layout import ALIGNMENT
@@ -154,19 +153,12 @@ class Recording:
             rates = f"{to_device:.3g} GB/s to the device, {to_host:.3g} to the host"
             notes.append(f"the link's rates are the best of the run's own moves ({rates}); give a measured link for better ones")
         device = SizesDevice(self.link if link is None else Link.of(link), granularity=ALIGNMENT)
-        run = Run(
-            resolve_policy(self.policy if policy is None else policy),
-            device,
-            self._objects(device),
-            [phase.name for phase, _ in self.phases],
-            costs=Costs(self.link if link is None else Link.of(link)),
-            budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
-            worker_role=self.worker_role,
-            own_phases=phases,
-        )
+        chosen = resolve_policy(self.policy if policy is None else policy)
+        budget, names = self.budget_bytes if budget_bytes is None else budget_bytes, [phase.name for phase, _ in self.phases]
+        settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
+        run = Run(chosen, device, self._objects(device), names, budget_bytes=budget, **settings)
         try:
-            rows = tuple([run.go(phase, seconds) for phase, seconds in self.phases])
-            return summed_up(run, rows, rows, 1, notes=notes)
+            return summed_up(run, tuple([run.go(phase, seconds) for phase, seconds in self.phases]), notes=notes)
         finally:
             run.close()
 
@@ -182,7 +174,7 @@ class Recording:
                 device,
                 view,
                 made,
-                changed_bytes=max((each.offloaded_bytes for each in offloads), default=0) or None,
+                changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
                 is_born=bool(loads[:1] and loads[0].loaded_bytes),
                 keeps_weights=not loads or not weights or loaded > 0,
             )

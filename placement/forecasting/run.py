@@ -1,26 +1,24 @@
-"""Run the phases of a job through a real manager on a device of sizes, and note what each phase transition holds, moves and takes."""
+"""Run the phases of a job through a real manager on a device of sizes, and note what each phase holds, moves and takes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
-from placement.core.states import IDLE, HandleView, OwnPhases, Plan, Policy, State, View
-from placement.forecasting.device import SizesDevice
+from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
+from placement.forecasting.device import SizesDevice, sized
 from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
-from placement.forecasting.link import Link
-from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer, empty
+from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
 from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 from placement.manager import Manager
 from placement.planning import plan_checks
 from placement.planning.budget import check_fits
 
-NESTED = {"optimizer_step": "train"}
+_NESTED = {"optimizer_step": "train"}
 """Phases that workers open inside another one."""
-_WEIGHT_SYNC = "weight_sync"
 _MOST_CYCLES = 8
 """A policy that has not settled after so many steps is shown as it is then."""
 _NO_LIMIT = 1 << 62
@@ -33,29 +31,6 @@ class Phase(NamedTuple):
     name: str
     only: tuple[str, ...] | None = None
     """The handles for which the phase is, as in `manager.phase(name, only=...)`; None: for all."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The known facts about time and training.
-
-    Raises:
-        ValueError: a number is negative.
-    """
-
-    link: Link | None = None
-    work_seconds: Mapping[str, float] = field(default_factory=dict)
-    """The seconds of work in each phase, by its name."""
-    steps: Mapping[str, int] = field(default_factory=dict)
-    """The steps of optimizers in each phase, by its name."""
-
-    def __post_init__(self) -> None:
-        for phase, seconds in self.work_seconds.items():
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"the work seconds of phase {phase!r} must be 0 or more, not {seconds}")
-        for phase, count in self.steps.items():
-            if count < 0:
-                raise ValueError(f"the number of steps in phase {phase!r} must be 0 or more, not {count}")
 
 
 class Moved(NamedTuple):
@@ -81,9 +56,9 @@ class Asked:
         self.name = policy.name
         self.answers: dict[str, tuple[View, Plan]] = {}
         self.is_registering = True
-        """Whether the handles are still being registered. Meanwhile a handle for which there is no plan, or no room, is off the device."""
+        """Whether the handles are still being registered. Meanwhile they are off the device where there is no plan, or no room."""
         self.unfit: list[PlacementError] = []
-        """Why there is none."""
+        """Why there was none."""
 
     def plan(self, view: View) -> Plan:
         if not view.budget_bytes:  # what is needed in any case
@@ -110,12 +85,15 @@ class Asked:
 
 
 class Run:
-    """One worker that only has sizes, under a real manager. It holds the only references to its objects.
+    """One worker that only has sizes, under a real manager.
 
     Args:
         objects: in registration order.
-        phases: the names of all phases that come.
+        names: those of all phases that come.
+        work_seconds: the seconds of work in each phase, by its name.
+        steps: the steps of optimizers in each phase, by its name.
         host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: all are in host memory.
+        settings: of the manager: `worker_role`, `phases`.
     """
 
     def __init__(
@@ -123,35 +101,36 @@ class Run:
         policy: Policy,
         device: SizesDevice,
         objects: Iterable[Object],
-        phases: Iterable[str],
+        names: Iterable[str],
         *,
-        costs: Costs,
         budget_bytes: int | None,
-        worker_role: str = "hybrid",
-        own_phases: OwnPhases | None = None,
+        work_seconds: Mapping[str, float] | None = None,
+        steps: Mapping[str, int] | None = None,
         host_limit_bytes: int | None = None,
+        **settings: Any,
     ) -> None:
         self.asked = Asked(policy)
         self.budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
         self.refused_registrations: list[str] = []
         """Why the limit on host memory refuses registrations."""
-        self._costs = costs
-        self._outer = {NESTED[name] for name in phases if name in NESTED}
+        outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
+        self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
         self._device = device
         self._objects: dict[str, Object] = {}
         self._limit = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
         self._open: list[str] = []
-        given: dict[str, Any] = {"worker_role": worker_role, "phases": dict(own_phases or {}), "nan_check": False}
-        self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), **given)
+        self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), nan_check=False, **settings)
         for each in objects:
             self._register(each)
         self.asked.is_registering = False
+        self._counters = self._count()
 
     def close(self) -> None:
         """End the run."""
         while self._open:
             self._try_to_enter(Phase(IDLE))
-        empty(self._objects.values())
+        for each in self._objects.values():
+            each.empty()
         self._manager.close()
 
     @property
@@ -159,43 +138,34 @@ class Run:
         """The most device bytes that the handles have held together."""
         return self._manager.snapshot().peak_bytes
 
-    def views(self) -> dict[str, HandleView]:
-        """The handles as a policy sees them now."""
-        return {name: plan_checks.handle_view(handle) for name, handle in self._manager.handles.items()}
-
     def handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
         """The handles as they are now."""
-        found = []
-        for name, view in self.views().items():
-            each, nbytes = self._objects[name], self._manager.handles[name].host_bytes
-            own = each.own(nbytes) if each.is_shared else nbytes
-            found.append(
-                HandleForecast(
-                    name=name,
-                    kind=view.kind,
-                    role=view.role,
-                    readonly=view.readonly,
-                    owners=view.owners,
-                    num_bytes=view.num_bytes,
-                    host_bytes=own,
-                    node_host_bytes=nbytes if each.is_shared else nbytes * ranks_per_node,
-                )
-            )
-        return tuple(found)
+        return tuple(self._handle(view, ranks_per_node) for view in self._views().values())
 
-    # --- registering
+    def _handle(self, view: HandleView, ranks_per_node: int) -> HandleForecast:
+        nbytes, is_shared = self._manager.handles[view.name].host_bytes, self._objects[view.name].is_shared
+        return HandleForecast(
+            name=view.name,
+            kind=view.kind,
+            role=view.role,
+            readonly=view.readonly,
+            owners=view.owners,
+            num_bytes=view.num_bytes,
+            host_bytes=self._host_bytes(view.name),
+            node_host_bytes=nbytes if is_shared else nbytes * ranks_per_node,
+        )
 
     def _register(self, each: Object) -> None:
         self._objects[each.name] = each
-        self._manager.register(each.name, each.to_register(), role=each.role, readonly=each.readonly, external=each.external)
+        handle = self._manager.register(each.name, each.to_register(), role=each.role, readonly=each.readonly, external=each.external)
         if isinstance(each.target, SizedModule) and each.part != (1, 1):
-            for tensor in each.target.tensors():
+            for tensor in each.target.tensors:
                 self._device.share(tensor, *each.part)
         if self._limit is not None:
-            view = self.views()[each.name]
+            view, self._counters = plan_checks.handle_view(handle), self._count()
             refused = self._limit.admit(each.name, self._host_use(view, Moved()), view.owners)
             self.refused_registrations += [refused] if refused else []
-            self._follow(IDLE, {})
+            self._limit.follow(IDLE, {view.name: self._host_use(view, Moved()) for view in self._views().values()})
 
     # --- phases
 
@@ -203,35 +173,37 @@ class Run:
         """End the open phase, begin another one, and do its work; "idle" leaves all.
 
         Args:
-            work_seconds: the seconds of work; None: as the costs say.
+            work_seconds: the seconds of work; None: as was given for the phase.
 
         Raises:
             PhaseError: `only` names a handle that there is not.
         """
         self._fill_engines()
-        before, began = self._counters(), self._device.seconds
+        began = self._device.seconds
         problem = self._try_to_enter(phase)
-        stall, moved, views = self._device.seconds - began, self._moved_since(before), self.views()
-        is_refused = problem is not None
-        again, use = self._follow(phase.name, moved) if not is_refused else (0, self._stay())
+        stall, moved, views = self._device.seconds - began, self._moved(), self._views()
         if work_seconds is None:
-            work_seconds = self._costs.work_seconds.get(phase.name)
-        before = self._counters()
-        waited, gradient_bytes = self._work(phase, work_seconds or 0.0, views) if not is_refused else (0.0, 0)
-        streamed, total = Moved.total(self._moved_since(before).values()), Moved.total(moved.values())
-        link, wanted_bytes = self._costs.link, self._wanted_bytes(problem, phase.name, views)
-        if link is not None:
-            stall += waited + again / link.to_host_bytes_per_second
-            stall += link.seconds_beside(*Moved.total(each for name, each in moved.items() if not self._is_engine(name))[:3])
+            work_seconds = self._work_seconds.get(phase.name)
+        again, use, gradient_bytes, streamed = 0, self._stay(), 0, Moved()
+        if problem is None:
+            if self._limit is not None:
+                again, use = self._limit.follow(phase.name, {name: self._host_use(view, moved[name]) for name, view in views.items()})
+            waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
+            stall, streamed = stall + waited, Moved.total(self._moved().values())
+        total, wanted_bytes = Moved.total(moved.values()), self._wanted_bytes(problem, views)
+        if (link := self._device.link) is not None:
+            managed = Moved.total(each for name, each in moved.items() if not isinstance(self._objects[name].target, SizedEngine))
+            stall += again / link.to_host_bytes_per_second + link.seconds_beside(*managed[:3])
+        held = {name: 0 if view.external else view.resident_bytes for name, view in views.items()}
         return PhaseForecast(
             phase=phase.name,
             only=phase.only,
-            fits=not is_refused,
+            fits=problem is None,
             problem="" if problem is None or isinstance(problem, DeviceMemoryError) else f"{type(problem).__name__}: {problem}",
             wanted_bytes=wanted_bytes,
             over_bytes=max(0, wanted_bytes - self.budget_bytes),
-            device_bytes=sum(0 if view.external else view.resident_bytes for view in views.values()),
-            handle_bytes={name: 0 if view.external else view.resident_bytes for name, view in views.items()},
+            device_bytes=sum(held.values()),
+            handle_bytes=held,
             states={name: view.state for name, view in views.items()},
             gradient_bytes=gradient_bytes,
             loaded_bytes=total.loaded_bytes + streamed.loaded_bytes,
@@ -259,15 +231,12 @@ class Run:
         return None
 
     def _enter(self, phase: Phase) -> None:
-        if phase.name == IDLE:
-            while self._open:
-                self._open.pop()
-                self._manager.leave()
-            return
-        is_nested = self._open == [NESTED.get(phase.name)]
-        while len(self._open) > 1:
+        is_nested = self._open == [_NESTED.get(phase.name)]
+        while len(self._open) > (phase.name != IDLE):
             self._open.pop()
             self._manager.leave()
+        if phase.name == IDLE:
+            return
         if is_nested or not self._open:
             self._manager.enter(phase.name, only=phase.only)
             self._open.append(phase.name)
@@ -275,17 +244,16 @@ class Run:
             self._manager.switch(phase.name, only=phase.only)
             self._open = [phase.name]
 
-    def _wanted_bytes(self, problem: PlacementError | None, phase: str, views: Mapping[str, HandleView]) -> int:
-        """Device bytes that the plan of a phase needs, or needed where it was refused."""
-        if isinstance(problem, DeviceMemoryError) and problem.wanted_bytes is not None:
-            return problem.wanted_bytes
+    def _wanted_bytes(self, problem: PlacementError | None, views: Mapping[str, HandleView]) -> int:
+        """Device bytes that the plan of the phase needs, or needed where it was refused."""
         if problem is not None:
-            return 0
+            return getattr(problem, "wanted_bytes", None) or 0
         wanted = 0
         for view in views.values():
-            is_stepped = view.streaming and view.state is State.TRAINING
-            on_device = view.state is not State.CPU_OFFLOADED and not view.streaming and not view.external
-            wanted += view.window_bytes * is_stepped + (view.resident_bytes if view.tags else view.num_bytes) * on_device
+            if view.streaming:
+                wanted += view.window_bytes if view.state is State.TRAINING else 0
+            elif view.state is not State.CPU_OFFLOADED and not view.external:
+                wanted += view.resident_bytes if view.tags else view.num_bytes
         return wanted
 
     def _fill_engines(self) -> None:
@@ -294,79 +262,77 @@ class Run:
             if isinstance(each.target, SizedEngine):
                 each.target.residency.stale = None
 
-    def _is_engine(self, name: str) -> bool:
-        return isinstance(self._objects[name].target, SizedEngine)
-
     # --- work
 
-    def _work(self, phase: Phase, seconds: float, views: Mapping[str, HandleView]) -> tuple[float, int]:
+    def _work(self, phase: str, seconds: float, views: Mapping[str, HandleView]) -> tuple[float, int]:
         """Do the work of a phase. Returns the seconds that steps wait for the link, and the bytes of gradients."""
         training = [self._objects[name] for name, view in views.items() if view.state is State.TRAINING]
-        count = self._costs.steps.get(phase.name, 0 if phase.name in self._outer else 1) if training else 0
-        if not count:
-            self._device.work(seconds)
+        count = self._steps.get(phase, 1) if training else 0
         waited = 0.0
         for _ in range(count):
             self._device.work(seconds / count)
             began = self._device.seconds
             self._step(training)
             waited += self._device.seconds - began
-        if phase.name == _WEIGHT_SYNC:
-            for name, view in views.items():
-                each = self._objects[name].target
-                if view.role == "rollout" and isinstance(each, SizedModule) and not view.readonly and view.resident_bytes:
-                    self._change(each.parameters())
+        if not count:
+            self._device.work(seconds)
+        for name, view in views.items() if phase == "weight_sync" else ():
+            target = self._objects[name].target
+            if view.role == "rollout" and isinstance(target, SizedModule) and not view.readonly and view.resident_bytes:
+                self._change(target.parameters())
         return waited, sum(each.gradient_bytes for each in training)
 
     def _step(self, training: Sequence[Object]) -> None:
         """One training step: gradients come, optimizers step, and values change."""
-        modules = [each for each in training if isinstance(each.target, SizedModule)]
-        optimizers = [each.target for each in training if isinstance(each.target, SizedOptimizer)]
-        for each in modules:
-            each.give_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-            self._change(optimizer.tensors())
-        for each in modules:
-            assert isinstance(each.target, SizedModule)
-            self._change(each.target.trained())
-            each.clear_gradients()
+        modules = [(each, each.target.trained) for each in training if isinstance(each.target, SizedModule)]
+        for _, trained in modules:
+            for parameter in trained:
+                parameter.grad = sized(parameter.shape, parameter.dtype)
+        for each in training:
+            if isinstance(each.target, SizedOptimizer):
+                each.target.step()
+                self._change(each.target.tensors)
+        for each, trained in modules:
+            self._change(trained)
+            for parameter in [] if each.keeps_gradients else trained:
+                parameter.grad = None
 
-    def _change(self, tensors: Iterable[Any]) -> None:
+    def _change(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             self._device.change(tensor)
 
     # --- counting
 
-    def _counters(self) -> dict[str, Moved]:
-        snapshots = self._manager.snapshot().handles
-        return {each.name: Moved(each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes, each.prefetch_used_bytes) for each in snapshots}
+    def _views(self) -> dict[str, HandleView]:
+        return {name: plan_checks.handle_view(handle) for name, handle in self._manager.handles.items()}
 
-    def _moved_since(self, before: Mapping[str, Moved]) -> dict[str, Moved]:
-        """The bytes that each handle has moved since then over this rank's link."""
-        now = self._counters()
+    def _count(self) -> dict[str, Moved]:
         return {
-            name: Moved(*(self._objects[name].own(after - then) for after, then in zip(now[name], before[name], strict=True)))
-            for name in now
+            each.name: Moved(each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes, each.prefetch_used_bytes)
+            for each in self._manager.snapshot().handles
         }
 
-    def _follow(self, phase: str, moved: Mapping[str, Moved]) -> tuple[int, DiskUse]:
-        if self._limit is None:
-            return 0, self._stay()
-        return self._limit.follow(phase, {name: self._host_use(view, moved.get(name, Moved())) for name, view in self.views().items()})
+    def _moved(self) -> dict[str, Moved]:
+        """The bytes that each handle has moved since the last call over this rank's link."""
+        before, self._counters = self._counters, self._count()
+        return {
+            name: Moved(*(self._objects[name].own(now - then) for now, then in zip(after, before[name], strict=True)))
+            for name, after in self._counters.items()
+        }
+
+    def _host_bytes(self, name: str) -> int:
+        nbytes = self._manager.handles[name].host_bytes
+        return self._objects[name].own(nbytes) if self._objects[name].is_shared else nbytes
 
     def _stay(self) -> DiskUse:
-        if self._limit is not None:
-            return self._limit.stay()
-        return DiskUse(sum(each.host_bytes for each in self.handles(1)))
+        return DiskUse(sum(map(self._host_bytes, self._objects))) if self._limit is None else self._limit.stay()
 
     def _host_use(self, view: HandleView, moved: Moved) -> HostUse:
-        each, handle = self._objects[view.name], self._manager.handles[view.name]
-        counters = self._counters()[view.name]
+        is_shared, counters = self._objects[view.name].is_shared, self._counters[view.name]
         return HostUse(
-            nbytes=each.own(handle.host_bytes) if each.is_shared else handle.host_bytes,
+            nbytes=self._host_bytes(view.name),
             is_readonly=view.readonly,
-            is_fixed=each.is_shared or (view.kind == "optimizer" and not (counters.loaded_bytes or counters.offloaded_bytes)),
+            is_fixed=is_shared or (view.kind == "optimizer" and not (counters.loaded_bytes or counters.offloaded_bytes)),
             on_device=view.state is not State.CPU_OFFLOADED and not view.streaming,
             has_early=bool(view.prefetched_bytes),
             is_streamed=view.streaming,
@@ -376,7 +342,7 @@ class Run:
         )
 
 
-def in_the_steady_state(run: Run, cycle: Sequence[Phase], *, ranks_per_node: int, notes: Sequence[str], limit_bytes: int | None) -> Forecast:
+def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str], limit_bytes: int | None) -> Forecast:
     """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one.
 
     Raises:
@@ -385,39 +351,32 @@ def in_the_steady_state(run: Run, cycle: Sequence[Phase], *, ranks_per_node: int
     cycles: list[tuple[PhaseForecast, ...]] = []
     while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
         cycles.append(tuple([run.go(phase) for phase in (*cycle, Phase(IDLE))]))
-    notes = [*notes, *_over_the_limit([*cycles[0], *cycles[-1]], limit_bytes)]
-    over = [each for phases in cycles for each in phases]
-    return summed_up(run, cycles[-1], over, ranks_per_node, first=cycles[0], notes=notes)
-
-
-def _over_the_limit(phases: Sequence[PhaseForecast], limit_bytes: int | None) -> list[str]:
-    over = [] if limit_bytes is None else [each for each in phases if each.host_bytes > limit_bytes]
-    if not over:
-        return []
-    names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
-    return [f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+    over = [each for each in (*cycles[0], *cycles[-1]) if limit_bytes is not None and each.host_bytes > limit_bytes]
+    if over:
+        names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
+        notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+    return summed_up(run, cycles[-1], ranks_per_node, others=[each for phases in cycles for each in phases], first=cycles[0], notes=notes)
 
 
 def summed_up(
     run: Run,
     phases: tuple[PhaseForecast, ...],
-    everything: Sequence[PhaseForecast],
-    ranks_per_node: int,
+    ranks_per_node: int = 1,
     *,
+    others: Sequence[PhaseForecast] = (),
     first: tuple[PhaseForecast, ...] = (),
     notes: Sequence[str] = (),
 ) -> Forecast:
     """The forecast of these phases.
 
     Args:
-        everything: all phases of the run, which must all fit.
+        others: the phases that must fit, too.
     """
     stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
-    handles = run.handles(ranks_per_node)
-    shared = [each for each in handles if each.host_bytes * ranks_per_node != each.node_host_bytes]
-    host_bytes = max(each.host_bytes for each in (*first, *phases))
-    disk_bytes = max(each.disk_bytes for each in (*first, *phases))
-    unfit = [error.wanted_bytes or 0 for error in run.asked.unfit if isinstance(error, DeviceMemoryError)]
+    handles, everything = run.handles(ranks_per_node), (*phases, *others)
+    shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
+    host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
+    unfit = [getattr(error, "wanted_bytes", None) or 0 for error in run.asked.unfit]
     return Forecast(
         policy=run.asked.name,
         budget_bytes=None if run.budget_bytes == _NO_LIMIT else run.budget_bytes,
@@ -426,12 +385,12 @@ def summed_up(
         handles=handles,
         peak_bytes=run.peak_bytes,
         host_bytes=host_bytes,
-        node_host_bytes=(host_bytes - sum(each.host_bytes for each in shared)) * ranks_per_node + sum(each.node_host_bytes for each in shared),
+        node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
         disk_bytes=disk_bytes,
         node_disk_bytes=disk_bytes * ranks_per_node,
-        fits=not run.refused_registrations and not run.asked.unfit and all(each.fits for each in everything),
+        fits=not run.refused_registrations and not unfit and all(each.fits for each in everything),
         refused_registrations=tuple(run.refused_registrations),
-        over_bytes=max([0, *(each.over_bytes for each in everything), *(wanted - run.budget_bytes for wanted in unfit)]),
+        over_bytes=max([*(each.over_bytes for each in everything), *(max(0, wanted - run.budget_bytes) for wanted in unfit)]),
         stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
         loaded_bytes=sum(each.loaded_bytes for each in phases),
         offloaded_bytes=sum(each.offloaded_bytes for each in phases),
