@@ -32,6 +32,8 @@ GRANULARITY = 2 << 20
 _CAPACITY_BYTES = 1 << 62
 _SLOW = 1e-3
 """The rate, in bytes a second, of a link that is not known."""
+_NEAR_BYTES = 0.5
+"""A copy that lacks less is complete: rates and seconds are rounded."""
 _SETTLES_SECONDS = 1.0
 """The longest real time that a thread of the manager's is given to reach its next wait."""
 
@@ -127,14 +129,22 @@ class Link:
         return self.moving_seconds + loaded + offloaded + skipped_bytes * self.skipped_byte_seconds
 
 
-_addresses = itertools.count(1 << 48, 1 << 44)
-"""Where the next addresses begin. No two are the same in the process, because the manager's table of addresses is the process's."""
+_end = itertools.count(1 << 18)
+"""The end of all addresses so far, in GiB. They are the process's: no two objects ever have the same."""
+
+
+def _take(nbytes: int, alignment: int = 1) -> int:
+    """Addresses for so many bytes, which nobody else gets."""
+    first = next(_end)
+    for _ in range((nbytes + alignment) >> 30):
+        next(_end)
+    return -(-(first << 30) // alignment) * alignment
 
 
 def sized(shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int | None = None) -> torch.Tensor:
     """A tensor without bytes: it has a shape, and an address that nothing is behind. Whoever reads or writes it crashes."""
     nbytes = math.prod(shape) * dtype.itemsize
-    address = next(_addresses) if address is None else address
+    address = _take(nbytes) if address is None else address
     return within(torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes), shape, dtype)
 
 
@@ -145,8 +155,8 @@ def within(storage: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
 
 
 class _Addresses(Addresses):
-    def __init__(self, nbytes: int) -> None:
-        self.base, self.nbytes = next(_addresses), nbytes
+    def __init__(self, nbytes: int, alignment: int) -> None:
+        self.base, self.nbytes = _take(nbytes, alignment), nbytes
 
 
 class _Chunk(Chunk):
@@ -160,7 +170,7 @@ class _Slab(HostSlab):
     has_views = False
 
     def __init__(self, nbytes: int) -> None:
-        self.address, self.nbytes, self.ready = next(_addresses), nbytes, threading.Event()
+        self.address, self.nbytes, self.ready = _take(nbytes), nbytes, threading.Event()
         self.ready.set()
 
     @property
@@ -193,27 +203,27 @@ class _Copies:
         """Let time pass until one of these marks is reached, or until a point in time."""
         marks = list(marks)
         while self.seconds < until_seconds and not any(map(self.has_done, marks)):
-            rates = self._rates()
-            left = until_seconds - self.seconds
+            rates, left, goals = self._rates(), until_seconds - self.seconds, dict(self.queued)
             for direction, rate in rates.items():
-                goals = [self.queued[direction], *(mark.nbytes for mark in marks if mark.direction == direction)]
-                left = min([left, *((goal - self._done[direction]) / rate for goal in goals if goal > self._done[direction])])
-            if left == float("inf"):
+                goals[direction] = min(self.queued[direction], *(each.nbytes for each in marks if each.direction == direction), math.inf)
+                left = min(left, (goals[direction] - self._done[direction]) / rate)
+            if left == math.inf:
                 return
             self.seconds += left
             for direction, rate in rates.items():
                 done = self._done[direction] + left * rate
-                near = [goal for goal in (self.queued[direction], *(each.nbytes for each in marks)) if abs(goal - done) < 0.5]
-                self._done[direction] = near[0] if near else done
+                self._done[direction] = goals[direction] if abs(done - goals[direction]) < _NEAR_BYTES else done
 
     def _rates(self) -> dict[Direction, float]:
-        both: dict[Direction, float] = {
-            "to_device": self._link.to_device_bytes_per_second,
-            "to_host": self._link.to_host_bytes_per_second,
-        }
-        rates = {direction: rate for direction, rate in both.items() if self.queued[direction] > self._done[direction]}
-        limit = self._link.both_bytes_per_second
-        share = min(1.0, limit / sum(rates.values())) if limit is not None and len(rates) == 2 else 1.0
+        """The rates of the directions that have anything to copy."""
+        link = self._link
+        both: tuple[tuple[Direction, float], ...] = (
+            ("to_device", link.to_device_bytes_per_second),
+            ("to_host", link.to_host_bytes_per_second),
+        )
+        rates = {direction: rate for direction, rate in both if self.queued[direction] > self._done[direction]}
+        limit = link.both_bytes_per_second if len(rates) == 2 else None
+        share = 1.0 if limit is None else min(1.0, limit / sum(rates.values()))
         return {direction: rate * share for direction, rate in rates.items()}
 
 
@@ -233,8 +243,9 @@ class SizesDevice(Device):
         self._copies = _Copies(link or Link.of(_SLOW))
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
         self._writes: dict[int, int] = {}
-        """How often the bytes of a slot were changed, by the slot's first address."""
-        self._shares: list[tuple[int, int, int, int]] = []
+        """How often the bytes of a slot were changed, by the slot's number."""
+        self._shares: list[tuple[int, int, float]] = []
+        """The first and the last address of what comes over the link in part, and the part."""
         self._moved = threading.Condition()
         self._awaited: dict[int, _Mark] = {}
         """The marks that threads of the manager's wait for, by the thread."""
@@ -267,15 +278,18 @@ class SizesDevice(Device):
 
     def change(self, tensor: torch.Tensor) -> None:
         """Change the bytes of a tensor's storage."""
-        storage = tensor.untyped_storage()
-        first = storage.data_ptr() // self.chunk_bytes
-        for slot in range(first, -(-(storage.data_ptr() + storage.nbytes()) // self.chunk_bytes)):
+        for slot in self._slots(tensor):
             self._writes[slot] = self._writes.get(slot, 0) + 1
 
     def share(self, tensor: torch.Tensor, part: int, whole: int) -> None:
         """Let only `part` of `whole` bytes of the range that has this tensor go over the link: other ranks bring the rest."""
+        slots = self._slots(tensor)
+        self._shares.append((slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, part / whole))
+
+    def _slots(self, tensor: torch.Tensor) -> range:
+        """The slots that hold anything of a tensor's storage. Each is of one range alone."""
         storage = tensor.untyped_storage()
-        self._shares.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), part, whole))
+        return range(storage.data_ptr() // self.chunk_bytes, -(-(storage.data_ptr() + storage.nbytes()) // self.chunk_bytes))
 
     def transfer(self, nbytes: int, direction: Direction) -> None:
         """Copy so many bytes that are nobody's here, and wait for them."""
@@ -302,7 +316,7 @@ class SizesDevice(Device):
         raise HostMemoryError("a device of sizes has no memory that processes could share")
 
     def reserve(self, nbytes: int) -> Addresses:
-        return _Addresses(round_up(nbytes, self.granularity))
+        return _Addresses(round_up(nbytes, self.granularity), self.chunk_bytes)
 
     def create(self, nbytes: int) -> Chunk:
         if nbytes > self.memory().free_bytes:
@@ -329,10 +343,7 @@ class SizesDevice(Device):
             self._copies.queued[direction] += sum(map(self._over_the_link, copies))
 
     def _over_the_link(self, copy: Copy) -> float:
-        for first, last, part, whole in self._shares:
-            if first <= copy.device_address < last:
-                return copy.nbytes * part / whole
-        return copy.nbytes
+        return copy.nbytes * next((part for first, last, part in self._shares if first <= copy.device_address < last), 1.0)
 
     def order(self, direction: Direction | None = None) -> None:
         directions: tuple[Direction, ...] = ("to_device", "to_host") if direction is None else (direction,)

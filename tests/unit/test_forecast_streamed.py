@@ -54,9 +54,10 @@ def test_bytes_are_those_of_the_real_steps(steps: int, bucket_bytes: str) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
             moved = manager.snapshot().since(before)
-            # Each bucket of new state begins at a granule of its own.
-            assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=0.02)
-            assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=0.02)
+            # With small buckets, each bucket of new state begins at a granule of its own.
+            tolerance = 0.02 if bucket_bytes == "48KiB" else 0
+            assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=tolerance)
+            assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=tolerance)
     manager.close()
 
 
