@@ -1,19 +1,31 @@
-"""`placement explain POLICY`: print where a policy puts every handle in every phase, for a worker of ordinary size."""
+"""`placement explain POLICY`: print where a policy puts every handle in every phase, for a worker of ordinary size.
+
+A policy that looks at the phases to come is shown in a cycle that it has seen, too. `--live` tells of a running worker instead.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TextIO
 
-from placement.cli.reasons import live
-from placement.cli.reasons.cycle import in_a_known_cycle
+from placement.cli.status import plain_table
+from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
-from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, OwnPhases, State, View
+from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
+from placement.core.summary import readable
+from placement.forecasting.device import SizesDevice
+from placement.forecasting.objects import Object, object_of
+from placement.forecasting.report import PhaseForecast
+from placement.forecasting.run import Phase, Run
+from placement.observe.fleet import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
-from placement.planning.simulated_handles import Moved, PlainHandle
-from placement.planning.simulation import SimulatedPhase, Simulation, Step
+from placement.storage.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from placement.core.states import Policy
@@ -21,34 +33,26 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 BUDGET_BYTES = 80 * GIB
 
-_MODEL = int(1.8 * GIB)  # 7.6 billion parameters in bfloat16, sharded over eight ranks
-_OPTIMIZER = int(10.6 * GIB)  # their float32 copy and two moments
-_WINDOW = 3 * GIB // 2  # three buckets of a streamed step
+_MODEL = 1843 << 20  # 7.6 billion parameters in bfloat16, sharded over eight ranks
+_OPTIMIZER = 10854 << 20  # their float32 copy and two moments
 _ENGINE = 64 * GIB  # the whole model and its KV cache
+
+
+def _sample(name: str, nbytes: int, **more: Any) -> HandleView:
+    role, dot, _ = name.partition(".")
+    kind, owners = ("optimizer", (role,)) if dot else ("module", ())
+    given = {"kind": kind, "role": role, "owners": owners, "state": State.CPU_OFFLOADED, "num_bytes": nbytes}
+    return HandleView(name=name, **{**given, **more})
+
+
 SAMPLE = (
-    HandleView(name="actor", kind="module", role="actor", state=State.CPU_OFFLOADED, num_bytes=_MODEL),
-    HandleView(
-        name="actor.optimizer",
-        kind="optimizer",
-        role="actor",
-        state=State.CPU_OFFLOADED,
-        num_bytes=_OPTIMIZER,
-        owners=("actor",),
-        window_bytes=_WINDOW,
-    ),
-    HandleView(name="ref", kind="module", role="ref", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
-    HandleView(name="critic", kind="module", role="critic", state=State.CPU_OFFLOADED, num_bytes=_MODEL),
-    HandleView(
-        name="critic.optimizer",
-        kind="optimizer",
-        role="critic",
-        state=State.CPU_OFFLOADED,
-        num_bytes=_OPTIMIZER,
-        owners=("critic",),
-        window_bytes=_WINDOW,
-    ),
-    HandleView(name="reward", kind="module", role="reward", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
-    HandleView(name="rollout", kind="engine", role="rollout", state=State.CPU_OFFLOADED, num_bytes=_ENGINE, can_prefetch=False),
+    _sample("actor", _MODEL),
+    _sample("actor.optimizer", _OPTIMIZER),
+    _sample("ref", _MODEL, readonly=True),
+    _sample("critic", _MODEL),
+    _sample("critic.optimizer", _OPTIMIZER),
+    _sample("reward", _MODEL, readonly=True),
+    _sample("rollout", _ENGINE, kind="engine", tags={WEIGHTS: _ENGINE}),
 )
 """One of eight ranks that train an actor and a critic of 7 billion parameters with PPO, with a rollout engine on the same GPU."""
 
@@ -59,6 +63,9 @@ _STEP = (
 """The order of a PPO step, then the phases outside it."""
 _MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 _STREAMED = "stream"
+_ROUNDS = 3
+"""The rounds of a cycle that are run. In the first it is not known yet, and in the second not everything is where it will be."""
+_COLUMNS = ("handle", "state", "on device", "why")
 
 
 def explain(
@@ -86,43 +93,107 @@ def explain(
     Raises:
         PolicyError: the policy cannot be found or constructed.
     """
-    policy = resolve_policy(policy_spec)
+    policy, file = resolve_policy(policy_spec), file or sys.stdout
     own = dict(phases or {})
-    simulation = Simulation(policy, [PlainHandle(facts) for facts in SAMPLE], budget_bytes, worker_role, own)
-    names = (IDLE, *_STEP[:-1], *(name for name in own if name not in PHASES))
-    steps = [simulation.enter(SimulatedPhase(name)) for name in names]
-    print(_table(policy.name, simulation.view(SimulatedPhase(IDLE)), steps), file=file or sys.stdout)
-    for line in in_a_known_cycle(policy, SAMPLE, _STEP[: _STEP.index("checkpoint")], budget_bytes, worker_role):
-        print(line, file=file or sys.stdout)
-    return 1 if any(step.is_refused for step in steps) else 0
+    names = (*_STEP[:-1], *(name for name in own if name not in PHASES))
+    with _running(policy, names, budget_bytes, worker_role, own) as run:
+        rows = [_idle_row(run), *(_row(run, name) for name in names)]
+        print(_table(run, rows, budget_bytes, worker_role, own), file=file)
+    cycle = _STEP[: _STEP.index("checkpoint")]
+    with _running(policy, cycle, budget_bytes, worker_role, {}) as run:
+        for line in _in_a_known_cycle(run, policy, cycle):
+            print(line, file=file)
+    return int(not all(phase.fits for phase, _ in rows))
 
 
-def _table(name: str, view: View, steps: list[Step]) -> str:
+Row = tuple[PhaseForecast, Plan | None]
+"""A phase, and the policy's plan for it; None: there is none."""
+
+
+@contextmanager
+def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Iterator[Run]:
+    """A worker with the handles of the sample, under a policy."""
+    device = SizesDevice(granularity=ALIGNMENT)
+    run = Run(policy, device, _objects(device), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def _objects(device: SizesDevice) -> Iterator[Object]:
+    made: dict[str, Object] = {}
+    for facts in SAMPLE:
+        made[facts.name] = object_of(device, facts, made, is_born=True, keeps_weights=True)
+        yield made[facts.name]
+
+
+def _row(run: Run, name: str) -> Row:
+    phase = run.go(Phase(name))
+    return phase, run.asked.answers[name][1] if name in run.asked.answers and not phase.problem else None
+
+
+def _idle_row(run: Run) -> Row:
+    """What holds outside every phase, once everything is registered."""
+    phase, plan = _row(run, IDLE)
+    for error in run.asked.unfit[:1]:
+        phase = phase.model_copy(update={"fits": False, "problem": f"{type(error).__name__}: {error}"})
+    return phase, None if phase.problem else plan
+
+
+def _table(run: Run, rows: Sequence[Row], budget_bytes: int, worker_role: str, own: OwnPhases) -> str:
     # "actor.optimizer" is split into two lines, so that seven handles and the sums fit into 100 columns.
-    heads = [(*handle.split(".", 1), "")[:2] for handle in view.handles]
+    heads = [(*handle.name.split(".", 1), "")[:2] for handle in SAMPLE]
     widths = [max(len(first), len(second) + 1 if second else 0, 6) for first, second in heads]
-    left = max(len(step.phase.name) for step in steps) + 2
-    user = f", own phases: {', '.join(view.phases)}" if view.phases else ""
+    left = max(len(phase.phase) for phase, _ in rows) + 2
+    user = f", own phases: {', '.join(own)}" if own else ""
 
     def line(start: str, cells: list[str], *sums: str) -> str:
         return f"{start:<{left}}" + "".join(f"{c:<{w + 2}}" for c, w in zip(cells, widths, strict=True)) + "".join(f"{s:>9}" for s in sums)
 
-    lines = [f"policy {name}, budget {_gib(view.budget_bytes)} GiB, worker role {view.worker_role}{user}", ""]
+    lines = [f"policy {run.asked.name}, budget {_gib(budget_bytes)} GiB, worker role {worker_role}{user}", ""]
     lines.append(line("phase", [first for first, _ in heads], "device", "moved"))
     lines.append(line("", ["." + second if second else "" for _, second in heads], "GiB", "GiB"))
-    lines.append(line("  size in GiB", [_gib(h.num_bytes) for h in view.handles.values()]))
-    for step in steps:
-        if step.plan is None:
-            lines.append(f"{step.phase.name:<{left}}no plan: {step.problem}")
+    lines.append(line("  size in GiB", [_gib(handle.num_bytes) for handle in SAMPLE]))
+    for phase, plan in rows:
+        if plan is None:
+            lines.append(f"{phase.phase:<{left}}no plan: {phase.problem}")
             continue
-        marks = [_STREAMED if n in step.plan.streamed else _MARKS[step.plan[n]] for n in view.handles]
-        moved = Moved.total(step.moved.values())
-        lines.append(line(step.phase.name, marks, _gib(step.device_bytes), _gib(moved.loaded_bytes + moved.offloaded_bytes)))
-        if step.over_bytes:
-            lines.append(f"{'':<{left}}does not fit: {_gib(step.over_bytes)} GiB over the budget")
+        marks = [_STREAMED if each.name in plan.streamed else _MARKS[plan[each.name]] for each in SAMPLE]
+        lines.append(line(phase.phase, marks, _gib(phase.wanted_bytes), _gib(phase.loaded_bytes + phase.offloaded_bytes)))
+        if phase.over_bytes:
+            lines.append(f"{'':<{left}}does not fit: {_gib(phase.over_bytes)} GiB over the budget")
     lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} from the host copy"]
     lines.append("device: bytes held in the phase; moved: bytes copied both ways since the row above")
     return "\n".join(text.rstrip() for text in lines)
+
+
+def _in_a_known_cycle(run: Run, policy: Policy, cycle: Sequence[str]) -> list[str]:
+    """Lines about each phase of a cycle that the policy has seen before: what it keeps and prefetches, and why.
+
+    None for a policy to which that makes no difference, and for a cycle with a phase that has no plan or does not fit.
+    """
+    lines, looks_ahead = ["", "in a cycle that it has seen, one phase after the other:"], False
+    for index, name in enumerate([*cycle] * _ROUNDS):
+        phase, plan = _row(run, name)
+        if plan is None or not phase.fits:
+            return []
+        view = run.asked.answers[name][0]
+        looks_ahead |= bool(plan.prefetch) or plan != policy.plan(replace(view, upcoming=()))
+        if index >= (_ROUNDS - 1) * len(cycle):
+            lines += _lines_about(policy, view, plan)
+    return lines if looks_ahead else []
+
+
+def _lines_about(policy: Policy, view: View, plan: Plan) -> Iterator[str]:
+    reasons: Mapping[str, str] = policy.reasons(view) if hasattr(policy, "reasons") else {}
+    early = sum(plan.prefetch.values())
+    arrives = f", {readable(early)} arrive early" if early else ""
+    yield f"  in {view.phase}: {readable(view.bytes_of(plan))} on the device{arrives}"
+    width = max((len(name) for name in view.handles), default=0)
+    for name in view.handles:
+        where = "on" if plan.on_device(name) else "early" if name in plan.prefetch else "off"
+        yield f"    {name:<{width}}  {where:<5}  {reasons.get(name) or plan[name]}"
 
 
 def _gib(nbytes: int) -> str:
@@ -136,7 +207,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
     parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
-    live.add_argument(parser)
+    text = "a running worker's URL (or one that ends in /targets, or a discovery folder): why each handle is where it is now"
+    parser.add_argument("--live", metavar="URL", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -146,7 +218,7 @@ def run(arguments: argparse.Namespace) -> int:
         PlacementError: the worker of `--live` does not answer.
     """
     if arguments.live:
-        return live.run(arguments.live)
+        return _tell_live(arguments.live)
     try:
         settings = Settings.from_any(arguments.settings or {})
         budget_bytes = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
@@ -162,3 +234,35 @@ def run(arguments: argparse.Namespace) -> int:
         worker_role=arguments.worker_role or settings.worker_role,
         phases=settings.phases,
     )
+
+
+def _tell_live(place: str) -> int:
+    """Print a table for each worker at a place. Returns 0.
+
+    Raises:
+        PlacementError: nobody answers there, or the answer is not a worker's state.
+    """
+    tables = []
+    for target in find_targets([place]):
+        page = ask(f"{target.url}/state")
+        try:
+            tables.append(_live_table(target.name, json.loads(page)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlacementError(f"{target.url}/state is not the state of a worker: {error!r}") from error
+    print("\n\n".join(tables))
+    return 0
+
+
+def _live_table(worker: str, snapshot: dict[str, Any]) -> str:
+    phases = " > ".join(snapshot["phases"]) or "idle"
+    held = sum(handle["resident_bytes"] for handle in snapshot["handles"])
+    head = f"{worker}: policy {snapshot['policy']}, in {phases}, {readable(held)} of {readable(snapshot['budget_bytes'])} on the device"
+    rows = [(h["name"], h["state"], readable(h["resident_bytes"]), _why(h)) for h in snapshot["handles"]]
+    return f"{head}\n{plain_table(_COLUMNS, rows)}"
+
+
+def _why(handle: dict[str, Any]) -> str:
+    marks = ["kept by phase.keep()"] if handle["kept"] else []
+    if handle["broken"]:
+        marks.append(f"broken: {handle['broken']}")
+    return "; ".join([handle.get("reason") or "the policy does not say", *marks])

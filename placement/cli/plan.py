@@ -14,14 +14,12 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
-from placement.forecasting import chart
-from placement.forecasting.cycles import CYCLES, listed
-from placement.forecasting.layout import Layout
-from placement.forecasting.link import Link
-from placement.forecasting.outcome import by_phase
+from placement.forecasting.device import Link
+from placement.forecasting.job import CYCLES, listed
+from placement.forecasting.models import Layout
 from placement.forecasting.recorded import Recording
-from placement.forecasting.report import Forecast
-from placement.forecasting.table import comparison, table
+from placement.forecasting.report import Forecast, by_phase
+from placement.forecasting.table import comparison, table, write_svg
 from placement.planning.policy_lookup import policy_names
 
 _TRAINED = ("actor", "critic")
@@ -95,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         forecasts = [forecast(policy) for policy in chosen]
         shown = forecasts if arguments.trace is None else [by_phase(each) for each in forecasts]
         if arguments.chart:
-            chart.write(Path(arguments.chart), shown)
+            write_svg(Path(arguments.chart), shown)
     except (ValueError, OSError, ImportError, PlacementError) as error:
         print(f"placement plan: {error}", file=sys.stderr)
         return 2

@@ -44,7 +44,13 @@ class NotResidentError(PlacementError):
 
 
 class DeviceMemoryError(PlacementError):
-    """The handles that a phase needs together do not fit on the device, or the driver refused the memory."""
+    """The handles that a phase needs together do not fit on the device, or the driver refused the memory.
+
+    Attributes:
+        wanted_bytes: the device bytes that the handles need together, where the budget is too small for them; else None.
+    """
+
+    wanted_bytes: int | None = None
 
 
 class HostMemoryError(PlacementError):

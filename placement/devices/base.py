@@ -216,6 +216,17 @@ class Device(abc.ABC):
         It keeps `addresses` alive. Making it touches no memory.
         """
 
+    def known_fingerprints(self, addresses: Addresses, start: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        """Numbers that change with the bytes, for a device that knows them without reading; None: they are computed from the bytes.
+
+        Args:
+            sizes: bytes of consecutive pieces, from `addresses.base + start` on.
+
+        Returns:
+            int64 of shape `(len(sizes),)` on the CPU.
+        """
+        return None
+
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start bringing a small int64 tensor of this device to the host, beside copies in progress.
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from placement.core.lazy_names import on_demand as _on_demand
 
 if TYPE_CHECKING:
+    from placement.forecasting.device import Link
     from placement.forecasting.job import Model, Rollout, forecast
-    from placement.forecasting.layout import Layout
-    from placement.forecasting.link import Link
+    from placement.forecasting.models import Layout
     from placement.forecasting.recorded import Recording
     from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 
@@ -35,8 +35,8 @@ __getattr__ = _on_demand(
     {
         **dict.fromkeys(("Forecast", "HandleForecast", "PhaseForecast"), "report"),
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
-        "Layout": "layout",
-        "Link": "link",
+        "Layout": "models",
+        "Link": "device",
         "Recording": "recorded",
     },
 )

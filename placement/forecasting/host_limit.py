@@ -1,19 +1,17 @@
 """A limit on host memory in a forecast: which host copies wait on the disk, and the bytes that the disk writes and reads.
 
-The disk is taken to be quick enough to do its work while phases compute. Each handle's host copy counts as one.
+A run has no bytes that a disk could take. So the disk is followed in numbers beside it, with the decisions of the real one
+(`planning.host_need`, `storage.disk.room`), and is taken to be quick enough to do its work while phases compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from placement.core.errors import HostMemoryError
-from placement.core.states import State
 from placement.planning.host_need import HostShare, UseHistory, check_fits_host
-from placement.planning.simulated_handles import Moved, SimulatedHandle
-from placement.planning.simulation import Step
 from placement.storage.disk import HostCopy, next_step
 
 
@@ -22,7 +20,7 @@ class DiskUse(NamedTuple):
 
     host_bytes: int
     """Host bytes of this rank's host copies, at their most."""
-    disk_bytes: int
+    disk_bytes: int = 0
     """Bytes of the files of this rank."""
     written_bytes: int = 0
     read_bytes: int = 0
@@ -30,11 +28,27 @@ class DiskUse(NamedTuple):
     """The part of `read_bytes` that the phase transition has to wait for."""
 
 
+class HostUse(NamedTuple):
+    """A handle and its host copy, as a phase begins."""
+
+    nbytes: int
+    is_readonly: bool
+    is_fixed: bool
+    """Whether the host copy never leaves host memory: processes share it, or it is reserved for state that is still to be created."""
+    on_device: bool = False
+    has_early: bool = False
+    is_streamed: bool = False
+    """Whether the handle is published or stepped from its host copy."""
+    is_stepped: bool = False
+    offloaded_bytes: int = 0
+    skipped_bytes: int = 0
+
+
 @dataclass(slots=True)
 class _Copy:
     """The host copy of one handle."""
 
-    handle: SimulatedHandle
+    use: HostUse
     place: Literal["memory", "disk", "nowhere"] = "memory"
     """"nowhere": the device has the bytes, and the next offload copies all of them."""
     file_bytes: int = 0
@@ -46,16 +60,11 @@ class _Copy:
 
     @property
     def nbytes(self) -> int:
-        return self.handle.host_bytes
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it never leaves host memory."""
-        return self.handle.is_shared or self.handle.is_reserved
+        return self.use.nbytes
 
     @property
     def can_leave(self) -> bool:
-        return not self.is_fixed and not self.handle.early_bytes
+        return not self.use.is_fixed and not self.use.has_early
 
 
 class HostLimit:
@@ -69,54 +78,53 @@ class HostLimit:
         """The handles, soonest needed first, as of the last phase transition."""
         self._written_bytes = self._read_bytes = self._most_bytes = 0
 
-    def admit(self, handle: SimulatedHandle) -> str:
+    def admit(self, name: str, use: HostUse, owners: Sequence[str]) -> str:
         """Make room for a handle that is registered now. Returns why a manager refuses the registration; "" where it does not."""
         shares = {
-            name: HostShare(copy.nbytes, copy.nbytes if copy.is_fixed else 0, copy.nbytes if copy.place == "memory" else 0)
+            name: HostShare(copy.nbytes, copy.nbytes if copy.use.is_fixed else 0, copy.nbytes if copy.place == "memory" else 0)
             for name, copy in self._copies.items()
         }
         try:
-            check_fits_host(handle.name, handle.host_bytes, handle.facts.owners, shares, self._limit_bytes)
+            check_fits_host(name, use.nbytes, owners, shares, self._limit_bytes)
             refused = ""
         except HostMemoryError as error:
             refused = str(error).partition("\n")[0]
-        self._make_room(handle.host_bytes, ())
-        self._copies[handle.name] = _Copy(handle)
+        self._make_room(use.nbytes, ())
+        self._copies[name] = _Copy(use)
         return refused
 
-    def follow(self, step: Step) -> tuple[Step, DiskUse]:
-        """Follow a phase transition that the simulation has just made.
+    def follow(self, phase: str, uses: Mapping[str, HostUse]) -> tuple[int, DiskUse]:
+        """Follow a phase transition.
 
-        Returns it with the bytes that are copied only because a host copy was given up, and what it takes on host and disk.
+        Returns the bytes that are copied to the host only because a host copy was given up, and what it takes on host and disk.
         """
         self._written_bytes = self._read_bytes = self._most_bytes = 0
-        if step.plan is None or step.is_refused:
-            return step, self._use(0)
+        for name, use in uses.items():
+            self._copies[name].use = use
         having = [copy for copy in self._copies.values() if copy.nbytes]
-        streamed = [copy for copy in having if copy.handle.name in step.plan.streamed]
-        used = [copy for copy in having if copy.handle.on_device is not copy.was_on_device or copy in streamed]
+        used = [copy for copy in having if copy.use.on_device is not copy.was_on_device or copy.use.is_streamed]
         self._bring(used)
-        waited_bytes = self._read_bytes
-        moved = dict(step.moved)
+        waited_bytes, again_bytes = self._read_bytes, 0
         for copy in used:
-            self._note_moves(copy, moved)
-        self._arrange(step.phase.name)
-        stepped = [copy for copy in streamed if copy.handle.state is State.TRAINING]
+            copy.was_on_device, copy.is_used = copy.use.on_device, True
+            again_bytes += copy.use.skipped_bytes if copy.place == "nowhere" and not copy.was_on_device else 0
+            if copy.place == "nowhere" or copy.use.offloaded_bytes:
+                copy.is_in_file = False
+            copy.place = "memory"
+        self._arrange(phase)
+        stepped = [copy for copy in used if copy.use.is_stepped]
         self._bring(stepped)  # each step reads and writes it
         for copy in stepped:
             copy.is_used, copy.is_in_file = True, False
-        return replace(step, moved=moved), self._use(waited_bytes)
+        return again_bytes, self.stay(waited_bytes)
 
-    def _note_moves(self, copy: _Copy, moved: dict[str, Moved]) -> None:
-        name, copy.was_on_device, copy.is_used = copy.handle.name, copy.handle.on_device, True
-        each = moved.get(name, Moved())
-        if copy.place == "nowhere" and not copy.was_on_device:
-            moved[name] = replace(each, offloaded_bytes=each.offloaded_bytes + each.skipped_bytes, skipped_bytes=0)
-        if copy.place == "nowhere" or each.offloaded_bytes:
-            copy.is_in_file = False
-        copy.place = "memory"
+    def stay(self, waited_bytes: int = 0) -> DiskUse:
+        """The use of host and disk, as of the last phase transition that was followed."""
+        disk_bytes = sum(copy.file_bytes for copy in self._copies.values())
+        host_bytes = max(self._most_bytes, self._held_bytes())
+        return DiskUse(host_bytes, disk_bytes, self._written_bytes, self._read_bytes, waited_bytes)
 
-    def _bring(self, wanted: Sequence[_Copy]) -> None:
+    def _bring(self, wanted: Collection[_Copy]) -> None:
         """Have these in host memory, in the place of others that are needed later."""
         absent = [copy for copy in wanted if copy.place != "memory"]
         self._make_room(sum(copy.nbytes for copy in absent), wanted)
@@ -125,7 +133,7 @@ class HostLimit:
             self._come(copy)
         self._most_bytes = max(self._most_bytes, self._held_bytes() + gone)
 
-    def _make_room(self, nbytes: int, wanted: Sequence[_Copy]) -> None:
+    def _make_room(self, nbytes: int, wanted: Collection[_Copy]) -> None:
         """Have others leave, those needed last first, until so many bytes fit."""
         for copy in [self._copies[name] for name in reversed(self._order)]:
             if self._held_bytes() + nbytes > self._limit_bytes and copy.place == "memory" and copy not in wanted and copy.can_leave:
@@ -133,8 +141,8 @@ class HostLimit:
 
     def _arrange(self, phase: str) -> None:
         """Decide anew what stays, and let the disk do its work."""
-        known = {name: copy for name, copy in self._copies.items() if copy.nbytes and not copy.is_fixed}
-        fixed_bytes = sum(copy.nbytes for copy in self._copies.values() if copy.is_fixed)
+        known = {name: copy for name, copy in self._copies.items() if copy.nbytes and not copy.use.is_fixed}
+        fixed_bytes = sum(copy.nbytes for copy in self._copies.values() if copy.use.is_fixed)
         self._uses.note(phase, frozenset(name for name, copy in known.items() if copy.is_used))
         self._order = self._uses.order(known)
         order = [known[name] for name in self._order]
@@ -153,7 +161,7 @@ class HostLimit:
                 copy.place = "memory"
 
     def _leave(self, copy: _Copy) -> None:
-        if copy.handle.on_device and not copy.handle.facts.readonly:
+        if copy.use.on_device and not copy.use.is_readonly:
             copy.place, copy.is_in_file = "nowhere", False
             return
         if not copy.is_in_file:
@@ -169,8 +177,3 @@ class HostLimit:
 
     def _held_bytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies.values() if copy.place == "memory")
-
-    def _use(self, waited_bytes: int) -> DiskUse:
-        disk_bytes = sum(copy.file_bytes for copy in self._copies.values())
-        host_bytes = max(self._most_bytes, self._held_bytes())
-        return DiskUse(host_bytes, disk_bytes, self._written_bytes, self._read_bytes, waited_bytes)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import importlib
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -10,22 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from placement.core.settings import Settings, parse_bytes
-from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Policy, State
-from placement.devices.adoption import Adopter, can_swap
-from placement.devices.cuda.device import CHUNK_BYTES
-from placement.devices.cuda.pool_plan import plan as pool_plan
-from placement.forecasting.cycles import cycle_of
-from placement.forecasting.layout import ALONE, Layout
-from placement.forecasting.link import Link
-from placement.forecasting.models import Head, Part, module_of, parts_of, remarks, undivided
-from placement.forecasting.optimizers import state_sizes
-from placement.forecasting.outcome import Costs, in_the_steady_state
-from placement.forecasting.ranges import RangedHandle, StorageSize
-from placement.forecasting.report import Forecast
-from placement.forecasting.streamed import StepCounts
+from placement.core.states import IDLE, KV_CACHE, PHASES, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
+from placement.forecasting.device import Link, SizesDevice
+from placement.forecasting.models import ALONE, Head, Layout, module_of, parts_of, remarks, undivided
+from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer, StateOf
+from placement.forecasting.report import Forecast, HandleForecast
+from placement.forecasting.run import Phase, Run, in_the_steady_state
 from placement.planning.policy_lookup import resolve_policy
-from placement.planning.simulated_handles import EngineHandle, SimulatedHandle
-from placement.planning.simulation import SimulatedPhase
 from placement.storage.layout import Sizing
 from placement.tensors.plain import dtype_of
 
@@ -34,25 +30,28 @@ Gradients = Literal["cleared", "kept"]
 _VALUE_ROLES = ("critic", "reward")
 _HEADROOM = Settings().headroom
 """The part of free memory that a manager without a budget leaves to others at first."""
-_GRANULARITY = 2 << 20
-"""The granularity of the CUDA driver on every GPU so far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cuda:
-    """The sizes of a CUDA device, without the device."""
-
-    chunk_bytes: int = CHUNK_BYTES
-    granularity: int = _GRANULARITY
-
-    @property
-    def adopter(self) -> Adopter:
-        return _CudaSizes(torch.device("cpu"))
-
-
-class _CudaSizes(Adopter):
-    def pooled_bytes(self, sizes: Sequence[int]) -> int:
-        return 0 if can_swap() else pool_plan(sizes)[1]
+CYCLES: Mapping[str, tuple[str, ...]] = {
+    "grpo": ("rollout", "log_prob", "train", "weight_sync"),
+    "ppo": ("rollout", "reward", "log_prob", "values", "train", "weight_sync"),
+}
+"""The steps that have a name."""
+_PHASE = re.compile(r"([^\[\]]+?)\s*(?:\[([^\[\]]*)\])?")
+_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+_RULES = {"adamw-fp32": ("exp_avg", "exp_avg_sq"), "adamw-master": ("master", "exp_avg", "exp_avg_sq")}
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable")
+"""Options that choose how a step is computed. The plain way makes the same state, and is the only one that needs no values."""
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW: two moments in the dtype of the weights",
+    "adamw-fp32": "two moments in fp32, whatever the weights are",
+    "adamw-master": "two moments in fp32, and fp32 main weights beside those of the model",
+    "sgd": "no state",
+    "sgd-momentum": "a momentum in the dtype of the weights",
+}
+"""Names of optimizers, and what each keeps for a parameter. A class of torch.optim's form, or "package.module:Class", works too."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,9 @@ class Model:
     dtype: torch.dtype | str | None = None
     """The dtype of the weights: torch.bfloat16, "bfloat16"; None: as the configuration or the module says."""
     optimizer: str | type[torch.optim.Optimizer] | None = None
-    """A name of `forecasting.optimizers.OPTIMIZERS`, "package.module:Class", or a class; None: the model is not trained."""
+    """A name of `forecasting.job.OPTIMIZERS`, "package.module:Class", or a class; None: the model is not trained."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     gradients: Gradients = "cleared"
-    gradient_dtype: torch.dtype | str | None = None
-    """None: that of the weights."""
     readonly: bool = False
     replicated: bool = False
     """Registered with `replicated=True`: every rank holds it whole, and the ranks of a node share one host copy."""
@@ -127,7 +124,7 @@ def forecast(
     *,
     layout: Layout = ALONE,
     policy: str | type[Policy] | Policy = "colocated",
-    cycle: str | Sequence[str | SimulatedPhase] = "grpo",
+    cycle: str | Sequence[str | Phase] = "grpo",
     budget_bytes: int | str | None = None,
     link: Link | float | str | os.PathLike[str] | None = None,
     work_seconds: Mapping[str, float] | None = None,
@@ -170,34 +167,82 @@ def forecast(
     phases = Settings.from_any({"phases": phases}).phases if phases else None
     found = None if link is None else Link.of(link)
     entered = cycle_of(cycle, phases)
-    costs = Costs(found, work_seconds, StepCounts(steps, [each.name for each in entered]))
-    if unknown := [name for name in costs.work_seconds if name not in {each.name for each in entered}]:
-        raise ValueError(f"work seconds are given for {', '.join(map(repr, unknown))}, which the cycle does not have")
+    names = [each.name for each in entered]
+    _check_numbers("work seconds", work_seconds, names)
+    _check_numbers("number of steps", steps, names)
     budget = None if budget_bytes is None else _bytes(budget_bytes)
+    limit = None if host_limit_bytes is None else _bytes(host_limit_bytes)
     notes: list[str] = []
     if budget is None and found is not None and found.free_bytes is not None:
         budget = int(found.free_bytes * (1 - _HEADROOM))
         notes.append(f"no budget was given: 80 % of the {found.free_bytes:,} free bytes of the device is used")
-    sizing = device or (_Cuda() if found is None or found.chunk_bytes is None else _Cuda(chunk_bytes=found.chunk_bytes))
-    simulated: list[SimulatedHandle] = []
-    for name, given in handles.items():
-        made, remarked = _handles(name, given, layout, sizing)
-        simulated += made
+    sizes = SizesDevice.like(device, found)
+    objects: list[Object] = []
+    for name, described in handles.items():
+        made, remarked = _objects(name, described, layout, sizes)
+        objects += made
         notes += [each for each in remarked if each not in notes]
-    limit = None if host_limit_bytes is None else _bytes(host_limit_bytes)
-    notes += _notes(handles, simulated, layout, found, limit)
-    return in_the_steady_state(
+    run = Run(
         resolve_policy(policy),
-        simulated,
-        entered,
+        sizes,
+        objects,
+        names,
         budget_bytes=budget,
-        costs=costs,
-        worker_role=worker_role,
-        own_phases=phases,
-        ranks_per_node=layout.ranks_per_node,
+        work_seconds=work_seconds,
+        steps=steps,
         host_limit_bytes=limit,
-        notes=notes,
+        worker_role=worker_role,
+        phases=dict(phases or {}),
     )
+    objects.clear()
+    try:
+        notes += _notes(handles, run.handles(layout.ranks_per_node), layout, found, limit)
+        return in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
+    finally:
+        run.close()
+
+
+def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -> tuple[Phase, ...]:
+    """The phases of one step, in order.
+
+    Args:
+        cycle: a name of `CYCLES`, or the phases: "log_prob", or "log_prob[actor+ref]" for a phase with `only`. The phase "idle" between
+            two others means that one is left before the next is entered, instead of switching.
+        own: the user's own phases, as in `Settings.phases`.
+
+    Raises:
+        ValueError: a phase is unknown, or there is none.
+    """
+    if isinstance(cycle, str):
+        if cycle not in CYCLES:
+            raise ValueError(f"no cycle {cycle!r}; known: {', '.join(CYCLES)}; or give the phases")
+        cycle = CYCLES[cycle]
+    known = (*PHASES, *(own or {}))
+    phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
+    for each in phases:
+        if each.name not in known:
+            near = difflib.get_close_matches(each.name.lower(), (*known, *CYCLES) if len(phases) == 1 else known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ";"
+            raise ValueError(f"unknown phase {each.name!r}{hint} known: {', '.join(known)}. Declare your own in Settings.phases")
+    while phases and phases[-1].name == IDLE:  # the step ends there anyway
+        phases = phases[:-1]
+    if not phases:
+        raise ValueError("the cycle has no phase; give at least one")
+    return phases
+
+
+def _phase(text: str) -> Phase:
+    match = _PHASE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no phase; write 'train', or 'log_prob[actor+ref]' for the named handles only")
+    only = None if match[2] is None else tuple(name.strip() for name in match[2].split("+") if name.strip())
+    return Phase(match[1], only)
+
+
+def listed(text: str) -> tuple[str, ...] | str:
+    """A cycle from a command line: a name, or phases separated by commas."""
+    names = tuple(each.strip() for each in text.split(",") if each.strip())
+    return names[0] if len(names) == 1 and names[0] in CYCLES else names
 
 
 def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:
@@ -214,6 +259,15 @@ def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:
         raise ValueError(f"worker_role must be one of {', '.join(WORKER_ROLES)}, not {worker_role!r}")
 
 
+def _check_numbers(what: str, given: Mapping[str, float] | None, phases: Sequence[str]) -> None:
+    """Refuse numbers of phases that the cycle does not have, and negative ones."""
+    if unknown := [name for name in given or {} if name not in phases]:
+        raise ValueError(f"the {what} of {', '.join(map(repr, unknown))}, which the cycle does not have, cannot be used")
+    for name, number in (given or {}).items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"the {what} of phase {name!r} must be 0 or more, not {number}")
+
+
 def _check_role(role: str | None) -> None:
     if role is not None and role not in ROLES:
         raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
@@ -228,10 +282,10 @@ def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch
     return sum(part.nbytes for part in parts_of(module_of(source, dtype_of(dtype), "lm"), ALONE, dtype_of(dtype)))
 
 
-def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) -> tuple[list[SimulatedHandle], list[str]]:
-    """The handles of one model, its own and its optimizer's; and notes on what is not in their bytes."""
+def _objects(name: str, given: Model | Rollout, layout: Layout, device: SizesDevice) -> tuple[list[Object], list[str]]:
+    """The objects of one model, its own and its optimizer's; and notes on what is not in their bytes."""
     if isinstance(given, Rollout):
-        return [EngineHandle(_facts(name, "engine", given.role, tags=given.tags), keeps_weights=given.keeps_weights)], []
+        return [Object(name, SizedEngine(device, given.tags, keeps_weights=given.keeps_weights), given.role)], []
     role = given.role or (name if name in ROLES else None)
     dtype = dtype_of(given.dtype)
     head = given.head or ("value" if role in _VALUE_ROLES else "lm")
@@ -240,47 +294,83 @@ def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) 
     parts, notes = parts_of(built, divided, dtype), [*remarks(given.source, dtype), *undivided(built, divided)]
     if not parts:
         raise ValueError(f"{name!r} has no tensors")
-    module = RangedHandle(
-        _facts(name, "module", role, readonly=given.readonly, can_prefetch=not given.replicated),
-        sizing,
-        [_storage(part, is_trained=given.optimizer is not None) for part in parts],
-        gradients=_gradients(given, parts),
-        keeps_gradients=given.gradients == "kept",
-        shared_by=layout.ranks_per_node if given.replicated else 1,
-    )
+    module = SizedModule((part.nbytes, part.parameters) for part in parts)
+    made = Object(name, module, role, given.readonly)
+    if given.replicated:
+        made.part, made.is_shared = (1, layout.ranks_per_node), True
     if given.optimizer is None:
-        return [module], notes
-    state = state_sizes(given.optimizer, [each for part in parts for each in part.parameters], given.optimizer_options)
-    facts = _facts(f"{name}.optimizer", "optimizer", role, owners=(name,))
-    return [module, RangedHandle(facts, sizing, unborn=state)], notes
+        module.requires_grad_(requires_grad=False)
+        return [made], notes
+    made.keeps_gradients, made.gradient_bytes = given.gradients == "kept", sum(each.nbytes for each in module.trained)
+    optimizer = SizedOptimizer(module.trained, state_of(given.optimizer, given.optimizer_options))
+    return [made, Object(f"{name}.optimizer", optimizer, role)], notes
 
 
-def _storage(part: Part, *, is_trained: bool) -> StorageSize:
-    steps = is_trained and any(each.requires_grad for each in part.parameters)
-    return StorageSize(part.nbytes, is_stepped=steps, is_published=bool(part.parameters))
+def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str, Any] | None = None) -> StateOf:
+    """The state that an optimizer creates for a parameter, as a step of its own on the meta device makes it.
+
+    Args:
+        optimizer: a name of `OPTIMIZERS`, a class, or "package.module:Class".
+        options: arguments of the class.
+
+    Raises:
+        ValueError: the name is unknown, the class cannot be constructed, or its state cannot be told without values.
+    """
+    if isinstance(optimizer, str) and optimizer in _RULES:
+        if options:
+            raise ValueError(f"optimizer {optimizer!r} takes no options; give a class for them")
+        kept = _RULES[optimizer]
+        return lambda each: {name: torch.empty(each.shape, dtype=torch.float32, device="meta") for name in kept}
+    cls, given = _class_of(optimizer)
+    given = {name: value for name, value in {**given, **(options or {})}.items() if name not in _IMPLEMENTATIONS}
+
+    @functools.cache
+    def state(shape: torch.Size, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        parameter.grad = torch.empty_like(parameter)
+        try:
+            made = cls([parameter], **given)
+        except Exception as error:
+            raise ValueError(f"optimizer {cls.__qualname__} cannot be made with options {given}: {error}") from error
+        try:
+            made.step()
+        except Exception as error:
+            known = ", ".join(OPTIMIZERS)
+            raise ValueError(f"the state of {cls.__qualname__} cannot be told without values; choose one of {known}") from error
+        return {name: value for name, value in made.state[parameter].items() if isinstance(value, torch.Tensor)}
+
+    state(torch.Size((8, 8)), torch.float32)  # whoever cannot be stepped is refused now
+    return lambda each: state(each.shape, each.dtype)
 
 
-def _gradients(given: Model, parts: Sequence[Part]) -> list[int]:
-    if given.optimizer is None:
-        return []
-    dtype = dtype_of(given.gradient_dtype)
-    trained = [each for part in parts for each in part.parameters if each.requires_grad]
-    return [each.numel() * (each.itemsize if dtype is None else dtype.itemsize) for each in trained]
-
-
-def _facts(name: str, kind: str, role: str | None, **more: Any) -> HandleView:
-    return HandleView(name=name, kind=kind, role=role, state=State.CPU_OFFLOADED, num_bytes=0, **more)
+def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    if isinstance(optimizer, type):
+        return optimizer, {}
+    if optimizer in _CLASSES:
+        return _CLASSES[optimizer]
+    module, colon, name = optimizer.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no optimizer {optimizer!r}.{hint} Known: {', '.join(OPTIMIZERS)}; or write 'package.module:Class'")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"optimizer {optimizer!r} cannot be imported: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"optimizer {optimizer!r} is a {type(found).__name__}, not a class")  # noqa: TRY004  # the text is wrong
+    return found, {}
 
 
 def _notes(
-    handles: Mapping[str, Model | Rollout], simulated: Sequence[SimulatedHandle], layout: Layout, link: Link | None, limit_bytes: int | None
+    handles: Mapping[str, Model | Rollout], told: Sequence[HandleForecast], layout: Layout, link: Link | None, limit_bytes: int | None
 ) -> list[str]:
     notes = []
     for name, given in handles.items():
         if isinstance(given, Rollout) and given.keeps_weights:
             nbytes = given.tags[WEIGHTS]
             notes.append(f"{name} keeps {nbytes:,} bytes of weights a GPU on the host by itself; they are not in the host bytes")
-    rank = sum(each.host_bytes for each in simulated)
+    rank = sum(each.host_bytes for each in told)
     node = (rank if limit_bytes is None else min(rank, limit_bytes)) * layout.ranks_per_node
     if link is not None and link.host_available_bytes is not None and node > link.host_available_bytes and not _is_shared(handles):
         notes.append(f"the host has {link.host_available_bytes:,} bytes available, and the host copies of a node need {node:,}")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
-from placement.forecasting.link import Link
-from placement.forecasting.outcome import once
+from placement.forecasting.device import Link, SizesDevice
+from placement.forecasting.objects import Object, object_of
 from placement.forecasting.report import Forecast
+from placement.forecasting.run import Moved, Phase, Run, summed_up
 from placement.observe.trace import MANAGER_EVENT
 from placement.planning.policy_lookup import resolve_policy
-from placement.planning.simulated_handles import EngineHandle, Moved, PlainHandle, SimulatedHandle
-from placement.planning.simulation import SimulatedPhase
+from placement.storage.layout import ALIGNMENT
 
 Event = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ class _Move(NamedTuple):
 
 
 class _Span(NamedTuple):
-    phase: SimulatedPhase
+    phase: Phase
     begin_seconds: float
     end_seconds: float
 
@@ -52,7 +52,7 @@ class Recording:
     policy: str
     worker_role: str
     budget_bytes: int | None
-    phases: tuple[tuple[SimulatedPhase, float], ...]
+    phases: tuple[tuple[Phase, float], ...]
     """The phases in order, each with the seconds of its work: its duration without its moves."""
     moved: Moved
     """Bytes that moved in the whole run."""
@@ -78,7 +78,7 @@ class Recording:
         try:
             made = cls._read(Path(path), worker)
             for facts in made.facts:
-                made._handle(facts)
+                _view(facts)
         except (KeyError, TypeError, AttributeError) as error:
             raise PlacementError(
                 f"{path} is no trace that this version of placement wrote, or it was changed: {type(error).__name__}: {error}"
@@ -152,29 +152,40 @@ class Recording:
             to_device, to_host = self.link.to_device_bytes_per_second / 1e9, self.link.to_host_bytes_per_second / 1e9
             rates = f"{to_device:.3g} GB/s to the device, {to_host:.3g} to the host"
             notes.append(f"the link's rates are the best of the run's own moves ({rates}); give a measured link for better ones")
-        return once(
-            resolve_policy(self.policy if policy is None else policy),
-            [self._handle(facts) for facts in self.facts],
-            self.phases,
-            budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
-            link=self.link if link is None else Link.of(link),
-            worker_role=self.worker_role,
-            own_phases=phases,
-            notes=notes,
-        )
+        device = SizesDevice(self.link if link is None else Link.of(link), granularity=ALIGNMENT)
+        chosen = resolve_policy(self.policy if policy is None else policy)
+        budget, names = self.budget_bytes if budget_bytes is None else budget_bytes, [phase.name for phase, _ in self.phases]
+        settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
+        run = Run(chosen, device, self._objects(device), names, budget_bytes=budget, **settings)
+        try:
+            return summed_up(run, tuple([run.go(phase, seconds) for phase, seconds in self.phases]), notes=notes)
+        finally:
+            run.close()
 
-    def _handle(self, facts: Mapping[str, Any]) -> SimulatedHandle:
-        keys = ("name", "kind", "role", "readonly", "external", "built", "gathers", "can_prefetch", "num_bytes", "tags")
-        view = HandleView(state=State.CPU_OFFLOADED, owners=tuple(facts["owners"]), **{key: facts[key] for key in keys})
-        loads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.LOAD]
-        offloads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.OFFLOAD]
-        if view.tags:
+    def _objects(self, device: SizesDevice) -> Iterator[Object]:
+        """The handles with the bytes that their moves in the run have shown."""
+        made: dict[str, Object] = {}
+        for view in map(_view, self.facts):
+            loads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.LOAD]
+            offloads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.OFFLOAD]
+            loaded = max((each.loaded_bytes for each in loads), default=0)
             weights = view.tags.get(WEIGHTS, 0)
-            return EngineHandle(view, keeps_weights=not loads or not weights or any(each.loaded_bytes for each in loads))
-        used = max((each.loaded_bytes for each in loads), default=None)
-        changed = max((each.offloaded_bytes for each in offloads), default=0) or None
-        is_born = view.kind != "optimizer" or bool(loads[:1] and loads[0].loaded_bytes)
-        return PlainHandle(view, used_bytes=used or None, changed_bytes=changed, host_bytes=facts["host_bytes"], is_born=is_born)
+            made[view.name] = object_of(
+                device,
+                view,
+                made,
+                changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
+                is_born=bool(loads[:1] and loads[0].loaded_bytes),
+                keeps_weights=not loads or not weights or loaded > 0,
+            )
+            if loaded and not weights:
+                made[view.name].part = min(loaded, view.num_bytes), view.num_bytes  # padding is not copied, nor what other ranks bring
+            yield made[view.name]
+
+
+def _view(facts: Mapping[str, Any]) -> HandleView:
+    keys = ("name", "kind", "role", "readonly", "external", "built", "gathers", "can_prefetch", "num_bytes", "tags")
+    return HandleView(state=State.CPU_OFFLOADED, owners=tuple(facts["owners"]), **{key: facts[key] for key in keys})
 
 
 def _events(path: Path) -> list[Event]:
@@ -205,7 +216,7 @@ def _move(event: Event, tracks: Mapping[int, str]) -> _Move:
 
 def _span(event: Event) -> _Span:
     begin, only = event["ts"] / 1e6, event.get("args", {}).get("only")
-    return _Span(SimulatedPhase(event["name"], None if only is None else tuple(only)), begin, begin + event["dur"] / 1e6)
+    return _Span(Phase(event["name"], None if only is None else tuple(only)), begin, begin + event["dur"] / 1e6)
 
 
 def _bursts(moves: Sequence[_Move]) -> list[_Burst]:
@@ -213,7 +224,7 @@ def _bursts(moves: Sequence[_Move]) -> list[_Burst]:
     for move in sorted(moves, key=lambda each: each.begin_seconds):
         if found and move.begin_seconds < found[-1].end_seconds:
             last = found.pop()
-            found.append(_Burst(last.begin_seconds, max(last.end_seconds, move.end_seconds), last.moved + move.moved))
+            found.append(_Burst(last.begin_seconds, max(last.end_seconds, move.end_seconds), Moved.total((last.moved, move.moved))))
         else:
             found.append(_Burst(move.begin_seconds, move.end_seconds, move.moved))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
 from placement.core.states import State
@@ -113,3 +115,23 @@ class Forecast(_Frozen):
             if each.phase == name:
                 return each
         raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(each.phase for each in self.phases))}")
+
+
+def by_phase(forecast: Forecast) -> Forecast:
+    """The same forecast with one entry for all runs of a phase: bytes and seconds added up, sizes at their most."""
+    groups: dict[tuple[str, tuple[str, ...] | None], list[PhaseForecast]] = {}
+    for each in forecast.phases:
+        groups.setdefault((each.phase, each.only), []).append(each)
+    return forecast.model_copy(update={"phases": tuple(_together(group) for group in groups.values())})
+
+
+def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
+    worst = max(group, key=lambda each: (not each.fits, each.over_bytes, each.device_bytes))
+    stalls = [each.stall_seconds for each in group if each.stall_seconds is not None]
+    works = [each.work_seconds for each in group if each.work_seconds is not None]
+    moved = ("loaded_bytes", "offloaded_bytes", "streamed_bytes", "skipped_bytes", "prefetched_bytes")
+    added = (*moved, "disk_written_bytes", "disk_read_bytes", "disk_waited_bytes")
+    sums = {name: sum(getattr(each, name) for each in group) for name in added}
+    return worst.model_copy(
+        update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None}
+    )

@@ -105,6 +105,12 @@ _STEPS = {_own(cls) for cls in _CLASSES}
 _OF_MATRICES = {_own(cls) for cls in _CLASSES if cls.__name__ == "Muon"}
 
 
+def allow(cls: type) -> type:
+    """Take a class as one whose step treats each parameter by itself, too. A decorator."""
+    _STEPS.add(_own(cls))
+    return cls
+
+
 def is_elementwise(optimizer: Any) -> bool:
     """Whether the step of a known optimizer computes each element of a parameter by itself."""
     return _own(type(optimizer)) not in _OF_MATRICES

@@ -82,10 +82,12 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
             "budget_bytes there, or name the handles that the phase needs together (only=[...])"
         )
         raise OtherBudgetError(f"rank {other_rank} {reason}", other_rank, reason)
-    raise DeviceMemoryError(
+    error = DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'
     )
+    error.wanted_bytes = wanted
+    raise error
 
 
 def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:

@@ -176,7 +176,8 @@ class ObjectStorages:
         sizes = r.used_sizes[first:last]
         if not sizes:
             return torch.empty(0, dtype=torch.int64, device="cpu")
-        return fingerprints(self._device.view(r.layout.addresses, r.starts[first], sum(sizes)), sizes)
+        known = self._device.known_fingerprints(r.layout.addresses, r.starts[first], sizes)
+        return fingerprints(self._device.view(r.layout.addresses, r.starts[first], sum(sizes)), sizes) if known is None else known
 
     # --- adopting
 

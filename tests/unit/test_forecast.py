@@ -1,11 +1,10 @@
-"""The parts of a forecast: link, layout, cycles, models, optimizers, replicated sizes, text and chart, and the laws that hold for all."""
+"""The parts of a forecast: link, layout, cycles, models, optimizers, text and chart, and the laws that hold for all."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from xml.etree import ElementTree
 
@@ -16,19 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement
-from placement.core.states import PHASES, HandleView, State
+from placement.core.states import PHASES
+from placement.devices.memory import Copy
 from placement.devices.select import select_device
-from placement.forecasting import Layout, Link, Model, Rollout, chart
-from placement.forecasting.cycles import CYCLES, cycle_of
+from placement.forecasting import Layout, Link, Model, Rollout
+from placement.forecasting.device import SizesDevice
+from placement.forecasting.job import CYCLES, OPTIMIZERS, cycle_of, state_of
 from placement.forecasting.models import module_of, parts_of
-from placement.forecasting.optimizers import OPTIMIZERS, state_sizes
-from placement.forecasting.outcome import Costs, in_the_steady_state
-from placement.forecasting.ranges import RangedHandle, RangeSizes, StorageSize
-from placement.forecasting.table import comparison, table
-from placement.planning.policy_lookup import resolve_policy
-from placement.planning.simulated_handles import PlainHandle, SimulatedHandle
-from placement.storage.layout import RangeLayout
-from placement.storage.replicated import Shares, own_spans
+from placement.forecasting.table import comparison, svg, table
 from placement.testing import SimulatedDevice
 
 MIB = 1 << 20
@@ -39,15 +33,34 @@ def mlp(width: int = 256) -> nn.Module:
         return nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
 
 
+def seconds(link: Link, to_device: int, to_host: int) -> float:
+    device = SizesDevice(link)
+    for direction, nbytes in (("to_device", to_device), ("to_host", to_host)):
+        device.copy([Copy(0, 0, nbytes)], cast("Any", direction))
+    device.sync()
+    return device.seconds
+
+
 def test_a_link_is_as_slow_as_its_slower_direction() -> None:
     link = Link(to_device_bytes_per_second=50, to_host_bytes_per_second=25, both_bytes_per_second=60)
-    assert link.seconds(100, 0) == 2
-    assert link.seconds(0, 100) == 4
-    assert link.seconds(100, 25) == 125 / 60
-    assert link.seconds(100, 100) == 4
-    assert link.seconds(0, 0) == 0
-    assert Link.of(10.0).seconds(100, 50) == 10
+    assert seconds(link, 100, 0) == 2
+    assert seconds(link, 0, 100) == 4
+    assert seconds(link, 0, 0) == 0
+    assert seconds(Link.of(10.0), 100, 50) == 10
+    # Both at once share 60 bytes a second as 40 and 20, until the shorter copy is through. Then the other one has the link alone.
+    assert seconds(link, 100, 50) == pytest.approx(2.5)
+    assert seconds(link, 100, 75) == pytest.approx(2.5 + 25 / 25)
     assert Link.of(link) is link
+
+
+def test_copies_go_on_while_the_worker_computes() -> None:
+    device = SizesDevice(Link.of(10.0))
+    device.copy([Copy(0, 0, 100)], "to_device")
+    device.work(4)
+    device.sync()
+    assert device.seconds == pytest.approx(10)
+    device.work(1)
+    assert device.seconds == pytest.approx(11)
 
 
 def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
@@ -267,21 +280,29 @@ def test_cycles() -> None:
 
 
 def test_the_state_of_optimizers() -> None:
-    parameters = [each for part in parts_of(mlp(), dtype=torch.bfloat16) for each in part.parameters]
-    count = 2 * 256 * 1024
-    found = {name: sum(state_sizes(name, parameters)) / count for name in OPTIMIZERS}
-    assert found == {"adamw": 4, "adamw-fp32": 8, "adamw-master": 12, "sgd": 0, "sgd-momentum": 2}
-    assert sum(state_sizes("adamw", parameters, {"fused": True})) == 4 * count + 2 * 4
-    assert state_sizes(torch.optim.Adam, parameters, {"amsgrad": True}) == state_sizes("torch.optim:Adam", parameters, {"amsgrad": True})
+    (parameter, *_) = [each for part in parts_of(mlp(), dtype=torch.bfloat16) for each in part.parameters]
+
+    def sizes(*optimizer: Any) -> list[int]:
+        return [each.nbytes // parameter.numel() for each in state_of(*optimizer)(parameter).values() if each.dim()]
+
+    assert {name: sizes(name) for name in OPTIMIZERS} == {
+        "adamw": [2, 2],
+        "adamw-fp32": [4, 4],
+        "adamw-master": [4, 4, 4],
+        "sgd": [],
+        "sgd-momentum": [2],
+    }
+    assert sizes("adamw", {"fused": True}) == [2, 2]
+    assert sizes(torch.optim.Adam, {"amsgrad": True}) == sizes("torch.optim:Adam", {"amsgrad": True}) == [2, 2, 2]
     for wrong, message in (
         ("adamv", "Did you mean 'adamw'"),
         ("torch.optim:Nothing", "cannot be imported"),
         ("torch:manual_seed", "not a class"),
     ):
         with pytest.raises(ValueError, match=message):
-            state_sizes(wrong, parameters)
+            state_of(wrong)
     with pytest.raises(ValueError, match="cannot be made with options"):
-        state_sizes("adamw", parameters, {"speed": 3})
+        state_of("adamw", {"speed": 3})
 
 
 @pytest.mark.parametrize(
@@ -335,31 +356,6 @@ def test_a_cuda_device_counts_in_its_own_chunks() -> None:
     assert told.fits
 
 
-class Sized:
-    """The sizes of a device."""
-
-    def __init__(self, chunk_bytes: int, granularity: int) -> None:
-        self.chunk_bytes, self.granularity = chunk_bytes, granularity
-        self.adopter = SimulatedDevice(0).adopter
-
-
-@given(sizes=st.lists(st.integers(0, 3 * MIB), min_size=1, max_size=8), ranks=st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
-def test_ranks_that_share_a_host_copy_have_it_once_together(sizes: Sequence[int], ranks: int) -> None:
-    sizing = Sized(256 << 10, 4096)
-    facts = HandleView(name="ref", kind="module", role="ref", state=State.CPU_OFFLOADED, num_bytes=0, readonly=True)
-    handle = RangedHandle(facts, sizing, [StorageSize(size) for size in sizes], shared_by=ranks)
-    whole = RangeSizes.of(sizing, [StorageSize(size) for size in sizes])
-    if ranks > 1:
-        layout = cast("RangeLayout", SimpleNamespace(nbytes=whole.used))
-        assert handle.host_bytes == sum(length for _, length in own_spans(layout, sizing.chunk_bytes, Shares(0, ranks)))
-    moved = handle.load()
-    assert whole.used / ranks <= moved.loaded_bytes <= whole.used
-    assert handle.host_bytes <= (whole.used + 4096) / ranks if ranks > 1 else handle.host_bytes == whole.used
-    assert whole.used <= whole.device < whole.used + 4096
-    assert sum(used for _, used in whole.chunks) == whole.used == whole.stepped or not any(sizes)
-
-
 def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> None:
     layout, sizing = Layout(shards=8), SimulatedDevice(1 << 30)
     ways = {"whole": Model(mlp(), readonly=True, sharded=False), "replicated": Model(mlp(), readonly=True, replicated=True)}
@@ -382,43 +378,22 @@ def test_an_engine_that_discards_its_weights_copies_nothing() -> None:
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=5)
 
 
-def worker(sizes: Sequence[int]) -> list[SimulatedHandle]:
-    """An actor with its optimizer, a readonly ref, and what more there are sizes for."""
-    names = ("actor", "actor.optimizer", "ref", "critic", "reward")
-    handles: list[SimulatedHandle] = []
-    for name, size in zip(names, sizes, strict=False):
-        role, dot, _ = name.partition(".")
-        facts = HandleView(
-            name=name,
-            kind="optimizer" if dot else "module",
-            role=role,
-            state=State.CPU_OFFLOADED,
-            num_bytes=size * MIB,
-            owners=(role,) if dot else (),
-            readonly=name in ("ref", "reward"),
-        )
-        handles.append(PlainHandle(facts))
-    return handles
-
-
 def told(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> placement.Forecast:
-    return in_the_steady_state(
-        resolve_policy(policy),
-        worker(sizes),
-        cycle_of(cycle),
-        budget_bytes=budget * MIB,
-        costs=Costs(Link.of(1e9)),
-        worker_role="hybrid",
-        own_phases=None,
-        ranks_per_node=1,
-    )
+    """An actor with its optimizer, a readonly ref, and what more there are sizes for, in MiB."""
+    handles = {}
+    for name, size in zip(("actor", "ref", "critic", "reward"), sizes, strict=False):
+        with torch.device("meta"):
+            module = nn.Linear(1 << 10, size << 8, bias=False)
+        handles[name] = Model(module, optimizer="sgd-momentum" if name == "actor" else None, readonly=name in ("ref", "reward"))
+    device = SizesDevice(chunk_bytes=8 * MIB, granularity=MIB)
+    return placement.forecast(handles, policy=policy, cycle=cycle, budget_bytes=budget * MIB, link=1e9, device=device)
 
 
 PHASE_NAMES = st.lists(st.sampled_from([name for name in PHASES if name != "idle"]), min_size=1, max_size=6)
 
 
 @given(sizes=SIZES, policy=st.sampled_from(["colocated", "resident"]), budget=st.integers(1, 200), cycle=PHASE_NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_sums_agree(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> None:
     found = told(sizes, policy, budget, cycle)
     assert found.fits is (found.over_bytes == 0)
@@ -435,24 +410,24 @@ def test_sums_agree(sizes: Sequence[int], policy: str, budget: int, cycle: Seque
 
 
 @given(sizes=SIZES, budget=st.integers(1, 200), cycle=st.sampled_from(list(CYCLES.values())))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_resident_stalls_less_than_colocated_and_not_at_all_where_everything_fits(
     sizes: Sequence[int], budget: int, cycle: Sequence[str]
 ) -> None:
     resident, colocated = told(sizes, "resident", budget, cycle), told(sizes, "colocated", budget, cycle)
     if colocated.fits:
         assert (resident.stall_seconds or 0) <= (colocated.stall_seconds or 0)
-    if sum(sizes) <= budget:
+    if sum(sizes) + sizes[0] <= budget:
         assert resident.stall_seconds == 0
 
 
 @given(sizes=SIZES, budget=st.integers(1, 200))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_text_and_chart_show_every_phase(sizes: Sequence[int], budget: int) -> None:
     forecasts = [told(sizes, policy, budget, CYCLES["grpo"]) for policy in ("colocated", "resident")]
-    for text in (table(forecasts[0]), comparison(forecasts), chart.svg(forecasts)):
+    for text in (table(forecasts[0]), comparison(forecasts), svg(forecasts)):
         assert all(phase in text for phase in (*CYCLES["grpo"], "idle"))
-    root = ElementTree.fromstring(chart.svg(forecasts))
+    root = ElementTree.fromstring(svg(forecasts))
     bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("width") == "64"]
     assert len(bars) == sum(len(phase.handle_bytes) if phase.fits else 1 for each in forecasts for phase in each.phases)
     assert placement.Forecast.model_validate_json(forecasts[0].model_dump_json()) == forecasts[0]

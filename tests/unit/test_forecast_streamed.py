@@ -17,7 +17,6 @@ from placement.testing import SimulatedDevice
 
 CHUNK_BYTES = 16 << 10
 WIDTH, LAYERS = 64, 12
-LINK = Link(to_device_bytes_per_second=4e6, to_host_bytes_per_second=2e6)
 POLICY = "colocated('streamed')"
 
 
@@ -55,9 +54,10 @@ def test_bytes_are_those_of_the_real_steps(steps: int, bucket_bytes: str) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
             moved = manager.snapshot().since(before)
-            # Each bucket of new state begins at a granule of its own.
-            assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=0.02)
-            assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=0.02)
+            # With small buckets, each bucket of new state begins at a granule of its own.
+            tolerance = 0.02 if bucket_bytes == "48KiB" else 0
+            assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=tolerance)
+            assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=tolerance)
     manager.close()
 
 
@@ -75,24 +75,31 @@ def test_steps_are_in_the_phase_that_is_nested_where_there_is_one() -> None:
     assert forecast(cycle=["train", "optimizer_step"], steps={"train": 1}).phase("train").streamed_bytes == 2 * STATE_BYTES
 
 
-def stall(**keywords: Any) -> float:
-    """The seconds in which the streamed steps of `train` wait for the link."""
-    seconds = [forecast(link=LINK, steps={"train": count}, **keywords).phase("train").stall_seconds for count in (2, 0)]
-    assert seconds[0] is not None
-    assert seconds[1] is not None
+def stall(link: Link, work_seconds: float = 0.0) -> float:
+    """The seconds in which two streamed steps of 12 GiB of state wait for the link."""
+    with torch.device("meta"):
+        large = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(48)))
+    seconds = []
+    for count in (2, 0):
+        told = placement.forecast(
+            {"actor": Model(large, optimizer="adamw")},
+            policy=POLICY,
+            cycle=["log_prob", "train"],
+            link=link,
+            steps={"train": count},
+            work_seconds={"train": work_seconds},
+        )
+        seconds.append(told.phase("train").stall_seconds or 0.0)
     return seconds[0] - seconds[1]
 
 
 def test_the_slower_direction_gives_the_seconds_and_work_hides_the_first_buckets() -> None:
-    slow = STATE_BYTES / LINK.to_host_bytes_per_second
-    assert stall() == pytest.approx(2 * slow)
-    both = Link(to_device_bytes_per_second=4e6, to_host_bytes_per_second=4e6, both_bytes_per_second=5e6)
-    kept = forecast(link=both, steps={"train": 1}).phase("train").stall_seconds
-    worked = forecast(link=both, steps={"train": 1}, work_seconds={"train": 100.0}).phase("train").stall_seconds
-    assert kept is not None
-    assert worked is not None
-    # All the state fits the window here, so what comes comes before the step: it goes alone, and no longer shares the link.
-    assert kept - worked == pytest.approx(2 * STATE_BYTES / 5e6 - STATE_BYTES / 4e6)
+    link = Link(to_device_bytes_per_second=40e9, to_host_bytes_per_second=20e9)
+    slow = (12 << 30) / link.to_host_bytes_per_second
+    assert stall(link) == pytest.approx(2 * slow, rel=0.1)
+    both = Link(to_device_bytes_per_second=40e9, to_host_bytes_per_second=40e9, both_bytes_per_second=50e9)
+    assert stall(both) == pytest.approx(2 * (24 << 30) / 50e9, rel=0.1)
+    assert 0.05 < stall(both) - stall(both, work_seconds=100.0) < 2 * (3 << 29) / 20e9
 
 
 @pytest.mark.parametrize(

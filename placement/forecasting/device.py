@@ -1,0 +1,394 @@
+"""A device of sizes alone: addresses without bytes, a link of known rates, and a clock that only waiting and working move on.
+
+A real manager runs on it as on any other device, and no byte exists: behind the addresses of tensors and of host copies is nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.devices.background import BackgroundThread, is_background
+from placement.devices.base import Device, check_slots
+from placement.devices.cuda.device import CHUNK_BYTES
+from placement.devices.host.mapping import round_up
+from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.storage.layout import Sizing
+
+GRANULARITY = 2 << 20
+"""The granularity of the CUDA driver on every GPU so far."""
+_CAPACITY_BYTES = 1 << 62
+_SLOW = 1e-3
+"""The rate, in bytes a second, of a link that is not known."""
+_NEAR_BYTES = 0.5
+"""A copy that lacks less is complete: rates and seconds are rounded."""
+_SETTLES_SECONDS = 1.0
+"""The longest real time that a thread of the manager's is given to reach its next wait."""
+
+_BESIDE = {
+    "transition_seconds": "alone",
+    "moving_seconds": "moving",
+    "loaded_byte_seconds": "loaded_byte",
+    "offloaded_byte_seconds": "offloaded_byte",
+    "skipped_byte_seconds": "skipped_byte",
+}
+"""The seconds that phase transitions take beside the copies, with their names in the doctor's file."""
+_RATES = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The rates of the link in bytes a second, and what else `placement doctor` has measured.
+
+    Raises:
+        ValueError: a rate is not positive.
+    """
+
+    to_device_bytes_per_second: float
+    to_host_bytes_per_second: float
+    both_bytes_per_second: float | None = None
+    """Both directions at once, added up; None: the sum of the two."""
+    free_bytes: int | None = None
+    """Free bytes of the device; None: not known. So with the following."""
+    chunk_bytes: int | None = None
+    host_available_bytes: int | None = None
+    transition_seconds: float = 0.0
+    """The seconds of a phase transition that moves nothing. This and the following come on top of the copies."""
+    moving_seconds: float = 0.0
+    """The seconds of one that moves something, besides what comes for each byte."""
+    loaded_byte_seconds: float = 0.0
+    """For each byte that is loaded: memory is mapped behind addresses."""
+    offloaded_byte_seconds: float = 0.0
+    """For each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
+    skipped_byte_seconds: float = 0.0
+    """For each byte that leaves without a copy: the same."""
+
+    def __post_init__(self) -> None:
+        for name in _RATES:
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} must be more than 0, not {rate}")
+        for name in _BESIDE:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, source: Link | float | str | os.PathLike[str]) -> Link:
+        """A link as it is, one with the same rate each way (bytes a second), or the one in a file that `placement doctor --json` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not such a file.
+        """
+        if isinstance(source, Link):
+            return source
+        if isinstance(source, (int, float)):
+            return cls(to_device_bytes_per_second=source, to_host_bytes_per_second=source)
+        path = Path(source)
+        advice = "write one with: placement doctor --json > doctor.json"
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no file {path}; {advice}") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); {advice}") from error
+        rates = found.get("link") if isinstance(found, Mapping) else None
+        if not isinstance(rates, Mapping) or any(not isinstance(rates.get(name), (int, float)) for name in _RATES):
+            raise ValueError(f"{path} has no link with {', '.join(_RATES)}; {advice}")
+        to_device, to_host, both = (float(rates[name]) for name in _RATES)
+        beside = found.get("transitions") or {}  # an earlier version did not measure them
+        if not isinstance(beside, Mapping) or any(not isinstance(beside.get(name, 0.0), (int, float)) for name in _BESIDE.values()):
+            raise ValueError(f"{path} has transitions that are not {', '.join(_BESIDE.values())} in seconds; {advice}")
+        return cls(
+            to_device_bytes_per_second=to_device,
+            to_host_bytes_per_second=to_host,
+            both_bytes_per_second=both,
+            free_bytes=found.get("free_bytes"),
+            chunk_bytes=found.get("chunk_bytes"),
+            host_available_bytes=found.get("host_available_bytes"),
+            **{name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()},
+        )
+
+    def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
+        """The seconds that a phase transition takes beside its copies."""
+        if not (loaded_bytes or offloaded_bytes or skipped_bytes):
+            return self.transition_seconds
+        loaded, offloaded = loaded_bytes * self.loaded_byte_seconds, offloaded_bytes * self.offloaded_byte_seconds
+        return self.moving_seconds + loaded + offloaded + skipped_bytes * self.skipped_byte_seconds
+
+
+_end = itertools.count(1 << 18)
+"""The end of all addresses so far, in GiB. They are the process's: no two objects ever have the same."""
+
+
+def _take(nbytes: int, alignment: int = 1) -> int:
+    """Addresses for so many bytes, which nobody else gets."""
+    first = next(_end)
+    for _ in range((nbytes + alignment) >> 30):
+        next(_end)
+    return -(-(first << 30) // alignment) * alignment
+
+
+def sized(shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int | None = None) -> torch.Tensor:
+    """A tensor without bytes: it has a shape, and an address that nothing is behind. Whoever reads or writes it crashes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    address = _take(nbytes) if address is None else address
+    return within(torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes), shape, dtype)
+
+
+def within(storage: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over the beginning of a storage."""
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+
+
+class _Addresses(Addresses):
+    def __init__(self, nbytes: int, alignment: int) -> None:
+        self.base, self.nbytes = _take(nbytes, alignment), nbytes
+
+
+class _Chunk(Chunk):
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class _Slab(HostSlab):
+    pageable_bytes = 0
+    pageable_reason = None
+    has_views = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.address, self.nbytes, self.ready = _take(nbytes), nbytes, threading.Event()
+        self.ready.set()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.nbytes
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        return sized((nbytes,), address=self.address + offset)
+
+
+class _Mark(Mark):
+    def __init__(self, direction: Direction, nbytes: float) -> None:
+        self.direction, self.nbytes = direction, nbytes
+
+
+class _Copies:
+    """The copies under way: both directions at once, each in order."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.seconds = 0.0
+        self.queued: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
+        """The bytes that were ever queued."""
+        self._done = dict(self.queued)
+
+    def has_done(self, mark: _Mark) -> bool:
+        return self._done[mark.direction] >= mark.nbytes
+
+    def go_on(self, marks: Iterable[_Mark], until_seconds: float) -> None:
+        """Let time pass until one of these marks is reached, or until a point in time."""
+        marks = list(marks)
+        while self.seconds < until_seconds and not any(map(self.has_done, marks)):
+            rates, left, goals = self._rates(), until_seconds - self.seconds, dict(self.queued)
+            for direction, rate in rates.items():
+                goals[direction] = min(self.queued[direction], *(each.nbytes for each in marks if each.direction == direction), math.inf)
+                left = min(left, (goals[direction] - self._done[direction]) / rate)
+            if left == math.inf:
+                return
+            self.seconds += left
+            for direction, rate in rates.items():
+                done = self._done[direction] + left * rate
+                self._done[direction] = goals[direction] if abs(done - goals[direction]) < _NEAR_BYTES else done
+
+    def _rates(self) -> dict[Direction, float]:
+        """The rates of the directions that have anything to copy."""
+        link = self._link
+        both: tuple[tuple[Direction, float], ...] = (
+            ("to_device", link.to_device_bytes_per_second),
+            ("to_host", link.to_host_bytes_per_second),
+        )
+        rates = {direction: rate for direction, rate in both if self.queued[direction] > self._done[direction]}
+        limit = link.both_bytes_per_second if len(rates) == 2 else None
+        share = 1.0 if limit is None else min(1.0, limit / sum(rates.values()))
+        return {direction: rate * share for direction, rate in rates.items()}
+
+
+class SizesDevice(Device):
+    """A device on which only sizes exist.
+
+    Args:
+        link: the rates of copies; None: they are not known, and no copy is ready before it is waited for.
+    """
+
+    name = "sizes"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, link: Link | None = None, *, chunk_bytes: int = CHUNK_BYTES, granularity: int = GRANULARITY) -> None:
+        self.granularity, self.chunk_bytes = granularity, chunk_bytes
+        self.link = link
+        self._copies = _Copies(link or Link.of(_SLOW))
+        self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
+        self._writes: dict[int, int] = {}
+        """How often the bytes of a slot were changed, by the slot's number."""
+        self._shares: list[tuple[int, int, float]] = []
+        """The first and the last address of what comes over the link in part, and the part."""
+        self._moved = threading.Condition()
+        self._awaited: dict[int, _Mark] = {}
+        """The marks that threads of the manager's wait for, by the thread."""
+        self._others = weakref.WeakSet(threading.enumerate())
+        self._is_closed = False
+
+    @classmethod
+    def like(cls, device: Sizing | None, link: Link | None) -> SizesDevice:
+        """A device that counts in the chunks of another one; None: in those of the CUDA device on which the link was measured."""
+        if device is not None:
+            return cls(link, chunk_bytes=device.chunk_bytes, granularity=device.granularity)
+        return cls(link, chunk_bytes=CHUNK_BYTES if link is None or link.chunk_bytes is None else link.chunk_bytes)
+
+    # --- the worker's side
+
+    @property
+    def seconds(self) -> float:
+        """The time on the simulated clock."""
+        return self._copies.seconds
+
+    def work(self, seconds: float) -> None:
+        """Let the worker compute for so long, while copies go on and the manager's threads start more."""
+        end = self.seconds + seconds
+        self._settle()
+        while self.seconds < end:
+            with self._moved:
+                self._copies.go_on(self._awaited.values(), end)
+                self._moved.notify_all()
+            self._settle()
+
+    def change(self, tensor: torch.Tensor) -> None:
+        """Change the bytes of a tensor's storage."""
+        for slot in self._slots(tensor):
+            self._writes[slot] = self._writes.get(slot, 0) + 1
+
+    def share(self, tensor: torch.Tensor, part: int, whole: int) -> None:
+        """Let only `part` of `whole` bytes of the range that has this tensor go over the link: other ranks bring the rest."""
+        slots = self._slots(tensor)
+        self._shares.append((slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, part / whole))
+
+    def _slots(self, tensor: torch.Tensor) -> range:
+        """The slots that hold anything of a tensor's storage. Each is of one range alone."""
+        storage = tensor.untyped_storage()
+        return range(storage.data_ptr() // self.chunk_bytes, -(-(storage.data_ptr() + storage.nbytes()) // self.chunk_bytes))
+
+    def transfer(self, nbytes: int, direction: Direction) -> None:
+        """Copy so many bytes that are nobody's here, and wait for them."""
+        with self._moved:
+            self._copies.queued[direction] += nbytes
+        self.order(direction)
+
+    def _settle(self) -> None:
+        """Return when every thread of the manager's waits for a copy, or has ended."""
+        for _ in range(int(_SETTLES_SECONDS * 1000)):
+            with self._moved:
+                waiting = {ident for ident, mark in self._awaited.items() if not self._copies.has_done(mark)}
+                ours = [each for each in threading.enumerate() if isinstance(each, BackgroundThread) and each not in self._others]
+                if all(each.ident in waiting for each in ours):
+                    return
+                self._moved.wait(0.001)
+
+    # --- the contract of `Device`
+
+    def host(self, nbytes: int) -> HostSlab:
+        return _Slab(nbytes)
+
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        raise HostMemoryError("a device of sizes has no memory that processes could share")
+
+    def reserve(self, nbytes: int) -> Addresses:
+        return _Addresses(round_up(nbytes, self.granularity), self.chunk_bytes)
+
+    def create(self, nbytes: int) -> Chunk:
+        if nbytes > self.memory().free_bytes:
+            raise DeviceMemoryError(f"sizes: asked for {nbytes:,} bytes, {self.memory().free_bytes:,} free")
+        chunk = _Chunk(nbytes)
+        self._chunks.add(chunk)
+        return chunk
+
+    def wipe(self, chunks: Sequence[Chunk]) -> None:
+        """Nothing: no chunk has content."""
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        check_slots(chunks, start, self.chunk_bytes)
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        check_slots((), start, self.chunk_bytes)
+
+    def release(self, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            self._chunks.discard(chunk)  # type: ignore[arg-type]  # another device's is not in it
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        with self._moved:
+            self._copies.queued[direction] += sum(map(self._over_the_link, copies))
+
+    def _over_the_link(self, copy: Copy) -> float:
+        return copy.nbytes * next((part for first, last, part in self._shares if first <= copy.device_address < last), 1.0)
+
+    def order(self, direction: Direction | None = None) -> None:
+        directions: tuple[Direction, ...] = ("to_device", "to_host") if direction is None else (direction,)
+        for each in directions:
+            self.wait(self.mark(each))
+
+    def sync(self) -> None:
+        self.order()
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        self.wait(mark)
+        yield
+
+    def mark(self, direction: Direction) -> Mark:
+        return _Mark(direction, self._copies.queued[direction])
+
+    def wait(self, mark: Mark) -> None:
+        """Wait: a thread of the manager's really does, and the worker's own moves the clock on."""
+        assert isinstance(mark, _Mark)
+        with self._moved:
+            if not is_background():
+                self._copies.go_on([mark], float("inf"))
+                self._moved.notify_all()
+                return
+            self._awaited[threading.get_ident()] = mark
+            self._moved.notify_all()
+            self._moved.wait_for(lambda: self._is_closed or self._copies.has_done(mark))
+            del self._awaited[threading.get_ident()]
+
+    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
+        return sized((nbytes,), address=addresses.base + offset)
+
+    def known_fingerprints(self, addresses: Addresses, start: int, sizes: Sequence[int]) -> torch.Tensor:
+        first = (addresses.base + start) // self.chunk_bytes
+        return torch.tensor([self._writes.get(first + index, 0) for index in range(len(sizes))], dtype=torch.int64, device="cpu")
+
+    def memory(self) -> DeviceMemory:
+        held = sum(chunk.nbytes for chunk in [*self._chunks])
+        return DeviceMemory(_CAPACITY_BYTES, _CAPACITY_BYTES - held, 0, held, 0)
+
+    def heal_poison(self, wait: bool = True) -> bool:
+        return False
+
+    def close(self) -> None:
+        with self._moved:
+            self._is_closed = True
+            self._moved.notify_all()

@@ -1,0 +1,399 @@
+"""Run the phases of a job through a real manager on a device of sizes, and note what each phase holds, moves and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
+from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
+from placement.forecasting.device import SizesDevice, sized
+from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
+from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
+from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
+from placement.manager import Manager
+from placement.planning import plan_checks
+from placement.planning.budget import check_fits
+
+_NESTED = {"optimizer_step": "train"}
+"""Phases that workers open inside another one."""
+_MOST_CYCLES = 8
+"""A policy that has not settled after so many steps is shown as it is then."""
+_NO_LIMIT = 1 << 62
+"""The budget in bytes where none is given."""
+
+
+class Phase(NamedTuple):
+    """One phase of a run."""
+
+    name: str
+    only: tuple[str, ...] | None = None
+    """The handles for which the phase is, as in `manager.phase(name, only=...)`; None: for all."""
+
+
+class Moved(NamedTuple):
+    """Bytes that one handle, or several together, have moved."""
+
+    loaded_bytes: int = 0
+    offloaded_bytes: int = 0
+    skipped_bytes: int = 0
+    """Bytes that left the device without a copy, because the host copy has them."""
+    prefetched_bytes: int = 0
+    """The part of `loaded_bytes` that had arrived before."""
+
+    @classmethod
+    def total(cls, each: Iterable[Moved]) -> Moved:
+        return cls(*map(sum, zip(cls(), *each, strict=True)))
+
+
+class Asked:
+    """A policy, with what it was shown and has answered last in each phase."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.name = policy.name
+        self.answers: dict[str, tuple[View, Plan]] = {}
+        self.is_registering = True
+        """Whether the handles are still being registered. Meanwhile they are off the device where there is no plan, or no room."""
+        self.unfit: list[PlacementError] = []
+        """Why there was none."""
+
+    def plan(self, view: View) -> Plan:
+        if not view.budget_bytes:  # what is needed in any case
+            return self._policy.plan(view)
+        if self.is_registering:
+            return self._plan_of_a_registration(view)
+        plan = self._policy.plan(view)
+        if isinstance(plan, Plan):
+            self.answers[view.phase] = view, plan
+        return plan
+
+    def _plan_of_a_registration(self, view: View) -> Plan:
+        try:
+            plan = plan_checks.ask(self._policy, view)
+            self.answers[view.phase] = view, plan
+            check_fits(view, plan)
+        except PlacementError as error:
+            self.unfit.append(error.with_traceback(None))
+            plan = Plan(dict.fromkeys(view.handles, State.CPU_OFFLOADED))
+        return plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+
+class Run:
+    """One worker that only has sizes, under a real manager.
+
+    Args:
+        objects: in registration order.
+        names: those of all phases that come.
+        work_seconds: the seconds of work in each phase, by its name.
+        steps: the steps of optimizers in each phase, by its name.
+        host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: all are in host memory.
+        settings: of the manager: `worker_role`, `phases`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: SizesDevice,
+        objects: Iterable[Object],
+        names: Iterable[str],
+        *,
+        budget_bytes: int | None,
+        work_seconds: Mapping[str, float] | None = None,
+        steps: Mapping[str, int] | None = None,
+        host_limit_bytes: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self.asked = Asked(policy)
+        self.budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
+        self.refused_registrations: list[str] = []
+        """Why the limit on host memory refuses registrations."""
+        outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
+        self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
+        self._device = device
+        self._objects: dict[str, Object] = {}
+        self._limit = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
+        self._open: list[str] = []
+        self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), nan_check=False, **settings)
+        for each in objects:
+            self._register(each)
+        self.asked.is_registering = False
+        self._counters = self._count()
+
+    def close(self) -> None:
+        """End the run."""
+        while self._open:
+            self._try_to_enter(Phase(IDLE))
+        for each in self._objects.values():
+            each.empty()
+        self._manager.close()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes that the handles have held together."""
+        return self._manager.snapshot().peak_bytes
+
+    def handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
+        """The handles as they are now."""
+        return tuple(self._handle(view, ranks_per_node) for view in self._views().values())
+
+    def _handle(self, view: HandleView, ranks_per_node: int) -> HandleForecast:
+        nbytes, is_shared = self._manager.handles[view.name].host_bytes, self._objects[view.name].is_shared
+        return HandleForecast(
+            name=view.name,
+            kind=view.kind,
+            role=view.role,
+            readonly=view.readonly,
+            owners=view.owners,
+            num_bytes=view.num_bytes,
+            host_bytes=self._host_bytes(view.name),
+            node_host_bytes=nbytes if is_shared else nbytes * ranks_per_node,
+        )
+
+    def _register(self, each: Object) -> None:
+        self._objects[each.name] = each
+        handle = self._manager.register(each.name, each.to_register(), role=each.role, readonly=each.readonly, external=each.external)
+        if isinstance(each.target, SizedModule) and each.part != (1, 1):
+            for tensor in each.target.tensors:
+                self._device.share(tensor, *each.part)
+        if self._limit is not None:
+            view, self._counters = plan_checks.handle_view(handle), self._count()
+            refused = self._limit.admit(each.name, self._host_use(view, Moved()), view.owners)
+            self.refused_registrations += [refused] if refused else []
+            self._limit.follow(IDLE, {view.name: self._host_use(view, Moved()) for view in self._views().values()})
+
+    # --- phases
+
+    def go(self, phase: Phase, work_seconds: float | None = None) -> PhaseForecast:
+        """End the open phase, begin another one, and do its work; "idle" leaves all.
+
+        Args:
+            work_seconds: the seconds of work; None: as was given for the phase.
+
+        Raises:
+            PhaseError: `only` names a handle that there is not.
+        """
+        self._fill_engines()
+        began = self._device.seconds
+        problem = self._try_to_enter(phase)
+        stall, moved, views = self._device.seconds - began, self._moved(), self._views()
+        if work_seconds is None:
+            work_seconds = self._work_seconds.get(phase.name)
+        again, use, gradient_bytes, streamed = 0, self._stay(), 0, Moved()
+        if problem is None:
+            if self._limit is not None:
+                again, use = self._limit.follow(phase.name, {name: self._host_use(view, moved[name]) for name, view in views.items()})
+            waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
+            stall, streamed = stall + waited, Moved.total(self._moved().values())
+        total, wanted_bytes = Moved.total(moved.values()), self._wanted_bytes(problem, views)
+        if (link := self._device.link) is not None:
+            managed = Moved.total(each for name, each in moved.items() if not isinstance(self._objects[name].target, SizedEngine))
+            stall += again / link.to_host_bytes_per_second + link.seconds_beside(*managed[:3])
+        held = {name: 0 if view.external else view.resident_bytes for name, view in views.items()}
+        return PhaseForecast(
+            phase=phase.name,
+            only=phase.only,
+            fits=problem is None,
+            problem="" if problem is None or isinstance(problem, DeviceMemoryError) else f"{type(problem).__name__}: {problem}",
+            wanted_bytes=wanted_bytes,
+            over_bytes=max(0, wanted_bytes - self.budget_bytes),
+            device_bytes=sum(held.values()),
+            handle_bytes=held,
+            states={name: view.state for name, view in views.items()},
+            gradient_bytes=gradient_bytes,
+            loaded_bytes=total.loaded_bytes + streamed.loaded_bytes,
+            offloaded_bytes=total.offloaded_bytes + again + streamed.offloaded_bytes,
+            streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
+            skipped_bytes=total.skipped_bytes - again,
+            prefetched_bytes=total.prefetched_bytes,
+            host_bytes=use.host_bytes,
+            disk_bytes=use.disk_bytes,
+            disk_written_bytes=use.written_bytes,
+            disk_read_bytes=use.read_bytes,
+            disk_waited_bytes=use.waited_bytes,
+            stall_seconds=None if link is None else round(stall, 9),
+            work_seconds=work_seconds,
+        )
+
+    def _try_to_enter(self, phase: Phase) -> PlacementError | None:
+        """Enter a phase. Returns why the manager refuses it; then the phase before goes on."""
+        try:
+            self._enter(phase)
+        except PhaseError:
+            raise
+        except PlacementError as error:
+            return error.with_traceback(None)
+        return None
+
+    def _enter(self, phase: Phase) -> None:
+        is_nested = self._open == [_NESTED.get(phase.name)]
+        while len(self._open) > (phase.name != IDLE):
+            self._open.pop()
+            self._manager.leave()
+        if phase.name == IDLE:
+            return
+        if is_nested or not self._open:
+            self._manager.enter(phase.name, only=phase.only)
+            self._open.append(phase.name)
+        else:
+            self._manager.switch(phase.name, only=phase.only)
+            self._open = [phase.name]
+
+    def _wanted_bytes(self, problem: PlacementError | None, views: Mapping[str, HandleView]) -> int:
+        """Device bytes that the plan of the phase needs, or needed where it was refused."""
+        if problem is not None:
+            return getattr(problem, "wanted_bytes", None) or 0
+        wanted = 0
+        for view in views.values():
+            if view.streaming:
+                wanted += view.window_bytes if view.state is State.TRAINING else 0
+            elif view.state is not State.CPU_OFFLOADED and not view.external:
+                wanted += view.resident_bytes if view.tags else view.num_bytes
+        return wanted
+
+    def _fill_engines(self) -> None:
+        """Let every engine have valid weights: a weight sync fills those that it discards, whatever phase does that in this cycle."""
+        for each in self._objects.values():
+            if isinstance(each.target, SizedEngine):
+                each.target.residency.stale = None
+
+    # --- work
+
+    def _work(self, phase: str, seconds: float, views: Mapping[str, HandleView]) -> tuple[float, int]:
+        """Do the work of a phase. Returns the seconds that steps wait for the link, and the bytes of gradients."""
+        training = [self._objects[name] for name, view in views.items() if view.state is State.TRAINING]
+        count = self._steps.get(phase, 1) if training else 0
+        waited = 0.0
+        for _ in range(count):
+            self._device.work(seconds / count)
+            began = self._device.seconds
+            self._step(training)
+            waited += self._device.seconds - began
+        if not count:
+            self._device.work(seconds)
+        for name, view in views.items() if phase == "weight_sync" else ():
+            target = self._objects[name].target
+            if view.role == "rollout" and isinstance(target, SizedModule) and not view.readonly and view.resident_bytes:
+                self._change(target.parameters())
+        return waited, sum(each.gradient_bytes for each in training)
+
+    def _step(self, training: Sequence[Object]) -> None:
+        """One training step: gradients come, optimizers step, and values change."""
+        modules = [(each, each.target.trained) for each in training if isinstance(each.target, SizedModule)]
+        for _, trained in modules:
+            for parameter in trained:
+                parameter.grad = sized(parameter.shape, parameter.dtype)
+        for each in training:
+            if isinstance(each.target, SizedOptimizer):
+                each.target.step()
+                self._change(each.target.tensors)
+        for each, trained in modules:
+            self._change(trained)
+            for parameter in [] if each.keeps_gradients else trained:
+                parameter.grad = None
+
+    def _change(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._device.change(tensor)
+
+    # --- counting
+
+    def _views(self) -> dict[str, HandleView]:
+        return {name: plan_checks.handle_view(handle) for name, handle in self._manager.handles.items()}
+
+    def _count(self) -> dict[str, Moved]:
+        return {
+            each.name: Moved(each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes, each.prefetch_used_bytes)
+            for each in self._manager.snapshot().handles
+        }
+
+    def _moved(self) -> dict[str, Moved]:
+        """The bytes that each handle has moved since the last call over this rank's link."""
+        before, self._counters = self._counters, self._count()
+        return {
+            name: Moved(*(self._objects[name].own(now - then) for now, then in zip(after, before[name], strict=True)))
+            for name, after in self._counters.items()
+        }
+
+    def _host_bytes(self, name: str) -> int:
+        nbytes = self._manager.handles[name].host_bytes
+        return self._objects[name].own(nbytes) if self._objects[name].is_shared else nbytes
+
+    def _stay(self) -> DiskUse:
+        return DiskUse(sum(map(self._host_bytes, self._objects))) if self._limit is None else self._limit.stay()
+
+    def _host_use(self, view: HandleView, moved: Moved) -> HostUse:
+        is_shared, counters = self._objects[view.name].is_shared, self._counters[view.name]
+        return HostUse(
+            nbytes=self._host_bytes(view.name),
+            is_readonly=view.readonly,
+            is_fixed=is_shared or (view.kind == "optimizer" and not (counters.loaded_bytes or counters.offloaded_bytes)),
+            on_device=view.state is not State.CPU_OFFLOADED and not view.streaming,
+            has_early=bool(view.prefetched_bytes),
+            is_streamed=view.streaming,
+            is_stepped=view.streaming and view.state is State.TRAINING,
+            offloaded_bytes=moved.offloaded_bytes,
+            skipped_bytes=moved.skipped_bytes,
+        )
+
+
+def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str], limit_bytes: int | None) -> Forecast:
+    """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one.
+
+    Raises:
+        PhaseError: a phase's `only` names a handle that there is not.
+    """
+    cycles: list[tuple[PhaseForecast, ...]] = []
+    while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
+        cycles.append(tuple([run.go(phase) for phase in (*cycle, Phase(IDLE))]))
+    over = [each for each in (*cycles[0], *cycles[-1]) if limit_bytes is not None and each.host_bytes > limit_bytes]
+    if over:
+        names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
+        notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+    return summed_up(run, cycles[-1], ranks_per_node, others=[each for phases in cycles for each in phases], first=cycles[0], notes=notes)
+
+
+def summed_up(
+    run: Run,
+    phases: tuple[PhaseForecast, ...],
+    ranks_per_node: int = 1,
+    *,
+    others: Sequence[PhaseForecast] = (),
+    first: tuple[PhaseForecast, ...] = (),
+    notes: Sequence[str] = (),
+) -> Forecast:
+    """The forecast of these phases.
+
+    Args:
+        others: the phases that must fit, too.
+    """
+    stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
+    handles, everything = run.handles(ranks_per_node), (*phases, *others)
+    shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
+    host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
+    unfit = [getattr(error, "wanted_bytes", None) or 0 for error in run.asked.unfit]
+    return Forecast(
+        policy=run.asked.name,
+        budget_bytes=None if run.budget_bytes == _NO_LIMIT else run.budget_bytes,
+        phases=phases,
+        first_phases=first,
+        handles=handles,
+        peak_bytes=run.peak_bytes,
+        host_bytes=host_bytes,
+        node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
+        disk_bytes=disk_bytes,
+        node_disk_bytes=disk_bytes * ranks_per_node,
+        fits=not run.refused_registrations and not unfit and all(each.fits for each in everything),
+        refused_registrations=tuple(run.refused_registrations),
+        over_bytes=max([*(each.over_bytes for each in everything), *(max(0, wanted - run.budget_bytes) for wanted in unfit)]),
+        stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
+        loaded_bytes=sum(each.loaded_bytes for each in phases),
+        offloaded_bytes=sum(each.offloaded_bytes for each in phases),
+        skipped_bytes=sum(each.skipped_bytes for each in phases),
+        notes=tuple(notes),
+    )
