@@ -18,7 +18,6 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.disk import send_to_disk
 from tests.support.worker import assert_same, batch, learn, make_manager, net
 
-Models = tuple[nn.Module, nn.Module]
 PHASES = {"teach": ("teacher",), "distill": ("actor", "teacher"), "large": ("actor", "critic")}
 TIGHT = 2 << 20
 
