@@ -242,6 +242,52 @@ class _Found:
         )
 
 
+class _Walk:
+    """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`).
+
+    Attributes:
+        storages: the storage of each tensor, in the adapter's order.
+        in_place: the tensors whose storages are adopted and at their places.
+        elsewhere: adopted storages that are not at their places.
+        new: storages that are not adopted and not empty.
+        aliases: how many tensors use each storage.
+        sums, counts: see `Versions`; of adopted storages.
+        references: weak references to the keys of `aliases`.
+    """
+
+    def __init__(self, tensors: Iterable[Owned], ranges: Sequence[Range]) -> None:
+        placed = [entry.ref.cdata for r in ranges for entry in r.placed]
+        addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
+        places = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
+        # There may be tens of thousands of tensors, so the loop has local names.
+        storages: list[int] = []
+        in_place: list[Owned] = []
+        references = [entry.ref for r in ranges for entry in r.placed]
+        sums: dict[int, int] = {}
+        counts: dict[int, int] = {}
+        aliases: dict[int, int] = {}
+        new: dict[int, _Found] = {}
+        elsewhere: dict[int, _Found] = {}
+        for owned in tensors:
+            storage = owned.tensor.untyped_storage()
+            key = storage._cdata
+            storages.append(key)
+            aliases[key] = aliases.get(key, 0) + 1
+            if (address := places.get(key)) is None:
+                references.append(StorageWeakRef(storage))
+                if storage.nbytes():
+                    new.setdefault(key, _Found(storage)).add(owned)
+                continue
+            sums[key] = sums.get(key, 0) + owned.version
+            counts[key] = counts.get(key, 0) + 1
+            if storage.data_ptr() == address:
+                in_place.append(owned)
+            else:
+                elsewhere.setdefault(key, _Found(storage)).add(owned)
+        self.storages, self.in_place, self.references, self.new, self.elsewhere = storages, in_place, references, new, elsewhere
+        self.sums, self.counts, self.aliases = sums, counts, aliases
+
+
 class StorageScanner:
     """Finds and adopts the new storages of one object: at registration, at its offloads, and when it is loaded.
 
@@ -303,51 +349,25 @@ class StorageScanner:
         """
         if self._is_as_before(ranges, shares_addresses):
             return Scan([], [], [])
-        placed = [entry.ref.cdata for r in ranges for entry in r.placed]
-        addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
-        known = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
-        sums: dict[int, int] = {}
-        counts: dict[int, int] = {}
-        aliases: dict[int, int] = {}
-        found: dict[int, _Found] = {}
-        elsewhere: dict[int, _Found] = {}
-        storages: list[int] = []
-        in_place: list[Owned] = []
-        alive = [entry.ref for r in ranges for entry in r.placed]
-        for owned in self._adapter.owned():
-            storage = owned.tensor.untyped_storage()
-            key = storage._cdata
-            storages.append(key)
-            aliases[key] = aliases.get(key, 0) + 1
-            if (address := known.get(key)) is not None:
-                sums[key] = sums.get(key, 0) + owned.version
-                counts[key] = counts.get(key, 0) + 1
-                if storage.data_ptr() == address:
-                    in_place.append(owned)
-                else:
-                    elsewhere.setdefault(key, _Found(storage)).add(owned)
-                continue
-            alive.append(StorageWeakRef(storage))
-            if storage.nbytes():
-                found.setdefault(key, _Found(storage)).add(owned)
-        lent, refusal = self._belong_elsewhere(found)
+        walk = _Walk(self._adapter.owned(), ranges)
+        lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
-            del owned, storage, found, elsewhere, in_place  # an error that somebody keeps must not keep tensors
+            del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
-        _BORROWED.update(owned.tensor for key in lent for owned in found.pop(key).owned)
-        self.discovered, hosts = frozenset(found), self._note_borrowed()
-        self.versions, self._alive = Versions(sums, counts), alive + hosts
-        self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
-        self._note(ranges, storages if len(in_place) == len(storages) else ())
+        _BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
+        self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
+        self.versions, self._alive = Versions(walk.sums, walk.counts), walk.references + hosts
+        self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
+        self._note(ranges, walk.storages if len(walk.in_place) == len(walk.storages) else ())
         for tensor in state_dict_tensors:
             key = tensor.untyped_storage()._cdata
-            if (entry := found.get(key) or elsewhere.get(key)) is not None:
-                entry.state_dict_tensors.append(tensor)
-        entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if elsewhere else {}
-        relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in elsewhere.items()]
-        new = [(each.owned[0].transient, each.adoptee()) for each in found.values() if each.owned[0].tensor.numel()]
+            if (found := walk.new.get(key) or walk.elsewhere.get(key)) is not None:
+                found.state_dict_tensors.append(tensor)
+        entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
+        relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in walk.elsewhere.items()]
+        new = [(each.owned[0].transient, each.adoptee()) for each in walk.new.values() if each.owned[0].tensor.numel()]
         stay, goes = [adoptee for transient, adoptee in new if not transient], [adoptee for transient, adoptee in new if transient]
-        return Scan(stay, goes, relocated, in_place, self._adapter.other_names())
+        return Scan(stay, goes, relocated, walk.in_place, self._adapter.other_names())
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""

@@ -13,7 +13,6 @@ tensor, a legitimate write there could not be told from a wrong one into poison.
 from __future__ import annotations
 
 import bisect
-import functools
 import gc
 import itertools
 import os
@@ -180,10 +179,13 @@ class StateDictTensors:
         """Whether anybody has a tensor that was handed out, or a view of one, and could write there."""
         return any(not storage.expired() for storage in [*self._storages.values()])
 
+    def _held(self) -> dict[int, StorageWeakRef]:
+        """The storages that were made for such tensors, on either side, as far as anybody holds them, by address."""
+        return {address: storage for address, storage in [*self._storages.items()] if not storage.expired()}
+
     def shown(self) -> Iterator[torch.UntypedStorage]:
-        """The storages that were made for such tensors, on either side, as far as anybody holds them."""
-        living = [storage for storage in [*self._storages.values()] if not storage.expired()]
-        return (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in living)
+        """The same storages."""
+        return (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values())
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
@@ -242,14 +244,9 @@ class StateDictTensors:
         """
         if not has_storage(tensor):
             return None
-        if (host := self.over_host(tensor, places)) is not None:
-            return host
         storage = tensor.untyped_storage()
-        for r in places.ranges:
-            if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
-                r.wait_until_saved()  # also where a tensor over the place is alive already
-                host = self._over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
-                return self.host_versions.counting(host, version_of(tensor))
+        if (place := places.at(storage.data_ptr()) or _registered_place(storage, places)) is not None:
+            return self._over_host(tensor, *place)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
             if name not in self._registered.within(places.ranges):
@@ -271,10 +268,10 @@ class StateDictTensors:
         Its storage has the size of the original's, so that saving the tensor writes no more bytes.
         """
         place = places.find(tensor)
-        if place is None:
-            return None
-        r, offset = place
-        r.wait_until_saved()  # as above
+        return None if place is None else self._over_host(tensor, *place)
+
+    def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
+        r.wait_until_saved()  # also where a tensor over the place is alive already
         host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self.host_versions.counting(host, version_of(tensor))
 
@@ -298,7 +295,7 @@ class StateDictTensors:
 
         Also of ranges that were shown since the last load (of a readonly object): early chunks do not have what was written there.
         """
-        held = [address for address, storage in [*self._storages.items()] if not storage.expired()]
+        held = self._held()
         for r in places.ranges:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
                 r.note_shown()
@@ -332,15 +329,8 @@ class StateDictTensors:
 
         They are those of views that were taken of tensors while these showed the host copy. A view cannot be pointed elsewhere.
         """
-        held = [address for address, storage in [*self._storages.items()] if not storage.expired()]
-        return [
-            (r, entry.name)
-            for r in places.ranges
-            for address in held
-            if 0 <= address - r.host.address < r.nbytes
-            for entry in r.placed
-            if r.host.address + entry.offset == address
-        ]
+        held = self._held()
+        return [(r, entry.name) for r in places.ranges for entry in r.placed if held and r.host.address + entry.offset in held]
 
     def leave(self, places: RangesByAddress | None = None) -> None:
         """Give every living tensor memory of its own with its present values, because the ranges are about to go.
@@ -365,7 +355,7 @@ class StateDictTensors:
                 if (alive := wrapper()) is not None:
                     align(alive)
         self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
-        self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
+        self._storages = self._held()
 
 
 def handed_out() -> list[StateDictTensors]:
@@ -376,6 +366,12 @@ def handed_out() -> list[StateDictTensors]:
 def was_handed_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor was handed out, by whichever object."""
     return any(each.knows(tensor) for each in _IN_USE)
+
+
+def _registered_place(storage: torch.UntypedStorage, places: RangesByAddress) -> tuple[Range, int] | None:
+    """The place of a storage that was relocated: its bytes are there, although it is not."""
+    found = ((r, r.place_of(storage)) for r in places.ranges)
+    return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
 
 
 def _parts(wrapper: torch.Tensor) -> list[int]:

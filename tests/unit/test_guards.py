@@ -178,7 +178,7 @@ def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
 # --- what slips past
 
 
-def test_what_slips_past_a_guard_reads_nan_and_breaks_nothing() -> None:
+def test_reads_past_a_guard_are_nan_and_break_nothing() -> None:
     worker = Worker()
     assert functional.linear(batch(), worker.net[0].weight).isnan().all()
     assert worker.net[0].weight.sum().isnan()

@@ -64,7 +64,7 @@ CHANGES = [gets_a_kind_that_cannot_move, gets_an_inference_tensor, borrows_a_lay
 
 @pytest.mark.parametrize("how", ["close", "unregister", "drop"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_cannot_be_moved_does_not_keep_the_rest(change: Change, how: str) -> None:
+def test_immovable_tensors_keep_no_other_from_leaving(change: Change, how: str) -> None:
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
     actor, critic, ref = net(), net(), net()
     expected = dict(zip("acr", (values(actor), values(critic), values(ref)), strict=True))
@@ -96,7 +96,7 @@ LETS_GO = {
 
 @pytest.mark.parametrize("how", LETS_GO)
 @pytest.mark.parametrize("policy", ["colocated", "resident"])
-def test_what_was_taken_out_of_a_model_keeps_its_values_when_the_model_leaves(policy: str, how: str) -> None:
+def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, how: str) -> None:
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), policy=policy)
     model = net()
     expected = values(model[1])

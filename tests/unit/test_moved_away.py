@@ -87,7 +87,7 @@ def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> W
 
 
 @WAYS
-def test_moved_while_offloaded(worker: Worker, move: Callable[[nn.Module], None]) -> None:
+def test_storages_moved_while_offloaded_come_back(worker: Worker, move: Callable[[nn.Module], None]) -> None:
     wanted, addresses = copy.deepcopy(worker.net.state_dict()), _addresses(worker)
     forms = [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()]
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_moved_while_offloaded(worker: Worker, move: Callable[[nn.Module], None]
 
 
 @pytest.mark.parametrize("move", [_share, _send, _share_one_storage, _exchange])
-def test_moved_on_the_device(worker: Worker, move: Callable[[nn.Module], None]) -> None:
+def test_storages_moved_on_the_device_keep_their_newest_values(worker: Worker, move: Callable[[nn.Module], None]) -> None:
     """What is written after it was moved is written there alone, and counts."""
     for _ in range(3):
         worker.manager.enter("train")
@@ -160,7 +160,7 @@ def test_a_state_dict_that_was_shared_stands_in_no_others_way(worker: Worker) ->
     assert_nothing_resident(worker.manager)
 
 
-def test_what_is_resized_on_the_device_is_new_state() -> None:
+def test_storages_resized_on_the_device_are_new_state() -> None:
     manager, model = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=4096)), net()
     model.register_buffer("scale", torch.ones(1))
     model.register_buffer("gone", torch.ones(5))
@@ -299,7 +299,7 @@ def _fill(worker: Worker) -> None:
 
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("add", [_buffer, _nested, _state])
-def test_what_was_added_from_poison_is_raised_once(
+def test_tensors_added_from_poison_are_raised_once(
     add: Callable[[Worker], Callable[[], object]], filled: bool, tmp_path: pathlib.Path
 ) -> None:
     worker = trained()
@@ -327,7 +327,7 @@ def test_what_was_added_from_poison_is_raised_once(
     assert_nothing_resident(worker.manager)
 
 
-def test_what_was_put_back_and_what_is_new_are_named_apart() -> None:
+def test_replaced_and_added_tensors_are_named_apart() -> None:
     worker = trained()
     wanted = copy.deepcopy(worker.optimizer.state_dict())
     _state(worker)
@@ -390,50 +390,39 @@ def test_state_that_was_added_from_poison_is_raised_once_by_the_phase_of_the_ste
 # --- interrupts
 
 
-SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-INTEGERS = (*SIGNED, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": lambda t: t.clone(),
-    "columns in front": lambda t: t[:, :7].clone(),
     "columns that begin inside a word": lambda t: t[:, 6:].clone(),
-    "one column": lambda t: t[:, 6:7].clone(),
     "transposed": lambda t: t.t().contiguous(),
+    "converted": lambda t: t.to(torch.int64, copy=True),
+    "with a number of its own": lambda t: torch.cat([torch.full_like(t[:, :1], 5), t[:, 1:]], 1),
 }
-CONVERTED = {f"to {to}": functools.partial(torch.Tensor.to, dtype=to, copy=True) for to in SIGNED}
-CASES = [(dtype, way) for dtype in INTEGERS for way in REPLACED] + [(dtype, way) for dtype in SIGNED for way in CONVERTED]
 
 
-@pytest.mark.parametrize(("dtype", "way"), CASES, ids=str)
-def test_quantised_weights_that_were_computed_from_what_lies_there_come_back(dtype: torch.dtype, way: str) -> None:
-    model = net()
+@pytest.mark.parametrize("way", REPLACED)
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_computed_from_poison_come_back_and_others_are_taken_over(dtype: torch.dtype, way: str) -> None:
+    if dtype is torch.uint8 and way == "converted":
+        pytest.skip("unsigned numbers convert to others than those that poison reads as")
+    manager, model = make_manager(), net()
     model.packed = nn.Parameter(torch.randint(0, 100, (9, 24), dtype=dtype), requires_grad=False)
     wanted = copy.deepcopy(model.state_dict())
-    manager = make_manager()
     manager.register("actor", model, role="actor")
-    model.packed = nn.Parameter((REPLACED | CONVERTED)[way](model.packed.detach()), requires_grad=False)
-    with pytest.raises(IntegrityError, match="packed of 'actor' were replaced"), manager.phase("log_prob"):
-        pass
+    model.packed = nn.Parameter(REPLACED[way](model.packed.detach()), requires_grad=False)
+    if way == "with a number of its own":
+        wanted["packed"] = model.packed.detach().clone()
+    else:
+        with pytest.raises(IntegrityError, match="packed of 'actor' were replaced"), manager.phase("log_prob"):
+            pass
     with manager.phase("log_prob"):
         assert_same(dict(model.state_dict()), dict(wanted))
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_quantised_weights_that_were_given_other_values_while_offloaded_are_taken_over(dtype: torch.dtype) -> None:
-    manager, model = make_manager(), net()
-    model.packed = nn.Parameter(torch.arange(24, dtype=dtype).view(3, 8), requires_grad=False)
-    manager.register("actor", model, role="actor")
-    new = torch.full((3, 8), 5, dtype=dtype)
-    new[0, 1:] = model.packed[0, 1:].detach()  # poison, but for one column
-    model.packed = nn.Parameter(new.clone(), requires_grad=False)
-    with manager.phase("log_prob"):
-        assert torch.equal(model.packed, new)
-    assert_nothing_resident(manager)
-
-
 @pytest.mark.parametrize("computed", [lambda t: t.clone(), lambda t: t.float(), lambda t: t[3:].clone()], ids=["clone", "float", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_what_was_computed_from_float8_is_found_beside_it_and_in_its_place(
+def test_float8_poison_is_found_in_added_and_replaced_tensors(
     dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """One element of float8 poison in eight is a number."""

@@ -14,12 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import placement
 from placement import IntegrityError, Manager
 from placement.checkpoint import async_save, save
-from placement.storage import nan_check
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.disk import send_to_disk
 from tests.support.worker import assert_same, batch, learn, make_manager, net
 
-Models = tuple[nn.Module, nn.Module]
 PHASES = {"teach": ("teacher",), "distill": ("actor", "teacher"), "large": ("actor", "critic")}
 TIGHT = 2 << 20
 
@@ -337,12 +335,3 @@ def test_a_host_copy_that_was_dropped_has_no_values_to_give_back(tmp_path: Path)
     with pair.manager.phase("teach"):
         pass
     assert pair.manager.audit().ok
-
-
-def test_the_look_makes_its_samples_once() -> None:
-    pair = Pair()
-    with pair.manager.phase("teach"):
-        pass
-    made = {r: nan_check._samples[r] for r in pair.handle.holding.ranges}  # type: ignore[union-attr]
-    pair.teach(average, "distill")
-    assert made == {r: nan_check._samples[r] for r in pair.handle.holding.ranges}  # type: ignore[union-attr]

@@ -139,7 +139,7 @@ def check(worker: Worker, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("verify", ["off", "sample", "always"])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_is_written_while_offloaded_is_loaded(verify: str, is_held: bool) -> None:
+def test_writes_to_a_readonly_state_dict_while_offloaded_are_loaded(verify: str, is_held: bool) -> None:
     worker = loaded_once(verify=verify)
     shown = worker.ref_net.state_dict()
     shown[KEY][0].fill_(7.0)
@@ -152,7 +152,7 @@ def test_what_is_written_while_offloaded_is_loaded(verify: str, is_held: bool) -
         assert_same(each[KEY], wanted)
 
 
-def test_what_is_written_inside_a_phase_is_found_once_and_undone() -> None:
+def test_writes_to_a_readonly_state_dict_inside_a_phase_are_undone() -> None:
     worker = loaded_once()
     shown = worker.ref_net.state_dict()[KEY]
     wanted = shown.clone()
@@ -165,7 +165,7 @@ def test_what_is_written_inside_a_phase_is_found_once_and_undone() -> None:
 @pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("phases_before", [0, 2])
-def test_what_is_written_to_a_view_inside_a_phase_is_loaded_from_then_on(
+def test_writes_to_a_view_of_a_readonly_state_dict_are_loaded_from_then_on(
     take: Callable[[torch.Tensor], Any], is_kept: bool, phases_before: int
 ) -> None:
     worker = loaded_once()

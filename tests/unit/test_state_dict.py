@@ -406,7 +406,7 @@ def test_a_view_taken_while_offloaded_is_told_once_and_by_every_audit(take: Call
         assert torch.equal(shown["weight"], job.net.weight), "the tensor itself follows"
 
 
-def test_what_is_written_to_such_a_view_inside_a_phase_does_not_reach_the_handle() -> None:
+def test_writes_to_a_view_inside_a_phase_do_not_reach_the_handle() -> None:
     job = Job()
     view = job.net.state_dict()["weight"][0]
     for step in range(3):

@@ -122,7 +122,7 @@ def make(kind: str) -> tuple[Manager, Handle, Layer]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_computed_while_offloaded_is_what_is_computed_on_the_device(kind: str) -> None:
+def test_computed_state_dicts_are_the_same_while_offloaded(kind: str) -> None:
     manager, handle, layer = make(kind)
     placed = {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()}
     with manager.phase("log_prob"):
@@ -141,7 +141,7 @@ def test_what_is_computed_while_offloaded_is_what_is_computed_on_the_device(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", [None, "log_prob"])
-def test_what_is_shown_follows_the_handle(kind: str, phase: str | None) -> None:
+def test_computed_state_dicts_follow_the_handle(kind: str, phase: str | None) -> None:
     """What is a copy stays as it is; live tensors show what the object has, and are no stray references."""
     manager, handle, layer = make(kind)
     if phase is None:
@@ -213,7 +213,7 @@ def test_an_optimizer_computes_its_state_dict_from_the_host_copy(kind: str) -> N
     assert manager.audit().ok
 
 
-def test_what_a_hook_writes_reaches_the_values() -> None:
+def test_writes_of_a_hook_reach_the_values() -> None:
     manager, layer = make_manager(), Layer()
 
     def write(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_state_dict_within_a_state_dict() -> None:
     assert_same(found["moments"], worker.optimizer.state_dict()["state"])
 
 
-def test_what_another_thread_computes_is_refused_and_named() -> None:
+def test_values_computed_in_another_thread_are_refused_by_name() -> None:
     """Only the thread of the call reads the host copy: there is an error in place of poison."""
     manager, layer = make_manager(), Layer()
 
@@ -364,33 +364,6 @@ def test_an_object_is_freed_with_its_last_reference() -> None:
         assert [each() for each in alive] == [None] * 2
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "copy"])
-def test_a_copy_has_the_method_of_its_class(how: str) -> None:
-    manager = make_manager()
-    model = torch.nn.Sequential(Overridden(), Extra())
-    handle = manager.register("actor", model, role="actor")
-    with manager.phase("log_prob"):
-        if how == "deepcopy":
-            other = copy.deepcopy(model)
-        elif how == "copy":
-            other = copy.copy(model)
-        elif how == "pickle":
-            other = pickle.loads(pickle.dumps(model))
-        else:
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            other = torch.load(file, weights_only=False)
-        wanted = copy.deepcopy(dict(other.state_dict()))
-        if how != "copy":
-            with torch.no_grad():
-                other[0].weight.zero_()
-            assert not other[0].state_dict()["weight.half"].any()
-            assert handle.state_dict()["0.weight"].any()
-    if how == "copy":  # it shares every tensor with the original
-        assert_same(dict(other.state_dict()), wanted)
 
 
 def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> None:

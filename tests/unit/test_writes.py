@@ -180,13 +180,13 @@ def test_a_write_is_an_error_at_the_next_transition_once_and_nothing_is_lost(way
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("way", ["mul_", "EMA through data"])
-def test_it_is_an_error_whenever_it_was_written(way: str, target: str, when: Any) -> None:
+def test_a_write_is_an_error_whenever_it_was_made(way: str, target: str, when: Any) -> None:
     check(Program(), target, WRITES[way], when)
 
 
 @pytest.mark.parametrize(("way", "offloads", "audits"), [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
-def test_where_bytes_are_compared_counters_find_what_leaves_them_as_they_were(target: str, way: str, offloads: int, audits: int) -> None:
+def test_counters_find_writes_that_leave_the_bytes_as_they_were(target: str, way: str, offloads: int, audits: int) -> None:
     """The simulated device shows every write, and would hide a counter that is not looked at."""
     program = Program(compared())
     values = program.train(offloads)
@@ -204,7 +204,7 @@ def test_where_bytes_are_compared_counters_find_what_leaves_them_as_they_were(ta
 
 
 @pytest.mark.parametrize("way", VISIBLE)
-def test_where_bytes_are_compared_a_write_that_changes_them_is_found(way: str) -> None:
+def test_bytes_show_writes_without_a_counter(way: str) -> None:
     for when in WHENS:
         program = Program(compared())
         with pytest.MonkeyPatch.context() as patched:
@@ -214,7 +214,7 @@ def test_where_bytes_are_compared_a_write_that_changes_them_is_found(way: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("readonly", [True, False])
-def test_a_reference_that_is_synced_with_the_actor_while_both_are_offloaded(dtype: torch.dtype, readonly: bool) -> None:
+def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.dtype, readonly: bool) -> None:
     """TRL's SyncRefModelCallback writes `ref.data` at the end of a step, in no phase."""
     manager = make_manager()
     actor, reference = torch.nn.Linear(64, 64).to(dtype), torch.nn.Linear(64, 64).to(dtype)
@@ -333,13 +333,8 @@ def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(how: str, de
     with program.manager.phase("reward"):
         zero(program)
     with program.manager.phase("train"):
-        zeroed_in_phase = one_actor(program)
-        assert not any(grad.any() for grad in zeroed_in_phase)
+        assert not any(grad.any() for grad in one_actor(program))
     with program.manager.phase("train"):
-        program.learn()
-        with program.manager.phase("reward"):
-            zero(program)
-        zeroed_in(program)
         program.learn()
         with program.manager.phase("reward") as phase:
             zero(program)
@@ -347,8 +342,6 @@ def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(how: str, de
             zeroed_in(program)
     program.train()
     zero(program)
-    late = torch.nn.Linear(8, 8)
-    program.manager.register("late", late, role="critic")
     program.manager.unregister("actor.optimizer")
     program.manager.unregister("actor")
     assert not any(grad.any() for grad in one_actor(program)), "leaving placement has revived them"
@@ -415,20 +408,12 @@ def test_a_checkpoint_that_is_loaded_while_offloaded_is_no_wrong_write(tmp_path:
             now = program.values()
             assert_same(now, {name: value for name, value in values.items() if name in now})
         assert program.manager.snapshot().wrong_writes == 0
-        fresh = Program(compared())
-        placement.checkpoint.load(fresh.manager, tmp_path / str(index))  # state is born in the host copy
-        with torch.no_grad():
-            fresh.tensors()["0.exp_avg"].mul_(2)
-        with pytest.raises(IntegrityError, match=r"exp_avg of 'actor\.optimizer' were written"), fresh.manager.phase("train"):
-            pass
-        with fresh.manager.phase("train"):
-            assert torch.equal(fresh.tensors()["0.exp_avg"], values["0.exp_avg"])
 
 
 # --- beside a phase's phase transitions
 
 
-def test_what_was_found_at_a_registration_or_a_departure_is_raised_at_the_next_transition_of_a_phase() -> None:
+def test_writes_found_at_a_registration_are_raised_by_the_next_phase() -> None:
     worker = Worker()
     worker.ref_net[0].weight.data.mul_(2)
     late = torch.nn.Linear(8, 8)
@@ -444,7 +429,7 @@ def test_what_was_found_at_a_registration_or_a_departure_is_raised_at_the_next_t
 
 
 @pytest.mark.parametrize("is_audited", [False, True])
-def test_what_nobody_came_to_raise_is_logged_at_close(is_audited: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_that_were_never_raised_are_logged_at_close(is_audited: bool, caplog: pytest.LogCaptureFixture) -> None:
     program = Program()
     values = program.train()
     with torch.no_grad():
@@ -457,7 +442,7 @@ def test_what_nobody_came_to_raise_is_logged_at_close(is_audited: bool, caplog: 
     assert torch.equal(program.model[0].weight, values["0.weight"])
 
 
-def test_asking_counts_nothing_twice() -> None:
+def test_audits_count_no_write_twice() -> None:
     program = Program()
     program.train()
     program.model[0].weight.data.fill_(3)
