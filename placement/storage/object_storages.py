@@ -151,7 +151,7 @@ class ObjectStorages:
 
     def look(self) -> None:
         """Measure what the object owns in torch's memory, what steps have still to create, and what the framework keeps."""
-        self.unadopted_bytes = self._unadopted.measure(self.new_storages)
+        self.unadopted_bytes = self._unadopted.measure(self.ranges, self.new_storages)
         self.look_at_unborn()
         self.look_at_framework_memory()
 
