@@ -11,7 +11,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,10 +59,9 @@ class Steady:
         self._lengths, _, values = self._read(fields)
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
-        place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
-        self._owned = [place[id(tensor)] for tensor in owned]
-        mine = {*self._owned}
-        self._others = [index for index, kind in enumerate(self._types) if issubclass(kind, torch.Tensor) and index not in mine]
+        place = _places(self._ids)
+        self._owned = list(map(place.__getitem__, map(id, owned)))
+        self._others = sorted({*itertools.compress(itertools.count(), _are_tensors(self._types))}.difference(self._owned))
         self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
         self._versions: Sequence[int] = ()
         """The versions of the owned tensors at the last look."""
@@ -133,11 +132,9 @@ class SteadyState:
         self._holders, values = _state(optimizers)
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
-        place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
-        self._owned = [place[id(tensor)] for tensor in owned]
-        moved = {*map(id, owned)}
-        are_tensors = (issubclass(kind, torch.Tensor) for kind in self._types)
-        self._staying = [is_tensor and key not in moved for is_tensor, key in zip(are_tensors, self._ids, strict=True)]
+        self._owned = list(map(_places(self._ids).__getitem__, map(id, owned)))
+        moved = map({*map(id, owned)}.__contains__, self._ids)
+        self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
 
     def has_no_new_entries(self, optimizers: Sequence[Any]) -> bool:
         """Whether the same optimizers have as many parameters and as many entries as at the last walk, and the first of each still has the
@@ -166,6 +163,16 @@ class SteadyState:
 _SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 _WHERE_COUNTERS_ARE = ("fused", "capturable")
 """Options of a parameter group that decide on which device torch keeps its counters."""
+
+
+def _places(identities: list[int]) -> dict[int, int]:
+    """The first place of each identity in a list."""
+    return dict(zip(reversed(identities), range(len(identities) - 1, -1, -1), strict=True))
+
+
+def _are_tensors(kinds: Sequence[type]) -> Iterator[bool]:
+    """Whether each of these types is that of a tensor."""
+    return map({kind for kind in {*kinds} if issubclass(kind, torch.Tensor)}.__contains__, kinds)
 
 
 def _counts(optimizers: Sequence[Any]) -> list[int]:

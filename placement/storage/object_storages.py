@@ -301,7 +301,8 @@ class ObjectStorages:
 
     def align_wrappers(self) -> None:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""
-        align_all(self._adapter.owned())
+        if self._adapter.unchanged() is None:  # else the last walk found none
+            align_all(self._adapter.owned())
 
     # --- dropping ranges
 
