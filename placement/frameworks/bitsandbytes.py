@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +44,7 @@ class Bitsandbytes(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        return cls(root) if next(_weights(root), None) is not None else None
+        return cls(root) if _WEIGHTS in sys.modules and next(_weights(root), None) is not None else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, weight in self._found():

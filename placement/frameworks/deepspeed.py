@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from placement.core.loaded_classes import is_a
+from placement.core.loaded_classes import loaded_class
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned, nested_tensors, reference
@@ -70,8 +70,8 @@ class DeepSpeed(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        engines = (part for part in root.modules() if is_a(part, "deepspeed.runtime.engine", "DeepSpeedEngine"))
-        engine: Any = next(engines, None)
+        known = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
+        engine: Any = None if known is None else next((part for part in root.modules() if isinstance(part, known)), None)
         return cls(engine) if engine is not None and (_ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0) else None
 
     @property

@@ -6,6 +6,7 @@ VeOmni splits a parameter along a mesh of experts before `fully_shard` shards it
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from placement.core.loaded_classes import is_a
 from placement.frameworks.base import Framework
 from placement.frameworks.fsdp2 import FSDP2
 from placement.frameworks.weights import Reader, Weight, weight_of
+
+_NOTES = "veomni.distributed.parallel_plan"
 
 
 class ExpertWeight(Weight):
@@ -53,7 +56,7 @@ class VeOmni(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> VeOmni | None:
-        return cls(root) if any(_notes(part) for part in root.modules()) else None
+        return cls(root) if _NOTES in sys.modules and any(_notes(part) for part in root.modules()) else None
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         root = self._root()
@@ -76,4 +79,4 @@ def _notes(model: torch.nn.Module) -> dict[str, Any]:
     notes = vars(model).get("_fqn2spec_info")
     if not isinstance(notes, dict):
         return {}
-    return {name: note for name, note in notes.items() if is_a(note, "veomni.distributed.parallel_plan", "SpecInfo")}
+    return {name: note for name, note in notes.items() if is_a(note, _NOTES, "SpecInfo")}

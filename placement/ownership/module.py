@@ -146,6 +146,9 @@ class ModuleAdapter(Adapter):
     def unchanged(self) -> Seen | None:
         return None if self._steady is None else self._steady.look()
 
+    def standing(self) -> object | None:
+        return self._steady if self._steady is not None and self._steady.has_no_gradients() else None
+
     def module_adapters(self) -> Sequence[ModuleAdapter]:
         """This adapter alone."""
         return (self,)
@@ -412,6 +415,13 @@ class CompositeAdapter(Adapter):
         if not known or len(known) < len(seen):
             return None
         return Seen(*(list(itertools.chain.from_iterable(column)) for column in zip(*known, strict=True)))
+
+    def standing(self) -> object | None:
+        modules = self.current_modules()
+        if self._shares or (modules is not None and not self._is_of(modules)):
+            return None
+        found = [adapter.standing() for adapter in self._adapters]
+        return None if None in found else found
 
     def key_objects(self) -> Sequence[Any]:
         return [key for adapter in self._adapters for key in adapter.key_objects()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from placement.ownership.optimizer_state import (
 from placement.ownership.steady import SteadyState
 from placement.tensors.plain import (
     LAZY_VIEW,
+    PLAIN_TYPES,
     Owned,
     is_lazy_view,
     is_leaf,
@@ -45,6 +47,9 @@ from placement.tensors.plain import (
 )
 from placement.tensors.sparse import is_sparse, problem_of_sparse, sparse_parts
 
+_CDATA = operator.attrgetter("_cdata")
+_LAYOUT = operator.attrgetter("layout")
+_IS_NESTED = operator.attrgetter("is_nested")
 _GRADIENTS = ("grad", "decoupled_grad")
 _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 
@@ -123,7 +128,10 @@ class OptimizerAdapter(Adapter):
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self.leaves()])
+        return None if self._steady is None else self._steady.look(self.optimizers())
+
+    def standing(self) -> object | None:
+        return self._steady if self._steady is not None and self._steady.has_no_new_entries(self.optimizers()) else None
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
@@ -375,7 +383,11 @@ class OptimizerAdapter(Adapter):
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {part.untyped_storage()._cdata for each in tensors for _, part in plain_parts(each, "")}
+    """The storages (`_cdata`) of these tensors or, of wrappers, of their parts."""
+    found = list(tensors)  # there may be tens of thousands, most of which are plain
+    if {*map(type, found)} <= PLAIN_TYPES and {*map(_LAYOUT, found)} <= {torch.strided} and not any(map(_IS_NESTED, found)):
+        return {*map(_CDATA, map(torch.Tensor.untyped_storage, found))}
+    return {part.untyped_storage()._cdata for each in found for _, part in plain_parts(each, "")}
 
 
 def _advice(obj: Any) -> str:

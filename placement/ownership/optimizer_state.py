@@ -24,6 +24,8 @@ _OF_THE_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every optimizer. They have as many entries as there are parameters, and no optimizers."""
 _PARAMETERS = operator.itemgetter("params")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_SHAPE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
 _NUMBERS = (int, float, str, type(None))
 """Most values in a state or a group that are no tensors."""
 
@@ -240,8 +242,8 @@ class Unborn:
         missing = self._look(optimizer)
         if self._missing == before:
             return False
-        if new := [parameter for parameter in missing if _form(parameter) not in self._by_parameter]:
-            self._by_parameter |= _predicted(optimizer, compute_device, new) or dict.fromkeys(map(_form, new), ())
+        if new := [parameter for form, parameter in zip(self._missing, missing, strict=True) if form not in self._by_parameter]:
+            self._by_parameter |= _predicted(optimizer, compute_device, new) or dict.fromkeys(_forms(new), ())
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._by_parameter = {form: sizes for form, sizes in self._by_parameter.items() if form[0] in present}
         return True
@@ -256,7 +258,7 @@ class Unborn:
         """Bytes of state that the first step of one parameter will create; 0 if it has state."""
         optimizer = self._optimizer()
         is_born = optimizer is None or has_state(optimizer.state.get(parameter, {}))
-        return 0 if is_born else sum(self._by_parameter.get(_form(parameter), ()))
+        return 0 if is_born else sum(self._by_parameter.get(next(_forms([parameter])), ()))
 
     def sizes(self) -> list[int]:
         """Bytes of each storage that does not exist yet."""
@@ -275,8 +277,9 @@ class Unborn:
         """Find the stepped parameters that have no state, in the order of the groups."""
         born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
         awaited = {*self._stepped} - born
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        missing = {_form(parameter): parameter for parameter in parameters if id(parameter) in awaited} if awaited else {}
+        parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))) if awaited else []
+        parameters = list(itertools.compress(parameters, map(awaited.__contains__, map(id, parameters))))
+        missing = dict(zip(_forms(parameters), parameters, strict=True))
         self._num_entries, self._missing = len(optimizer.state), list(missing)
         return list(missing.values())
 
@@ -306,8 +309,8 @@ def stepped_by(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list
     return list(itertools.compress(identities, stepped))
 
 
-def _form(parameter: torch.Tensor) -> Form:
-    return id(parameter), parameter.shape, parameter.dtype
+def _forms(parameters: Sequence[torch.Tensor]) -> Iterator[Form]:
+    return zip(map(id, parameters), map(_SHAPE, parameters), map(_DTYPE, parameters), strict=True)
 
 
 def _predicted(
@@ -324,7 +327,7 @@ def _predicted(
         return None
     finally:
         random.setstate(python_state)
-    return {form: sizes.get(form[0], ()) for form in map(_form, parameters)}
+    return {form: sizes.get(form[0], ()) for form in _forms(parameters)}
 
 
 def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dict[int, list[int]]:

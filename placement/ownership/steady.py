@@ -11,7 +11,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in the three that follow."""
 _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 """Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
+_OWN = operator.itemgetter("_parameters")
 _REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
 """What may lie under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
@@ -58,13 +59,13 @@ class Steady:
         self._lengths, _, values = self._read(fields)
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
-        place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
-        self._owned = [place[id(tensor)] for tensor in owned]
-        mine = {*self._owned}
-        self._others = [index for index, kind in enumerate(self._types) if issubclass(kind, torch.Tensor) and index not in mine]
+        place = _places(self._ids)
+        self._owned = list(map(place.__getitem__, map(id, owned)))
+        self._others = sorted({*itertools.compress(itertools.count(), _are_tensors(self._types))}.difference(self._owned))
         self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
         self._versions: Sequence[int] = ()
         """The versions of the owned tensors at the last look."""
+        self._parameters = list(map(id, _parameters(fields)))
 
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
@@ -91,6 +92,17 @@ class Steady:
         self._versions = seen.versions
         return seen
 
+    def has_no_gradients(self) -> bool:
+        """Whether the modules of the last walk have the same parameters, none of which has a gradient."""
+        try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
+            parameters = _parameters(map(_FIELDS, map(_ALIVE, self._modules)))
+        except AttributeError:  # a module is gone
+            return False
+        if list(map(id, parameters)) != self._parameters:
+            return False
+        present = list(itertools.compress(parameters, map(operator.is_not, parameters, itertools.repeat(None))))
+        return _are_leaves(present) and not _has_gradient(present)
+
     def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, and the types of what lies under that name. And every parameter, buffer,
         child and attribute of every module, in a fixed order.
@@ -116,14 +128,18 @@ class SteadyState:
     """
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
+        self._counts = _counts(optimizers)
         self._holders, values = _state(optimizers)
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
-        place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
-        self._owned = [place[id(tensor)] for tensor in owned]
-        moved = {*map(id, owned)}
-        are_tensors = (issubclass(kind, torch.Tensor) for kind in self._types)
-        self._staying = [is_tensor and key not in moved for is_tensor, key in zip(are_tensors, self._ids, strict=True)]
+        self._owned = list(map(_places(self._ids).__getitem__, map(id, owned)))
+        moved = map({*map(id, owned)}.__contains__, self._ids)
+        self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
+
+    def has_no_new_entries(self, optimizers: Sequence[Any]) -> bool:
+        """Whether the same optimizers have as many parameters and as many entries as at the last walk, and the first of each still has the
+        same state: steps make entries, and whoever loads state replaces all of them."""
+        return _counts(optimizers) == self._counts
 
     def look(self, optimizers: Sequence[Any]) -> Seen | None:
         """The present tensors, if nothing changed and every state tensor that stayed on the CPU is still a number there; else None."""
@@ -147,6 +163,27 @@ class SteadyState:
 _SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 _WHERE_COUNTERS_ARE = ("fused", "capturable")
 """Options of a parameter group that decide on which device torch keeps its counters."""
+
+
+def _places(identities: list[int]) -> dict[int, int]:
+    """The first place of each identity in a list."""
+    return dict(zip(reversed(identities), range(len(identities) - 1, -1, -1), strict=True))
+
+
+def _are_tensors(kinds: Sequence[type]) -> Iterator[bool]:
+    """Whether each of these types is that of a tensor."""
+    return map({kind for kind in {*kinds} if issubclass(kind, torch.Tensor)}.__contains__, kinds)
+
+
+def _counts(optimizers: Sequence[Any]) -> list[int]:
+    """The identity of each optimizer and of all in the first entry of its state, how many entries that has, and how many parameters there
+    are in each group."""
+    counts: list[int] = []
+    for optimizer in optimizers:
+        counts += (id(optimizer), len(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups))
+        first = next(iter(optimizer.state.values()), None)
+        counts += map(id, first.values()) if isinstance(first, dict) else ()
+    return counts
 
 
 def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
@@ -175,6 +212,11 @@ def seen_now(tensors: list[torch.Tensor]) -> Seen:
     except RuntimeError:  # one of them is an inference tensor
         versions = list(map(version_of, tensors))
     return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
+
+
+def _parameters(fields: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """The parameters of modules with these attributes, each module's own; None in place of one that a module leaves out."""
+    return list(itertools.chain.from_iterable(map(_VALUES, filter(None, map(_OWN, fields)))))
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:

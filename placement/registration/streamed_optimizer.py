@@ -104,13 +104,13 @@ class StreamedOptimizer:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
         if self.refusal is not None:
             return 0
-        parameters = self._parameters()
-        ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters), self._holding.unborn_bytes)
+        count = sum(len(group["params"]) for each in self._adapter.optimizers() for group in each.param_groups)
+        ranges, known = self._holding.ranges, (self._adapter.num_entries(), count, self._holding.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             self._window = (
                 ranges,
                 known,
-                window_of([part.piece for each in parameters for part in self._parts.of(*each)], self._bucket_bytes),
+                window_of([part.piece for each in self._parameters() for part in self._parts.of(*each)], self._bucket_bytes),
             )
         return self._window[2]
 

@@ -150,7 +150,7 @@ class ObjectStorages:
 
     def look(self) -> None:
         """Measure what the object owns in torch's memory, what steps have still to create, and what the framework keeps."""
-        self.unadopted_bytes = self._scanner.unadopted_bytes(self.rescan)
+        self.unadopted_bytes = self._scanner.unadopted_bytes(self.ranges, self.rescan)
         self.look_at_unborn()
         self.look_at_framework_memory()
 
@@ -306,7 +306,8 @@ class ObjectStorages:
 
     def align_wrappers(self) -> None:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""
-        align_all(self._adapter.owned())
+        if self._adapter.unchanged() is None:  # else the last walk found none
+            align_all(self._adapter.owned())
 
     # --- dropping ranges
 

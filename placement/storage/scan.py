@@ -310,6 +310,8 @@ class StorageScanner:
         """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
+        self._known_unadopted: tuple[tuple[Range, ...], object, int] | None = None
+        """The last answer of `unadopted_bytes`, with the ranges and what stood for the adapter's walk."""
         self._unadopted: tuple[list[int], list[int], list[int]] | None = None
         """The last measurement of what lies in torch's own memory, if a quick look can tell that it holds: each tensor's storage and
         address, and which of them lie there, by number."""
@@ -432,11 +434,23 @@ class StorageScanner:
                 return [], _refusal(first, self._name, self._adapter.kind, owner.name)
         return [*theirs], None
 
-    def unadopted_bytes(self, rescan: Callable[[], Scan]) -> int:
+    def unadopted_bytes(self, ranges: tuple[Range, ...], rescan: Callable[[], Scan]) -> int:
         """Bytes of the object's storages in torch's own memory, quickly where nothing has changed.
 
         State that steps have created lies there until an offload, and a policy that never offloads asks after each training.
+
+        Args:
+            ranges: the object's ranges.
+            rescan: finds the storages that are not at their places, by a walk of all tensors.
         """
+        known = self._known_unadopted
+        if known is not None and known[0] is ranges and known[1] is not None and self._adapter.standing() == known[1]:
+            return known[2]
+        nbytes = self._measured_unadopted(rescan)
+        self._known_unadopted = ranges, self._adapter.standing(), nbytes
+        return nbytes
+
+    def _measured_unadopted(self, rescan: Callable[[], Scan]) -> int:
         found = self._adapter.unchanged()
         if self._unadopted is not None and found is not None:
             keys, addresses, numbers = self._unadopted

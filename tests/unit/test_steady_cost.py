@@ -1,0 +1,128 @@
+"""The cost of a phase transition in which nothing moves: Python calls and tensors looked at, for few tensors and for many."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from placement import Manager, State
+from placement.frameworks import known
+from placement.frameworks.base import Framework, Named
+from placement.testing import SimulatedDevice
+
+SIZES = (1, 300, 10_000)
+
+
+class Counting(nn.Parameter):
+    """A parameter that counts how often anything is asked of it."""
+
+    num_questions: ClassVar[int] = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        Counting.num_questions += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+        self.weight = Counting(torch.zeros(self.size))
+
+
+class Carrying(Framework):
+    """Makes `Counting` a plain parameter."""
+
+    carriers = (Named(__name__, "Counting"),)
+
+
+class Trained:
+    """A model with its AdamW that never leave the device."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self.net = nn.Sequential(*(Layer() for _ in range(num_parameters)))
+        self.adam = torch.optim.AdamW(self.net.parameters())
+        self.manager = Manager(device=SimulatedDevice(1 << 30), policy="resident")
+        self.actor = self.manager.register("actor", self.net, role="actor")
+        self.manager.register("adam", self.adam)
+
+    def train(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.net.parameters():
+                parameter.grad = torch.ones(2)
+            self.adam.step()
+            self.adam.zero_grad()
+
+
+class Cost:
+    """The Python calls and the questions to parameters in a block, those of the garbage collector aside."""
+
+    def __enter__(self) -> Cost:
+        gc.disable()
+        self.calls: Counter[str] = Counter()
+        self._before = Counting.num_questions
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+        self.num_questions = Counting.num_questions - self._before
+
+    def _profile(self, frame: Any, event: str, called: Any) -> None:
+        if frame.f_globals.get("__name__") == __name__:
+            return
+        if event == "call":
+            self.calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
+        elif event == "c_call":
+            self.calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}: {getattr(called, '__qualname__', called)}"] += 1
+
+
+@pytest.fixture(scope="module")
+def costs() -> Iterator[dict[int, dict[str, Cost]]]:
+    """The cost of each switch, by the number of parameters."""
+    known.add(Carrying)
+    found: dict[int, dict[str, Cost]] = {}
+    for size in SIZES:
+        trained = Trained(size)
+        with trained.manager.phase("log_prob") as phase:
+            for _ in range(4):  # state is made, phases repeat
+                with Cost() as begin:
+                    phase.switch("train")
+                trained.train()
+                with Cost() as end:
+                    phase.switch("log_prob")
+                with Cost() as none:
+                    phase.switch("eval")
+                phase.switch("log_prob")
+                assert trained.actor.state is State.GPU_RESIDENT
+        found[size] = {"begin": begin, "end": end, "none": none}
+        trained.manager.close()
+    yield found
+    known.remove(Carrying)
+
+
+@pytest.mark.parametrize("switch", ["begin", "end", "none"])
+def test_the_number_of_python_calls_is_constant(costs: dict[int, dict[str, Cost]], switch: str) -> None:
+    one, *others = (costs[size][switch].calls for size in SIZES)
+    assert one
+    assert all(each == one for each in others), [(each - one, one - each) for each in others]
+
+
+@pytest.mark.parametrize("switch", ["begin", "none"])
+def test_no_tensor_is_looked_at_if_no_training_ends(costs: dict[int, dict[str, Cost]], switch: str) -> None:
+    assert [costs[size][switch].num_questions for size in SIZES] == [0, 0, 0]
+
+
+def test_the_end_of_a_training_asks_each_parameter_for_its_gradient(costs: dict[int, dict[str, Cost]]) -> None:
+    """And whether it is a leaf, which torch wants to be asked first, and whether it is stepped."""
+    assert [costs[size]["end"].num_questions for size in SIZES] == [3 * size for size in SIZES]
