@@ -13,7 +13,7 @@ from placement.core.settings import Settings, parse_bytes
 from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Policy, State
 from placement.devices.adoption import Adopter, can_swap
 from placement.devices.cuda.device import CHUNK_BYTES
-from placement.devices.cuda.pool_plan import plan as pool_plan
+from placement.devices.cuda.pool import plan as pool_plan
 from placement.forecasting.cycles import cycle_of
 from placement.forecasting.layout import ALONE, Layout
 from placement.forecasting.link import Link
