@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from placement.core import __version__ as __version__
 from placement.core.errors import (
     BrokenHandleError,
     CheckpointError,
@@ -22,7 +23,6 @@ from placement.core.errors import (
 )
 from placement.core.lazy_names import on_demand as _on_demand
 from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy, State, Trigger, View
-from placement.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from placement import checkpoint, engines, forecasting, group, policies, testing

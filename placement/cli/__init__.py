@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from placement.core import __version__
 from placement.core.errors import PlacementError
-from placement.core.version import __version__
 
 COMMANDS = {
     "dashboards": "write Grafana dashboards, Prometheus rules and a configuration for both",

@@ -5,6 +5,9 @@ Whatever is imported of placement imports this folder, also where OpenStack's `p
 
 import os
 
+__version__ = "0.1.0"
+"""The one place that says it."""
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.exists(os.path.join(_PACKAGE, "deploy.py")):
     raise ImportError(

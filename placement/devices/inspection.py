@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from placement.core.version import __version__
+from placement.core import __version__
 from placement.devices.base import Device
 from placement.devices.host import numa
 from placement.devices.host.available import available_bytes

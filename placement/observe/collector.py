@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from placement.core import __version__
 from placement.core.journal import REASONS
 from placement.core.snapshot import DurationHistogram, HandleSnapshot, LeaseSnapshot, Snapshot
 from placement.core.states import IDLE, PHASES, State, Trigger
-from placement.core.version import __version__
 
 DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
 

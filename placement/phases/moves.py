@@ -10,15 +10,16 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, PhaseError, RegistrationError
 from placement.core.journal import Journal, Record
 from placement.core.machine import Node, path
-from placement.core.profiler_marks import marker
 from placement.core.settings import Annotate, Verify
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
@@ -40,6 +41,27 @@ _FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trig
 """The triggers that leave SYNCING and TRAINING with the bytes on the device."""
 _WHOLE = {Trigger.END_STREAM: Trigger.END_SYNC, Trigger.END_STREAMED_TRAIN: Trigger.END_TRAIN}
 """For each trigger that ends the use of a host copy: the one that ends the same state on the device."""
+
+
+def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
+    """Return a function that takes a text and gives a context manager, which marks its block for a profiler with that text.
+
+    A mark costs microseconds at each phase transition, so they are off by default.
+
+    Raises:
+        ValueError: `annotate` is unknown, or it is "nvtx" and torch was built without NVTX.
+    """
+    if annotate == "off":
+        return nullcontext
+    if annotate == "profiler":
+        return torch.profiler.record_function
+    if annotate != "nvtx":
+        raise ValueError(f"annotate {annotate!r} is unknown; choose one of {', '.join(get_args(Annotate))}")
+    try:
+        torch.cuda.nvtx.mark("placement")
+    except RuntimeError as error:
+        raise ValueError("annotate 'nvtx' needs a CUDA build of torch; use 'profiler'") from error
+    return torch.cuda.nvtx.range
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:

@@ -34,6 +34,9 @@ def _words(holder: Any) -> str:
     return f"task {holder.get_name()!r}" if isinstance(holder, asyncio.Task) else f"thread {holder.name!r}"
 
 
+_NO_PLAN = Plan({})
+
+
 @dataclass(eq=False, slots=True)
 class OpenPhase:
     """One phase, made before it is entered. A switch changes its name, its handles and its plan."""
@@ -43,7 +46,7 @@ class OpenPhase:
     holder: Any
     in_any_order: bool = False
     """Whether the phase may be left while others are open inside it: it is a hold."""
-    plan: Plan = field(default_factory=lambda: Plan({}))
+    plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
     torch_reserved_bytes: int = 0
     """Device bytes that torch's allocator had reserved when the phase was entered."""
@@ -110,7 +113,7 @@ class OpenPhases:
     def require_leavable(self, phase: OpenPhase) -> None:
         """Require that the phase is a hold or has only holds inside it."""
         self.require_open(phase, "leave")
-        if not phase.in_any_order and not all(each.in_any_order for each in self.inside(phase)):
+        if self.all[-1] is not phase and not phase.in_any_order and not all(each.in_any_order for each in self.inside(phase)):
             self.require_innermost(phase, "leave")
 
     def inside(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:

@@ -76,6 +76,11 @@ class Phase:
     def __repr__(self) -> str:
         return f"<phase {self.name!r}, {'not open' if self._opened() is None else 'open'}>"
 
+    @property
+    def _was_left(self) -> bool:
+        context = self._context()
+        return context is not None and context._was_entered and self._opened() is None
+
     def _opened(self) -> OpenPhase | None:
         """The phase, while it is open."""
         context = self._context()
@@ -97,9 +102,7 @@ class Phase:
         return Phase(context, self._first_name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        context = self._context()
-        was_left = context is not None and context._was_entered and self._opened() is None
-        if self._is_finalizing() or (was_left and isinstance(error, GeneratorExit)):
+        if self._is_finalizing() or (isinstance(error, GeneratorExit) and self._was_left):
             return  # the second: an error that passed through a phase around it has left it
         with self._in_open("leave", own=True, error=error) as context:
             context._stack.leave(context.phase, error)

@@ -82,7 +82,13 @@ class PhaseStack:
             if not phases.all:
                 self._planner.over(IDLE)
             wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
-            plan = self._advance("enter", wanted, back)
+            self._journal.enter_phase(phase.name, phase.only)
+            try:
+                plan = self.executor.advance(describe("enter", phase.name, phase.only), wanted)
+                interrupts.check()  # the last look: from here on the phase is open
+            except BaseException as error:
+                self._went_back(error, back)
+                raise
             phases.all = (*phases.all, phase)
             self._begin(phase, wanted, plan)
             self._journal.stall_seconds[phase.name] += stalled()
@@ -91,28 +97,21 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
-            stalled, around = self.executor.stopwatch(), phases.all[:-1]
+            stalled, around, kept = self.executor.stopwatch(), phases.all[:-1], phases.kept
             enclosing = phases.plan_of(around)
             self._finish(phase)
-            wanted = PhaseRequest(name, only, enclosing, around, phases.kept | self._worth_keeping(phase))
-            plan = self._advance("switch to", wanted, phase.plan)
+            phases.kept |= self._worth_keeping(phase)
+            wanted = PhaseRequest(name, only, enclosing, around, phases.kept)
+            self._journal.enter_phase(name, only)
+            try:
+                plan = self.executor.advance(describe("switch to", name, only), wanted)
+                interrupts.check()
+            except BaseException as error:
+                phases.kept = kept
+                self._went_back(error, phase.plan)
+                raise
             self._begin(phase, wanted, plan)
             self._journal.stall_seconds[name] += stalled()
-
-    def _advance(self, verb: str, wanted: PhaseRequest, back: Plan) -> Plan:
-        """Carry out the plan for a phase that begins; if that fails, go back to plan `back`."""
-        phases, kept = self.phases, self.phases.kept
-        phases.kept = wanted.kept
-        self._journal.enter_phase(wanted.name, wanted.only)
-        try:
-            plan = self.executor.advance(describe(verb, wanted.name, wanted.only), wanted)
-            interrupts.check()  # the last look: from here on the phase is open
-        except BaseException as error:
-            phases.kept = kept
-            self._journal.enter_phase(phases.name, phases.only)
-            self._went_back(error, phases.with_kept(back))
-            raise
-        return plan
 
     def _begin(self, phase: OpenPhase, wanted: PhaseRequest, plan: Plan) -> None:
         self._expire_keeps(plan)
@@ -120,11 +119,13 @@ class PhaseStack:
         self._planner.began(wanted.name)
 
     def _went_back(self, error: BaseException, plan: Plan) -> None:
-        """Undo a failed entry or switch: move every handle to where it was before (`plan`), and tell the ranks of the group.
+        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
 
         Raises:
             GroupError: every rank of the group raises it in place of `error`.
         """
+        self._journal.enter_phase(self.phases.name, self.phases.only)
+        plan = self.phases.with_kept(plan)
         if isinstance(error, CoordinatorLost):
             return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
         _note(error, self.executor.retreat(plan, self.phases.name))
@@ -146,9 +147,19 @@ class PhaseStack:
             if error is not None:
                 self._leave_inner(phase)
             phases.require_leavable(phase)
-            stalled, left_to = self.executor.stopwatch(), innermost(phases.without(phase)) or IDLE
+            stalled, others = self.executor.stopwatch(), phases.without(phase)
+            left_to = innermost(others) or IDLE
             try:
-                failures = self._retreat_from(phase, left_to, error)
+                self._finish(phase)
+                self._expire_keeps()
+                plan, failures = phases.plan_after(phase)
+                phases.kept = self._worth_keeping(phase)
+                plan = phases.with_kept(plan)
+                is_patient = error is None or isinstance(error, Exception)
+                action, refused = describe("leave", phase.name, None), failures
+                failures = self.executor.retreat(
+                    plan, left_to, patiently=is_patient, vote=lambda found: self._vote.left(action, plan, refused + found, error)
+                )
             except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:
                     self._expire_keeps()
@@ -157,25 +168,11 @@ class PhaseStack:
                     self._vote.failed(stopped)
                 raise
             finally:
-                phases.all = phases.without(phase)
+                phases.all = others
                 self._journal.enter_phase(phases.name, phases.only)
                 self._journal.stall_seconds[phase.name] += stalled()
             self._sweep_abandoned()
             _raise_after(phase.name, failures, error)
-
-    def _retreat_from(self, phase: OpenPhase, left_to: str, error: BaseException | None) -> list[Exception]:
-        """Move every handle where it belongs once the phase has ended. Returns the errors."""
-        self._finish(phase)
-        self._expire_keeps()
-        plan, failures = self.phases.plan_after(phase)
-        self.phases.kept = self._worth_keeping(phase)
-        plan = self.phases.with_kept(plan)
-        is_patient = error is None or isinstance(error, Exception)
-
-        def vote(found: list[Exception]) -> list[Exception]:
-            return self._vote.left(describe("leave", phase.name, None), plan, failures + found, error)
-
-        return self.executor.retreat(plan, left_to, patiently=is_patient, vote=vote)
 
     def _leave_inner(self, phase: OpenPhase) -> None:
         """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""

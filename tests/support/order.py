@@ -55,9 +55,8 @@ _IMPORTS = {
 """What ranks of these import that takes seconds."""
 
 
-_SPLIT = ("tests/faults/test_allocations.py",)
-"""Files that take minutes, of tests that share nothing: each test runs where there is room. (The interrupt sweeps share which bytecodes an
-earlier one has interrupted: apart, each of them would begin anew.)"""
+_SPLIT = ("tests/faults/test_allocations.py", "tests/faults/test_interrupts.py")
+"""Files that take minutes, of tests that share nothing: each test runs where there is room."""
 
 
 def scope_of(place: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from placement.core.errors import PlacementError, RegistrationError
 from placement.devices import adoption
 from placement.devices.cuda.device import CudaDevice
-from placement.devices.cuda.pool_plan import plan
+from placement.devices.cuda.pool import plan
 from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import layout as range_layout

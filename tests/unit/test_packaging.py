@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import placement
-from placement.core.version import __version__
+from placement.core import __version__
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, POLICIES = ROOT / "placement", ROOT / "policies"

@@ -15,10 +15,8 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
 from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
-from placement.devices.cuda.adoption import CudaAdopter
 from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
-from placement.devices.cuda.driver import Driver
-from placement.devices.cuda.lifetime import Life, Lives
+from placement.devices.cuda.driver import Driver, Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
@@ -97,7 +95,7 @@ class CudaDevice(Device):
 
     @property
     def adopter(self) -> Adopter:
-        return CudaAdopter(self.torch_device)
+        return pool.CudaAdopter(self.torch_device)
 
     @property
     def uuid(self) -> str:

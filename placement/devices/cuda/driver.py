@@ -1,4 +1,5 @@
-"""Calls of the CUDA driver: where its functions come from, when they may be called, and how errors become exceptions."""
+"""Calls of the CUDA driver: where its functions come from, when they may be called, how errors become exceptions, and when resources
+are released."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import importlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.interrupts import deferred
 
 _TAKES_MEMORY = frozenset({"cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"})
 _exiting = threading.Event()
@@ -174,3 +177,41 @@ class Driver:
         except (DeviceMemoryError, RuntimeError) as exc:
             return str(exc)
         return None
+
+
+Life = weakref.ref[Any]
+"""A weak reference to an object that owns a driver resource."""
+End = Callable[[Life], bool]
+
+
+class Lives:
+    """The ledger of every object that owns a driver resource. It lives as long as they do.
+
+    An object may die at any time: on another thread while the driver works, or here in the middle of another release, by a garbage
+    collection. A number that the driver has released may soon belong to another resource. So each life is ended by exactly one call.
+    """
+
+    def __init__(self) -> None:
+        self.owned: dict[Life, int] = {}
+        """Bytes by object. Who removes an entry releases the bytes."""
+        self._later: list[tuple[Life, End]] = []
+
+    def add(self, thing: object, nbytes: int, end: End) -> None:
+        """Own `nbytes` for as long as `thing` lives. `end` releases them, or returns False to be called again later."""
+        life = weakref.ref(thing)
+        self.owned[life] = nbytes
+        weakref.finalize(thing, self._end, life, end).atexit = False
+
+    def _end(self, life: Life, end: End) -> None:
+        with deferred():
+            if life in self.owned and not end(life):
+                self._later.append((life, end))
+
+    def collect(self) -> None:
+        """Release the resources of dead objects that could not be released when they died."""
+        for _ in range(len(self._later)):
+            try:
+                dead = self._later.pop(0)
+            except IndexError:  # another thread took it
+                return
+            self._end(*dead)

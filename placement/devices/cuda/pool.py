@@ -24,14 +24,25 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
-from placement.devices.adoption import AddressRange
-from placement.devices.cuda.pool_plan import SMALL_SEGMENT, plan
+from placement.devices import adoption
+from placement.devices.adoption import AddressRange, Adopter, Pool, Way
+
+# The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `PoolRange` checks every address.
+_ROUND = 512
+_SMALL = 1 << 20
+"""Requests up to this size share segments of `_SMALL_SEGMENT`. A remainder longer than this is split off a larger block."""
+_SMALL_SEGMENT = 2 << 20
+_ARENA_STEP = 2 << 20
+_ARENA_LEAST = 10 << 20
+"""From this size on a request gets a segment of its own, rounded to `_ARENA_STEP`."""
+
 
 _next_address: collections.deque[int] = collections.deque()
 # Declared without the argument that it does not read: on every ABI with CUDA the caller cleans up its registers.
@@ -43,6 +54,51 @@ _ranges: list[PoolRange] = []
 
 def _function_address(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One block, with its offset from the start of the range."""
+
+    offset: int
+    nbytes: int
+    """The size of the request to torch."""
+    index: int | None
+    """The index of the block's storage; None for a plug."""
+    opens: int = 0
+    """The length of the segment that torch requests for this block; 0 if the block lies in the segment before."""
+
+
+def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
+    """Predict the places of storages of these sizes. Returns the places in the order of allocation, and the used bytes."""
+    rounded = [max(_ROUND, -(-size // _ROUND) * _ROUND) if size else 0 for size in sizes]
+    large = [i for i, size in enumerate(rounded) if size > _SMALL]
+    small = sorted((i for i, size in enumerate(rounded) if 0 < size <= _SMALL), key=lambda i: -rounded[i])
+    places: list[Place] = []
+    cursor = 0
+    if large:
+        used = sum(rounded[i] for i in large)
+        arena = max(_ARENA_LEAST, -(-used // _ARENA_STEP) * _ARENA_STEP)
+        for i in large:
+            places.append(Place(cursor, sizes[i], i, opens=0 if places else arena))
+            cursor += rounded[i]
+        if arena - cursor > _SMALL:
+            places.append(Place(cursor, arena - cursor, None))
+        cursor = arena
+    end = cursor
+    for i in small:
+        opens = 0
+        if cursor + rounded[i] > end:
+            places += _plugs(cursor, end)
+            cursor, end, opens = end, end + _SMALL_SEGMENT, _SMALL_SEGMENT
+        places.append(Place(cursor, sizes[i], i, opens))
+        cursor += rounded[i]
+    places += _plugs(cursor, end)
+    return places, end
+
+
+def _plugs(start: int, end: int) -> list[Place]:
+    return [Place(at, min(_SMALL, end - at), None) for at in range(start, end, _SMALL)]
 
 
 class PoolRange:
@@ -78,12 +134,12 @@ class PoolRange:
 
     def _fill(self) -> None:
         for place in self.places:
-            if place.opens > SMALL_SEGMENT:  # the one segment of all large blocks: request it whole, free it, and split it
+            if place.opens > _SMALL_SEGMENT:  # the one segment of all large blocks: request it whole, free it, and split it
                 whole = torch.UntypedStorage(0, device=self._device)
                 self._allocate(whole, place.opens, self.addresses.base + place.offset)
                 whole.resize_(0)
             storage = torch.UntypedStorage(0, device=self._device)
-            opens = place.opens == SMALL_SEGMENT
+            opens = place.opens == _SMALL_SEGMENT
             self._allocate(storage, place.nbytes, self.addresses.base + place.offset if opens else None)
             if storage.data_ptr() != self.addresses.base + place.offset:
                 raise RegistrationError(
@@ -236,3 +292,33 @@ def _refuse_settings() -> None:
     hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
     if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
         raise RegistrationError(f"{hook} is set: NCCL would register memory that placement replaces. Unset the variable.")
+
+
+class CudaAdopter(Adopter):
+    """Adoption on a CUDA device: by a pool over the range where torch cannot swap storages."""
+
+    def way(self, storage: torch.UntypedStorage) -> Way:
+        if storage.device == self.device and not adoption.can_swap() and storage.resizable():
+            return "pool"
+        return super().way(storage)
+
+    def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
+        """Refuse storages in a memory pool of somebody's own: a captured graph, buffers that NCCL has registered."""
+        on_device = [(name, storage) for name, storage in storages if storage.device.type == "cuda"]
+        if on_device:
+            refuse_private(on_device)
+
+    def pooled_bytes(self, sizes: Sequence[int]) -> int:
+        return 0 if adoption.can_swap() else plan(sizes)[1]
+
+    def pool(self, addresses: AddressRange, sizes: Sequence[int], owner: object) -> Pool:
+        return PoolRange(self.device, addresses, sizes, owner)
+
+    def reallocate(self, storage: torch.UntypedStorage) -> None:
+        # Lack of memory shows here, before anything is given up: the next lines get this block.
+        nbytes = storage.nbytes()
+        reserved = torch.UntypedStorage(nbytes, device=storage.device)
+        storage.resize_(0)
+        reserved.resize_(0)
+        storage.resize_(nbytes)
+        leave(storage)

@@ -1,7 +1,7 @@
 """A device in host memory with the contract of an accelerator. It works on any Linux machine.
 
 Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that piece behind addresses. Poison is
-the first piece of the file, mapped many times: see `simulated.poison`.
+the first piece of the file, mapped many times: see `simulated.ranges`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from placement.devices.host.mapping import MADV_POPULATE_WRITE, MAP_FAILED, PAGE
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span, tensor_at
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
-from placement.devices.simulated.poison import poison_of
-from placement.devices.simulated.range import SimulatedChunk, SimulatedRange, around, runs
+from placement.devices.simulated.ranges import SimulatedChunk, SimulatedRange, around, poison_of, runs
 from placement.devices.simulated.shared_capacity import SharedCapacity
 
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
