@@ -1,5 +1,8 @@
 """Checkpoints in torch.distributed.checkpoint's format. A handle is saved and loaded where its values are, without moving it.
 
+Values that only an object's own code can load (extra state, a state dict that shows copies, an optimizer with a `load_state_dict` of its
+own) need the object on the device: `load` opens a phase `restore` for them.
+
 Save or load everything at once:
 
     placement.checkpoint.save(manager, path)

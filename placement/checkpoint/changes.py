@@ -1,14 +1,15 @@
 """Changes of a handle's values that leave everything as it was where one of them cannot be made.
 
-`begin` does everything that can fail, `undo` reverts it, and `finish` writes into memory that exists already.
+A change is a context manager: its beginning does everything that can fail, and its end writes into memory that exists already. After an
+error between the two, the handle is as it was.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,171 +23,10 @@ from placement.tensors.plain import SEQUENCES, local_device, parts_of, rewrapped
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
-
-class Change:
-    """Checked values on their way into one handle.
-
-    Args:
-        copies: the handle's tensors that are written in place, as a state dict shows them, and their new values.
-        also: loads what is no tensor. It is called after the tensors are written.
-    """
-
-    def __init__(self, handle: Handle, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], also: Callable[[], None] | None = None) -> None:
-        self._handle = handle
-        self._copies = copies
-        self._also = also
-
-    def begin(self) -> None:
-        """Do everything that can fail."""
-        self._handle.storage.wait_for_readers()
-
-    def undo(self) -> None:
-        """Revert `begin`, even one that failed half-way. Idempotent."""
-
-    def finish(self) -> None:
-        """Write the values."""
-        for live, new in self._copies:
-            copy_over(live, new)
-        if self._also is not None:
-            self._also()
-        self._handle.storage.note_written()
-
-
-class StateChange(Change):
-    """A change of an optimizer's state that keeps its keys and tensors, places new state, and removes entries that were not saved.
-
-    Args:
-        entries: the new state of each parameter, with the live tensors where those stay.
-        groups: the saved settings of each parameter group.
-        is_ours: whether nothing else uses the new tensors, so that they may become the state themselves.
-    """
-
-    def __init__(
-        self,
-        handle: Handle,
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        optimizer: Any,
-        entries: Mapping[Any, Any],
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        is_ours: bool,
-    ) -> None:
-        super().__init__(handle, copies)
-        self._optimizer = optimizer
-        self._entries = entries
-        self._groups = groups
-        self._is_ours = is_ours
-        self._before: dict[Any, Any] | None = None
-
-    def begin(self) -> None:
-        super().begin()
-        state = self._optimizer.state
-        settings = {id(p): saved for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True) for p in group["params"]}
-        placed = {key: self._placed(key, entry, settings.get(id(key), {})) for key, entry in self._entries.items()}
-        self._before = dict(state)
-        state.clear()
-        state.update(placed)
-        self._handle.storage.adopt_restored()
-
-    def _placed(self, parameter: Any, entry: Any, settings: Mapping[str, Any]) -> Any:
-        """A parameter's state, with new tensors on its device, or on the host for an offloaded handle, which adopts them from there."""
-        if not isinstance(parameter, torch.Tensor) or not isinstance(entry, Mapping):
-            return entry
-        live = {id(each) for each in self._optimizer.state.get(parameter, {}).values()}
-        adapter, off, host = self._handle.adapter, is_off(self._handle), torch.device("cpu")
-        assert isinstance(adapter, OptimizerAdapter)
-
-        def place(key: Any, value: Any) -> Any:
-            if id(value) in live:
-                return value
-            home = host if adapter.is_counter(self._optimizer, str(key), settings, value) else local_device(parameter)
-
-            def to_home(part: torch.Tensor) -> torch.Tensor:
-                return part.to(host if off and part.numel() else home, copy=not self._is_ours)
-
-            return mapped(value, lambda tensor: rewrapped(tensor, to_home))
-
-        return {key: place(key, value) for key, value in entry.items()}
-
-    def undo(self) -> None:
-        if self._before is not None:
-            self._optimizer.state.clear()
-            self._optimizer.state.update(self._before)
-
-    def finish(self) -> None:
-        super().finish()
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for key, value in settings_of(saved).items():
-                if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor) and group[key].shape == value.shape:
-                    group[key].copy_(value)  # a CUDA graph may hold this tensor
-                else:
-                    group[key] = copy.deepcopy(value)
-
-
-class OwnLoad(Change):
-    """A change by the object's own `load_state_dict`, for an object on the device. Its state dict is compared with the values afterwards.
-
-    Args:
-        why: the reason why only the object itself can load the values.
-        load: calls its `load_state_dict`.
-        differing: returns the names of the values that its state dict does not show as they were saved.
-        containers: the dicts and lists in which the object has its tensors. They are put back where the load fails.
-        tensors: the object's tensors. Their bytes are put back where the load fails.
-    """
-
-    def __init__(
-        self,
-        handle: Handle,
-        why: str,
-        load: Callable[[], object],
-        differing: Callable[[], list[str]],
-        containers: Sequence[Any],
-        tensors: Iterable[torch.Tensor],
-    ) -> None:
-        super().__init__(handle, ())
-        self._subject = f"{handle.name!r}: {why}, so only its load_state_dict() can load the saved values"
-        self._load = load
-        self._differing = differing
-        self._containers = containers
-        self._tensors = tensors
-        self._before: list[tuple[Any, Any]] = []
-        self._bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def begin(self) -> None:
-        super().begin()
-        parts = {id(part): part.detach() for tensor in self._tensors for _, part in parts_of(tensor, "")}
-        self._bytes = [(part, part.to("cpu", copy=True)) for part in parts.values()]
-        self._before = [(each, copy.copy(each)) for each in self._containers]
-        try:
-            self._load()
-            self._keep_objects()
-        except Exception as error:
-            raise CheckpointError(f"{self._subject}. That raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
-        if differing := self._differing():
-            names = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
-            raise CheckpointError(f"{self._subject}. It ran, but {names} of the state dict differ from the saved ones. {_UNCHANGED}")
-
-    def _keep_objects(self) -> None:
-        """Put the object's own tensors back where loading replaced them (`assign=True`), with the new values: optimizers step them."""
-        for container, before in self._before:
-            for name, own in before.items() if isinstance(before, dict) else ():
-                now = container.get(name)
-                if isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor) and now is not own:
-                    own.copy_(now)
-                    container[name] = own
-
-    def undo(self) -> None:
-        for container, before in self._before:
-            container.clear()
-            (container.update if isinstance(before, dict) else container.extend)(before)
-        for live, bytes_before in self._bytes:
-            live.copy_(bytes_before)
-
-
-_UNCHANGED = (
-    "Every value is as it was before. Give it a load_state_dict() that fits its state_dict(), or leave it out with only= and load it by "
-    "its own state dict inside manager.phase('restore')"
-)
+Change = AbstractContextManager[None]
+"""Checked values on their way into one handle."""
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of a handle that are written in place, as a state dict shows them, and their new values."""
 
 
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
@@ -195,17 +35,131 @@ def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None 
     Args:
         agreed: a context that raises at its end if another rank could not begin its changes.
     """
-    with without_modes(), torch.inference_mode(False), torch.no_grad():
-        try:
-            with agreed or nullcontext():
-                for change in changes:
-                    change.begin()
-        except BaseException:
-            for change in changes:
-                change.undo()
-            raise
+    with without_modes(), torch.inference_mode(False), torch.no_grad(), ExitStack() as begun, agreed or nullcontext():
         for change in changes:
-            change.finish()
+            begun.enter_context(change)
+
+
+@contextmanager
+def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None) -> Iterator[None]:
+    """A change of tensors in place. `also` loads what is no tensor, after them."""
+    handle.storage.wait_for_readers()
+    yield
+    for live, new in copies:
+        copy_over(live, new)
+    if also is not None:
+        also()
+    handle.storage.note_written()
+
+
+@contextmanager
+def replace_state(
+    handle: Handle, copies: Copies, optimizer: Any, entries: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
+) -> Iterator[None]:
+    """A change of an optimizer's state that keeps its keys and tensors, places new state, and removes entries that were not saved.
+
+    Args:
+        entries: the new state of each parameter, with the live tensors where those stay.
+        groups: the saved settings of each parameter group.
+        is_ours: whether nothing else uses the new tensors, so that they may become the state themselves.
+    """
+    state, before = optimizer.state, dict(optimizer.state)
+    settings = {id(p): saved for group, saved in zip(optimizer.param_groups, groups, strict=True) for p in group["params"]}
+    with write(handle, copies, lambda: _take_settings(optimizer, groups)):
+        placed = {key: _placed(handle, optimizer, key, entry, settings.get(id(key), {}), is_ours) for key, entry in entries.items()}
+        try:
+            state.clear()
+            state.update(placed)
+            handle.storage.adopt_restored()
+            yield
+        except BaseException:
+            state.clear()
+            state.update(before)
+            raise
+
+
+def _placed(handle: Handle, optimizer: Any, parameter: Any, entry: Any, settings: Mapping[str, Any], is_ours: bool) -> Any:
+    """A parameter's state, with new tensors on its device, or on the host for an offloaded handle, which adopts them from there."""
+    if not isinstance(parameter, torch.Tensor) or not isinstance(entry, Mapping):
+        return entry
+    live = {id(each) for each in optimizer.state.get(parameter, {}).values()}
+    adapter, off, host = handle.adapter, is_off(handle), torch.device("cpu")
+    assert isinstance(adapter, OptimizerAdapter)
+
+    def place(key: Any, value: Any) -> Any:
+        home = host if adapter.is_counter(optimizer, str(key), settings, value) else local_device(parameter)
+
+        def to_home(part: torch.Tensor) -> torch.Tensor:
+            return part.to(host if off and part.numel() else home, copy=not is_ours)
+
+        return mapped(value, lambda tensor: rewrapped(tensor, to_home))
+
+    return {key: value if id(value) in live else place(key, value) for key, value in entry.items()}
+
+
+def _take_settings(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in settings_of(saved).items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor) and group[key].shape == value.shape:
+                group[key].copy_(value)  # a CUDA graph may hold this tensor
+            else:
+                group[key] = copy.deepcopy(value)
+
+
+@contextmanager
+def load_by_itself(
+    subject: str,
+    load: Callable[[], object],
+    differing: Callable[[], list[str]],
+    containers: Sequence[Any],
+    tensors: Iterable[torch.Tensor],
+) -> Iterator[None]:
+    """A change by the object's own `load_state_dict`, for an object on the device. Its state dict is compared with the values afterwards.
+
+    Args:
+        subject: the handle's name, and why only the object itself can load the values.
+        load: calls its `load_state_dict`.
+        differing: returns the names of the values that its state dict does not show as they were saved.
+        containers: the dicts and lists in which the object has its tensors. They are put back where the load fails.
+        tensors: the object's tensors. Their bytes are put back where the load fails.
+    """
+    subject = f"{subject}, so only its load_state_dict() can load the saved values"
+    parts = {id(part): part.detach() for tensor in tensors for _, part in parts_of(tensor, "")}
+    bytes_before = [(part, part.to("cpu", copy=True)) for part in parts.values()]
+    before = [(each, copy.copy(each)) for each in containers]
+    try:
+        try:
+            load()
+            _keep_objects(before)
+        except Exception as error:
+            raise CheckpointError(f"{subject}. That raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
+        if found := differing():
+            names = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+            raise CheckpointError(f"{subject}. It ran, but {names} of the state dict differ from the saved ones. {_UNCHANGED}")
+        yield
+    except BaseException:
+        for container, content in before:
+            container.clear()
+            (container.update if isinstance(content, dict) else container.extend)(content)
+        for live, saved in bytes_before:
+            live.copy_(saved)
+        raise
+
+
+def _keep_objects(before: Sequence[tuple[Any, Any]]) -> None:
+    """Put the object's own tensors back where loading replaced them (`assign=True`), with the new values: optimizers step them."""
+    for container, content in before:
+        for name, own in content.items() if isinstance(content, dict) else ():
+            now = container.get(name)
+            if isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor) and now is not own:
+                own.copy_(now)
+                container[name] = own
+
+
+_UNCHANGED = (
+    "Every value is as it was before. Give it a load_state_dict() that fits its state_dict(), or leave it out with only= and load it by "
+    "its own state dict inside manager.phase('restore')"
+)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

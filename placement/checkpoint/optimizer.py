@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from placement.checkpoint.changes import Change, OwnLoad, StateChange, mapped, same_values, settings_of
+from placement.checkpoint.changes import Change, load_by_itself, mapped, replace_state, same_values, settings_of, write
 from placement.checkpoint.parts import Part, Path, Read, Shown, fqn, fresh, refuse_own_cuts, some, under
 from placement.core.errors import CheckpointError
 from placement.core.loaded_classes import is_a
@@ -136,7 +136,7 @@ class Optimizer(Part):
                 entries = {p: state.get(mine[id(p)], {}) for group in optimizer.param_groups for p in group["params"]}
                 for parameter, problem in own.problems(entries):
                     raise self._error(f"state of {mine[id(parameter)]!r}", problem)
-                changes.append(Change(self.handle, (), partial(own.restore, entries, saved)))
+                changes.append(write(self.handle, (), partial(own.restore, entries, saved)))
             elif not is_hollow and _loads_itself(optimizer):
                 changes.append(self._own_load(each, state, saved))
             else:
@@ -163,7 +163,7 @@ class Optimizer(Part):
         containers = [vars(optimizer), optimizer.param_groups, *optimizer.param_groups, optimizer.state]
         containers += [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
         tensors = [tensor for _, tensor in nested_tensors([*optimizer.state.values(), *map(settings_of, optimizer.param_groups)], "")]
-        return OwnLoad(self.handle, f"{type(optimizer).__name__} {_LOADS_ITSELF}", load, differing, containers, tensors)
+        return load_by_itself(f"{self.handle.name!r}: {type(optimizer).__name__} {_LOADS_ITSELF}", load, differing, containers, tensors)
 
     def _state_change(
         self, optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
@@ -187,7 +187,7 @@ class Optimizer(Part):
                 entries[parameter] = entry
         known = {str(key): key for key in optimizer.state if id(key) not in names}  # entries that belong to no parameter
         others = {known.get(key, key): value for key, value in given.items() if key not in set(names.values())}
-        return StateChange(self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours)
+        return replace_state(self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours)
 
     def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
         """The saved parameter group of every parameter, by parameter name.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, get_model_state_dict, set_model_state_dict
 
-from placement.checkpoint.changes import Change, OwnLoad, apply, form, same_values
+from placement.checkpoint.changes import Change, apply, form, load_by_itself, same_values, write
 from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
 from placement.core.states import State
 from placement.core.torch_modes import without_modes
@@ -228,7 +228,7 @@ class Model(Part):
             if extra := {key: value for key, value in given.items() if _is_extra(key)}:
                 takers = {fqn(module, f"{path}.{_EXTRA}".lstrip(".")): each for path, each in module.named_modules()}
                 also = partial(_set_extra_state, {takers[key]: value for key, value in extra.items()})
-            return [Change(handle, [(value, given[key]) for key, value in live.items() if not _is_extra(key)], also)]
+            return [write(handle, [(value, given[key]) for key, value in live.items() if not _is_extra(key)], also)]
 
         def load() -> None:
             set_model_state_dict(module, dict(given), options=StateDictOptions(strict=False))
@@ -239,7 +239,7 @@ class Model(Part):
 
         modules = [*module.modules()]
         containers = [each for part in modules for each in (vars(part), vars(part)["_parameters"], vars(part)["_buffers"])]
-        return [OwnLoad(handle, _SHOWS_COPIES, load, differing, containers, self._tensors())]
+        return [load_by_itself(f"{handle.name!r}: {_SHOWS_COPIES}", load, differing, containers, self._tensors())]
 
     def _is_own(self, shown: Mapping[str, Any]) -> bool:
         """Whether the tensors of a state dict are the handle's own memory, so that writing to them counts."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import placement
 from placement.cli import port
-from placement.cli.grpo import Characters, Recipe, StepResult, Tokenizer, Worker, build_actor
+from placement.cli.grpo import Characters, Recipe, StepResult, Worker, build_actor
 from placement.cli.recorder import PeakMeter, Recorder
 from placement.cli.timeline import Style, mebibytes, phase_table, timeline
 from placement.devices.base import Device
@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", type=port, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
     parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
-    parser.add_argument("--model", type=_directory, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write losses, rewards, phases and the audit")
 
 
@@ -53,12 +52,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def _directory(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a directory")
-    return Path(text)
 
 
 def _new_file(text: str) -> Path:
@@ -81,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the worker's job, with or without a manager."""
     recipe = Recipe(steps=arguments.steps, seed=arguments.seed)
-    actor, tokenizer = load_model(arguments.model, arguments.seed)
+    tokenizer = Characters()
+    actor = build_actor(tokenizer, arguments.seed)
     print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
     name = pick(arguments.device)
     if arguments.no_placement:
@@ -91,7 +85,7 @@ def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
     return run_managed(make_worker(actor, tokenizer, device.torch_device, recipe), device, arguments, _COPIES * model_bytes)
 
 
-def make_worker(actor: nn.Module, tokenizer: Tokenizer, device: torch.device, recipe: Recipe) -> Worker:
+def make_worker(actor: nn.Module, tokenizer: Characters, device: torch.device, recipe: Recipe) -> Worker:
     """Make the objects of the job, on the CPU. Registering them puts none of their bytes on the device."""
     return Worker(
         actor=actor,
@@ -206,36 +200,6 @@ def make_device(name: str, model_bytes: int) -> Device:
         """The CUDA device, with a peak meter."""
 
     return MeteredCudaDevice(torch.device(name).index or 0)
-
-
-def load_model(directory: Path | None, seed: int) -> tuple[nn.Module, Tokenizer]:
-    """The built-in model, or a checkpoint with its own tokenizer, in float32 on the CPU."""
-    if directory is None:
-        characters = Characters()
-        return build_actor(characters, seed), characters
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
-    return model.eval(), CheckpointTokenizer(directory)
-
-
-class CheckpointTokenizer:
-    """Adapts a checkpoint's own tokenizer to the interface of the loop."""
-
-    def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left", local_files_only=True)
-        self.eos: int = self._tokenizer.eos_token_id
-        self.pad: int = self.eos if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
-        self._tokenizer.pad_token_id = self.pad
-
-    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        encoded = self._tokenizer(list(texts), return_tensors="pt", padding=True)
-        return encoded["input_ids"], encoded["attention_mask"]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids))
 
 
 @contextlib.contextmanager

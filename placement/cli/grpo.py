@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,11 @@ from torch.nn.utils import clip_grad_norm_
 from placement.engines import TorchEngine
 
 
-class Tokenizer(Protocol):
-    """Converts text to ids and back. `encode` pads on the left and returns ids and attention mask, both int64 [prompts, length]."""
-
-    eos: int
-    pad: int
-
-    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 class Characters:
-    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no download."""
+    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no download.
+
+    `encode` pads on the left and returns ids and attention mask, both int64 [prompts, length].
+    """
 
     pad, eos = 0, 1
     _alphabet = "0123456789+="
@@ -97,7 +89,7 @@ class Worker:
     optimizer: torch.optim.Optimizer
     reference: nn.Module
     engine: TorchEngine
-    tokenizer: Tokenizer
+    tokenizer: Characters
     device: torch.device
     recipe: Recipe
 

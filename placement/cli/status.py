@@ -10,13 +10,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings
 from placement.core.summary import readable
-from placement.observe.discovery import Target
 from placement.observe.fleet import find_targets, views_of
 
 View = dict[str, Any]
@@ -27,56 +25,17 @@ NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host
 """Columns that are aligned to the right."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sorting:
-    """A way to order the workers."""
-
-    title: str
-    key: Callable[[View], Any]
-
-
 def _held(view: View) -> int:
     return sum(handle["resident_bytes"] for handle in view["snapshot"]["handles"]) if "snapshot" in view else -1
 
 
-SORTINGS = {
-    "name": Sorting("name", lambda view: _natural(view["name"])),
-    "held": Sorting("bytes on the device", lambda view: -_held(view)),
-    "stall": Sorting("stall", lambda view: -stall_share(view)),
-    "trouble": Sorting("trouble", lambda view: (not trouble_of(view), _natural(view["name"]))),
+SORTINGS: dict[str, Callable[[View], Any]] = {
+    "name": lambda view: _natural(view["name"]),
+    "held": lambda view: -_held(view),
+    "stall": lambda view: -stall_share(view),
+    "trouble": lambda view: (not trouble_of(view), _natural(view["name"])),
 }
-
-
-def add_places(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name the workers and their order."""
-    text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
-    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
-    parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
-
-
-def places_of(arguments: argparse.Namespace) -> list[str]:
-    """The places on the command line, or the discovery folder from the environment.
-
-    Raises:
-        PlacementError: there is neither.
-    """
-    places: list[str] = arguments.workers
-    if places:
-        return places
-    folder = Settings.from_any(None).discovery
-    if folder is None:
-        raise PlacementError("no workers named: give a worker's URL, a /targets URL or a discovery folder, or set PLACEMENT_DISCOVERY")
-    return [folder]
-
-
-def look(places: Sequence[str], pool: concurrent.futures.Executor) -> list[View]:
-    """The present views of the workers. A worker that does not answer has an `error` in its view.
-
-    Raises:
-        PlacementError: a place does not lead to a worker.
-    """
-    targets: list[Target] = find_targets(places)
-    return views_of(targets, pool)
+"""Ways to order the workers."""
 
 
 def stall_share(view: View) -> float:
@@ -162,7 +121,9 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_places(parser)
+    text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
+    parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
     parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
 
@@ -171,17 +132,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output.
 
     Raises:
-        PlacementError: no worker is named, or the time between two looks is not positive.
+        PlacementError: no worker is named, a place does not lead to a worker, or the time between two looks is not positive.
     """
     if arguments.watch is not None and not arguments.watch > 0:
         raise PlacementError(f"--watch {arguments.watch} must be more than 0 seconds")
-    places = places_of(arguments)
+    places = arguments.workers or [Settings.from_any(None).discovery]
+    if places == [None]:
+        raise PlacementError("no workers named: give a worker's URL, a /targets URL or a discovery folder, or set PLACEMENT_DISCOVERY")
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        views = sorted(look(places, pool), key=SORTINGS[arguments.sort].key)
+
+        def look() -> list[View]:
+            return sorted(views_of(find_targets(places), pool), key=SORTINGS[arguments.sort])
+
+        views = look()
         while arguments.watch is not None:
             print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
             time.sleep(arguments.watch)
-            views = sorted(look(places, pool), key=SORTINGS[arguments.sort].key)
+            views = look()
     print(json.dumps(views, indent=1) if arguments.json else plain_report(views))
     return int(any(trouble_of(view) for view in views))
 

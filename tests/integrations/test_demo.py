@@ -67,20 +67,6 @@ def test_serves_metrics_while_it_runs(managed: tuple[str, dict[str, Any]]) -> No
     assert "metrics at http://127.0.0.1:" in managed[0]
 
 
-def test_the_model_may_come_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    from placement.cli.grpo import Characters, build_actor
-
-    build_actor(Characters(), seed=1).save_pretrained(tmp_path)
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i for i, c in enumerate("0123456789+=", start=2)}
-    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
-    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
-    assert "0 bytes left" in demo(capsys, "--device", "simulated", "--model", str(tmp_path))
-
-
 def test_output_falls_back_to_ascii_where_the_encoding_has_no_blocks() -> None:
     printed = io.BytesIO()
     with contextlib.redirect_stdout(io.TextIOWrapper(printed, encoding="ascii")) as text:

@@ -85,7 +85,7 @@ def view(name: str, held: int = 0, stalled: float = 0.0, **changes: Any) -> dict
 
 def test_orders_and_what_is_called_trouble() -> None:
     views = [view("rank10", held=5), view("rank9", stalled=1.0), view("rank1", wrong_writes=2), {"name": "rank0", "error": "gone"}]
-    orders = {name: [each["name"] for each in sorted(views, key=sorting.key)] for name, sorting in SORTINGS.items()}
+    orders = {name: [each["name"] for each in sorted(views, key=sorting)] for name, sorting in SORTINGS.items()}
     assert orders["name"] == ["rank0", "rank1", "rank9", "rank10"]
     assert orders["held"][0] == "rank10"
     assert orders["stall"][0] == "rank9"

@@ -307,20 +307,6 @@ def one_rank_that_cannot(root: str) -> tuple[str, str, bool]:
     return told[0], told[1], dist.get_rank() == 1 or program.values() == before
 
 
-def two_meshes(root: str) -> str:
-    """Experts cut by expert parallelism: tensors of one name on two meshes, with values of their own."""
-    torch.manual_seed(dist.get_rank())
-    model = torch.nn.Linear(4, 4, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shards"))["shards"])
-    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-    manager.register("actor", model, role="actor")
-    try:
-        checkpoint.save(manager, root)
-    except placement.CheckpointError as error:
-        return str(error)
-    return "saved"
-
-
 def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
     """FSDP2 along one dimension of a mesh and tensor parallelism along the other, for some layers only: the rest are replicas.
 
@@ -399,28 +385,6 @@ def broadcast_to_optimizer(options: dict[str, bool]) -> str:
         set_optimizer_state_dict(model, adam, given if given["state"] else {}, options=StateDictOptions(**options))
     assert program.values() == wanted
     program.train(1)
-    return str(caught.value)
-
-
-def broadcast_at_once() -> str:
-    """The same where nobody has a state dict, so that version counters tell what torch wrote before it was refused."""
-    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh)
-    given = {name: torch.full(value.shape, 0.5) for name, value in model.state_dict().items()} if dist.get_rank() == 0 else {}
-    manager = Manager(device=SimulatedDevice(1 << 26))
-    actor = manager.register("actor", model, role="actor")
-    optimizer = torch.optim.AdamW(model.parameters())
-    manager.register("actor.optimizer", optimizer)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for _ in range(2):
-        with pytest.raises(placement.NotResidentError) as caught:
-            set_model_state_dict(model, dict(given), options=options)
-        assert_nothing_resident(manager)
-    with manager.phase("restore"):
-        set_model_state_dict(model, dict(given), options=options)
-    assert all(bool((each == 0.5).all()) for value in actor.state_dict().values() for _, each in local_parts(value))
     return str(caught.value)
 
 

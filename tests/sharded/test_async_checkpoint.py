@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import placement
 from placement import checkpoint
@@ -132,23 +131,6 @@ def test_what_a_save_brought_to_the_host_is_not_copied_a_second_time(tmp_path: P
     assert_saved(tmp_path / "a", values(worker))
 
 
-def test_saves_one_after_the_other_while_values_change(tmp_path: Path) -> None:
-    worker = trained()
-    wanted, writing = [], []
-    for index in range(4):
-        with worker.manager.phase("train"):
-            learn(worker.net, worker.adam, index)
-            if index % 2:
-                wanted.append(values(worker))
-                writing.append(checkpoint.async_save(worker.manager, tmp_path / str(index)))
-        if not index % 2:
-            wanted.append(values(worker))
-            writing.append(checkpoint.async_save(worker.manager, tmp_path / str(index)))
-    for index, each in enumerate(writing):
-        each.result(SECONDS)
-        assert_saved(tmp_path / str(index), wanted[index])
-
-
 @pytest.mark.parametrize("how", ["unregister", "close", "load"])
 def test_what_would_overwrite_or_give_up_the_host_copy_waits(how: str, busy: Busy, tmp_path: Path) -> None:
     worker = trained()
@@ -214,17 +196,6 @@ def test_a_save_that_cannot_begin_lends_nothing(tmp_path: Path) -> None:
     assert worker.actor.state is OFF
 
 
-def test_gradients_are_no_part_of_it_and_survive(tmp_path: Path) -> None:
-    worker = trained()
-    with worker.manager.phase("train"):
-        worker.net(torch.ones(1, 64)).sum().backward()
-        wanted = [parameter.grad.clone() for parameter in worker.net.parameters() if parameter.grad is not None]
-        checkpoint.async_save(worker.manager, tmp_path / "a").result(SECONDS)
-    checkpoint.async_save(worker.manager, tmp_path / "b").result(SECONDS)
-    with worker.manager.phase("train"):
-        assert_same([parameter.grad for parameter in worker.net.parameters()], wanted)
-
-
 @pytest.mark.parametrize("phase", ["checkpoint", "train"])
 def test_what_hooks_compute_is_saved_as_it_was_at_the_call(phase: str, busy: Busy, tmp_path: Path) -> None:
     worker, other = trained(), Worker()
@@ -238,15 +209,3 @@ def test_what_hooks_compute_is_saved_as_it_was_at_the_call(phase: str, busy: Bus
     saved.result(SECONDS)
     checkpoint.load(other.manager, tmp_path, only=["actor"])
     assert_same(dict(other.actor.state_dict()), wanted)
-
-
-def test_what_is_being_written_is_no_view_of_the_users(busy: Busy, tmp_path: Path) -> None:
-    worker = trained()
-    with worker.manager.phase("log_prob"):
-        pass
-    before = worker.actor.counters.offloaded_bytes
-    checkpoint.async_save(worker.manager, tmp_path)
-    with worker.manager.phase("log_prob"):
-        assert worker.manager.audit().ok
-        busy.go()  # what offloads waits for the reader
-    assert worker.actor.counters.offloaded_bytes == before  # nothing has changed, and nobody could have written it

@@ -80,11 +80,6 @@ def test_a_full_state_dict_for_an_offloaded_optimizer_is_refused_and_nothing_is_
         assert "'actor.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be given a state dict" in said
 
 
-def test_what_a_refused_load_wrote_is_told_by_its_refusal_alone(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(worker.broadcast_at_once):
-        assert "The values that torch wrote before this error are lost" in said
-
-
 @pytest.mark.parametrize("phase", [None, "restore"])
 @pytest.mark.parametrize("refused_by", [None, 0, 1])
 def test_what_shows_copies_takes_a_checkpoint_over_on_every_rank_or_on_none(
@@ -104,9 +99,3 @@ def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params:
         assert "use save()" in in_background
         assert "Inside manager.phase('restore'): state = {'actor': get_model_state_dict(...)}" in load
         assert "set_model_state_dict" in load
-
-
-def test_tensors_of_one_name_on_two_meshes_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
-    for found in two_ranks.run(worker.two_meshes, str(tmp_path)):
-        assert "actor.weight is sharded over ranks" in found
-    assert not list(tmp_path.iterdir())

@@ -123,7 +123,6 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["demo", "--serve", "99999"],
         ["discover", ".", "--port", "99999"],
         ["discover", ".", "--port", "-1"],
-        ["demo", "--model", "no/such/directory"],
         ["demo", "--json", "no/such/directory/result.json"],
         ["demo", "--json", "."],
     ],

@@ -42,22 +42,6 @@ def test_bytes_that_no_handle_holds_are_found() -> None:
     check(worker.manager)
 
 
-def test_what_the_policy_keeps_on_the_device_may_stay() -> None:
-    worker = Worker(policy="resident")
-    assert worker.on_device() == {"actor", "ref", "critic"}
-    check(worker.manager)
-
-
-def test_an_open_phase_and_a_closed_manager_are_left_alone() -> None:
-    worker = Worker()
-    chunk = worker.manager.device.create(4096)
-    with worker.manager.phase("log_prob"):
-        check(worker.manager)
-    worker.manager.device.release(chunk)
-    worker.manager.close()
-    check(worker.manager)
-
-
 def test_every_manager_is_known_and_held_with_what_it_registered() -> None:
     with watched(holds=True) as seen:
         manager = make_manager()
@@ -65,11 +49,3 @@ def test_every_manager_is_known_and_held_with_what_it_registered() -> None:
         del manager
         (known,) = seen.managers()
         assert list(known.handles) == ["actor"]
-
-
-@pytest.mark.leaves_behind("the check of this test itself would hold the manager")
-def test_nothing_is_held_where_a_test_looks_at_what_is_collected() -> None:
-    with watched(holds=False) as seen:
-        kept = Worker()
-        Worker()
-        assert list(seen.managers()) == [kept.manager]
