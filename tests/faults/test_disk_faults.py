@@ -21,7 +21,7 @@ import placement
 from placement.devices.host import disk_file
 from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
-from tests.support.disk import until
+from tests.support.disk import settle
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
@@ -44,7 +44,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quiet(worker: FaultyWorker) -> None:
-    until(lambda: worker.manager._stack.executor.host_tier._keeper.is_idle)
+    settle(worker.manager)
 
 
 def worker_in(folder: Path) -> FaultyWorker:
