@@ -200,12 +200,12 @@ class Spill:
         if self._file is None:
             self._file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
         try:
-            written_bytes = self._file.write(slab.address, goes_on)
+            written_bytes, is_whole = self._file.write(slab.address, goes_on)
         except BaseException:
             self._file = None  # and its space is given back
             raise
-        self._counters.spilled_bytes += written_bytes or 0
-        return written_bytes is not None
+        self._counters.spilled_bytes += written_bytes
+        return is_whole
 
     def _read(self, slab: Slab, goes_on: GoesOn) -> bool:
         file = self._file
