@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from placement.core.errors import HostMemoryError
 from placement.core.settings import Settings
@@ -13,7 +12,7 @@ from placement.devices.base import Device
 from placement.devices.host.disk_file import check_directory
 from placement.devices.host.part import SlabPart
 from placement.devices.host.slab import Slab
-from placement.devices.memory import HostSlab, Mark
+from placement.devices.memory import HostSlab
 from placement.planning.budget import mib
 from placement.planning.host_need import HostShare, UseHistory, check_fits_host, host_table
 from placement.registration.handle import Handle
@@ -125,8 +124,8 @@ class DiskTier(HostTier):
             spills, other_bytes = self._spills_of(self._handles[name], holdings[name])
             order += spills
             fixed_bytes += other_bytes
-        marks = [self._device.mark("to_device"), self._device.mark("to_host")]
-        self._keeper.arrange(order, fixed_bytes, functools.partial(_wait, self._device, marks))
+        device, marks = self._device, [self._device.mark("to_device"), self._device.mark("to_host")]
+        self._keeper.arrange(order, fixed_bytes, lambda: [device.wait(mark) for mark in marks])  # without `self`, which must die
 
     def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
         """The spills of a handle's slabs, with what is true of them now, and the host memory of what never leaves."""
@@ -178,8 +177,3 @@ def _share(holding: ManagedStorage) -> HostShare:
     shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
     own = sum(r.host.nbytes for r in ranges if not r.is_shared)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
-
-
-def _wait(device: Device, marks: Sequence[Mark]) -> None:
-    for mark in marks:
-        device.wait(mark)

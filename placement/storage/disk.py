@@ -127,21 +127,19 @@ class Spill:
 
     def claim_if_here(self) -> bool:
         """Like `claim` where it need not wait. False where it would have to."""
-        with self._keeper.lock:
-            self.is_claimed = True
-            return self._is_here_for_use()
+        self.is_claimed = True
+        return self._is_here_for_use()
 
     def _use(self) -> None:
         """Have the bytes in host memory, where they stay as long as a tensor over them lives, which must be there already."""
-        with self._keeper.lock:
-            is_here = self._is_here_for_use()
-        if not is_here:
+        if not self._is_here_for_use():
             self._keeper.bring(self)
 
     def _is_here_for_use(self) -> bool:
-        self._num_uses += 1
-        self.is_used = True
-        return self.is_here
+        with self._keeper.lock:
+            self._num_uses += 1
+            self.is_used = True
+            return self.is_here
 
     def require_values(self) -> None:
         """Raise if values are lost.
@@ -202,12 +200,12 @@ class Spill:
         if self._file is None:
             self._file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
         try:
-            written_bytes = self._file.write(slab.address, goes_on)
+            written_bytes, is_whole = self._file.write(slab.address, goes_on)
         except BaseException:
             self._file = None  # and its space is given back
             raise
-        self._counters.spilled_bytes += written_bytes or 0
-        return written_bytes is not None
+        self._counters.spilled_bytes += written_bytes
+        return is_whole
 
     def _read(self, slab: Slab, goes_on: GoesOn) -> bool:
         file = self._file
@@ -279,10 +277,6 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
     return None
 
 
-def _nothing() -> None:
-    """Nothing is to be waited for."""
-
-
 class Keeper:
     """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next.
 
@@ -299,13 +293,13 @@ class Keeper:
         """Held while a host copy moves."""
         self._order: Sequence[Spill] = ()
         self._fixed_bytes = 0
-        self._wait: Callable[[], object] = _nothing
+        self._wait: Callable[[], object] = lambda: None
         self._waiting: list[Sequence[Spill]] = []
         """The host copies of each caller that has the disk, or waits for it."""
         self._is_held = True
         self._is_due = False
         """Whether there may be something to do for what was arranged."""
-        self._is_busy = self._is_stopping = False
+        self._is_stopping = False
         self._warned: set[str] = set()
         self.waited_seconds = 0.0
         """Total time that callers have waited for the disk, or for memory to be freed."""
@@ -355,18 +349,13 @@ class Keeper:
         with self.lock:
             return self._fixed_bytes + sum(spill.held_bytes for spill in self._order)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything is done that was arranged."""
-        with self.lock:
-            return not (self._is_due or self._is_busy)
-
     def stop(self) -> None:
         """Stop the thread. Idempotent."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify()
-        self._thread.join(_EXIT_SECONDS)
+        if self._thread.is_alive():  # it is not in a forked child, in which nobody would give the lock back
+            with self._changed:
+                self._is_stopping = True
+                self._changed.notify()
+            self._thread.join(_EXIT_SECONDS)
 
     @contextlib.contextmanager
     def _in_front(self, spills: Sequence[Spill]) -> Iterator[None]:
@@ -406,12 +395,11 @@ class Keeper:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._is_busy = False
                 self._changed.wait_for(lambda: self._is_stopping or (self._is_due and not self._waiting))
                 if self._is_stopping:
                     return
-                self._is_busy, self._is_due = True, False
             with self._disk:
+                self._is_due = False  # an arrangement that is made from now on sets it again
                 try:
                     if self._step():
                         self._is_due = True

@@ -21,7 +21,7 @@ import placement
 from placement.devices.host import disk_file
 from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
-from tests.support.disk import until
+from tests.support.disk import send_to_disk, settle, tier_of
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
@@ -44,7 +44,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quiet(worker: FaultyWorker) -> None:
-    until(lambda: worker.manager._stack.executor.host_tier._keeper.is_idle)
+    settle(worker.manager)
 
 
 def worker_in(folder: Path) -> FaultyWorker:
@@ -202,6 +202,29 @@ def test_ctrl_c_while_somebody_waits_for_the_disk_leaves_values_complete(
         check_values(worker)
     assert interrupted
     a_few_phases(worker)
+    check_values(worker)
+    worker.manager.close()
+
+
+def test_ctrl_c_while_somebody_else_has_the_disk_is_raised_at_once(tmp_path: Path) -> None:
+    worker = worker_in(tmp_path)
+    a_few_phases(worker)
+    send_to_disk(worker.manager, "actor")
+    keeper = tier_of(worker.manager)._keeper
+    is_over = threading.Event()
+
+    def occupy() -> None:
+        with keeper._disk:
+            os.kill(os.getpid(), signal.SIGINT)
+            is_over.wait(20)
+
+    thread = threading.Thread(target=occupy)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the signal may come as soon as the thread runs
+        thread.start()
+        worker.manager.handles["actor"].state_dict()
+    assert not keeper._waiting
+    is_over.set()
+    thread.join()
     check_values(worker)
     worker.manager.close()
 

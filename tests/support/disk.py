@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from placement import Manager
 from placement.planning.host_tier import DiskTier
-from placement.storage.disk import Place, Spill
+from placement.storage.disk import Keeper, Place, Spill
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 
@@ -19,9 +19,15 @@ def tier_of(manager: Manager) -> DiskTier:
     return tier
 
 
+def is_idle(keeper: Keeper) -> bool:
+    """Whether the keeper's thread has done everything that was arranged."""
+    with keeper._disk:
+        return not keeper._is_due
+
+
 def settle(manager: Manager) -> None:
     """Wait for the background work."""
-    until(lambda: tier_of(manager)._keeper.is_idle)
+    until(lambda: is_idle(tier_of(manager)._keeper))
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -47,7 +47,7 @@ def rounded(nbytes: int) -> int:
 def round_trip(folder: Path, nbytes: int) -> None:
     source, target = slab_of(nbytes), Slab(nbytes)
     file = DiskFile(folder, "a", nbytes)
-    assert file.write(source.address) == file.nbytes == rounded(nbytes)
+    assert file.write(source.address) == (rounded(nbytes), True)
     assert file.read(target.address) == []
     assert torch.equal(source.view(0, nbytes), target.view(0, nbytes))
 
@@ -70,12 +70,12 @@ def test_a_file_has_no_name_is_for_this_user_alone_and_goes_with_its_owner(tmp_p
 def test_only_blocks_that_differ_are_written(tmp_path: Path) -> None:
     slab = slab_of(5 * BLOCK + 1)
     file = DiskFile(tmp_path, "a", slab.nbytes)
-    assert file.write(slab.address) == 5 * BLOCK + PAGE
-    assert file.write(slab.address) == 0
+    assert file.write(slab.address) == (5 * BLOCK + PAGE, True)
+    assert file.write(slab.address) == (0, True)
     slab.view(2 * BLOCK + 7, 1).bitwise_xor_(1)
-    assert file.write(slab.address) == BLOCK
+    assert file.write(slab.address) == (BLOCK, True)
     file.forget()
-    assert file.write(slab.address) == 5 * BLOCK + PAGE
+    assert file.write(slab.address) == (5 * BLOCK + PAGE, True)
     assert file.read(slab.address) == []
 
 
@@ -168,8 +168,8 @@ def test_every_failing_call_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patched:
             patched.setattr(os, call, fails)
             with pytest.raises(OSError, match="Input/output error"):
-                file.read(source.address) if file.write(source.address) else None
-        assert file.write(source.address) is not None  # it can be tried again
+                assert file.write(source.address)[1] is (file.read(source.address) == [])
+        assert file.write(source.address)[1]  # it can be tried again
         assert file.read(source.address) == []
 
 
@@ -178,8 +178,10 @@ def test_it_stops_when_it_is_told_to_and_goes_on_from_there(tmp_path: Path, monk
     monkeypatch.setattr(disk_file, "_CHECKING", 0)
     source = slab_of(64 * BLOCK)
     file = DiskFile(tmp_path, "a", 64 * BLOCK)
-    assert file.write(source.address, goes_on=lambda: False) is None
-    assert 0 < file.write(source.address) < file.nbytes  # type: ignore[operator]
+    first, is_whole = file.write(source.address, goes_on=lambda: False)
+    assert not is_whole
+    assert 0 < first < file.nbytes
+    assert file.write(source.address) == (file.nbytes - first, True)
     assert file.read(source.address, goes_on=lambda: False) is None
     assert file.read(source.address) == []
 

@@ -251,17 +251,12 @@ def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.T
 # --- what a limit means
 
 
-def test_a_handle_beyond_the_limit_is_refused_with_a_table(tmp_path: Path) -> None:
-    manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=MODEL_BYTES - 1, disk_directory=tmp_path)
-    with pytest.raises(HostMemoryError, match=r"'actor' needs .* host_limit_bytes is .*\n  handle +in host memory"):
-        manager.register("actor", model(0), role="actor")
-    assert manager.handles == {}
-    manager.close()
-
-
-def test_an_optimizer_must_fit_beside_what_it_steps(tmp_path: Path) -> None:
+def test_a_handle_that_never_fits_beside_what_it_steps_is_refused_with_a_table(tmp_path: Path) -> None:
     manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=3 * MODEL_BYTES - 1, disk_directory=tmp_path)
     actor = model(0)
+    with pytest.raises(HostMemoryError, match=r"'large' needs .* host_limit_bytes is .*\n  handle +in host memory"):
+        manager.register("large", model(0, width=256), role="ref")
+    assert manager.handles == {}
     manager.register("actor", actor, role="actor")
     with pytest.raises(HostMemoryError, match="'adam' together with actor, which it steps"):
         manager.register("adam", torch.optim.AdamW(actor.parameters()))

@@ -111,8 +111,8 @@ class DiskFile:
         offset = index * self._block_bytes
         return offset, min(self._block_bytes, self.nbytes - offset)
 
-    def write(self, address: int, goes_on: GoesOn = always) -> int | None:
-        """Write the blocks at `address` that differ from the file's. Returns how many bytes that were; None if it was stopped.
+    def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
+        """Write the blocks at `address` that differ from the file's. Returns how many bytes that were, and whether it was not stopped.
 
         Raises:
             OSError: a write failed. Use the file no more.
@@ -130,10 +130,9 @@ class DiskFile:
                 self._checksums[index] = checksum
                 written.append(nbytes)
 
-        if not _in_parallel(self.num_blocks, write, goes_on):
-            return None
+        is_whole = _in_parallel(self.num_blocks, write, goes_on)
         os.fdatasync(self._file)  # reports what buffered writes could not report
-        return sum(written)
+        return sum(written), is_whole
 
     def read(self, address: int, goes_on: GoesOn = always) -> list[int] | None:
         """Read the file into the memory at `address`. Returns the blocks that are not as they were written; None if it was stopped.
