@@ -19,16 +19,14 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
 from placement.core.summary import readable
-from placement.forecasting.device import SizesDevice
-from placement.forecasting.objects import Object, object_of
+from placement.forecasting.description import Phase
 from placement.forecasting.report import PhaseForecast
-from placement.forecasting.run import Phase, Run
 from placement.observe.client import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
-from placement.storage.range_layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from placement.core.states import Policy
+    from placement.forecasting.run import Run
 
 GIB = 1 << 30
 BUDGET_BYTES = 80 * GIB
@@ -113,19 +111,17 @@ Row = tuple[PhaseForecast, Plan | None]
 @contextmanager
 def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Iterator[Run]:
     """A worker with the handles of the sample, under a policy."""
+    from placement.forecasting.device import SizesDevice
+    from placement.forecasting.objects import objects_of
+    from placement.forecasting.run import Run
+    from placement.storage.range_layout import ALIGNMENT
+
     device = SizesDevice(granularity=ALIGNMENT)
-    run = Run(policy, device, _objects(device), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
+    run = Run(policy, device, objects_of(device, SAMPLE, {}), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
     try:
         yield run
     finally:
         run.close()
-
-
-def _objects(device: SizesDevice) -> Iterator[Object]:
-    made: dict[str, Object] = {}
-    for facts in SAMPLE:
-        made[facts.name] = object_of(device, facts, made, is_born=True, keeps_weights=True)
-        yield made[facts.name]
 
 
 def _row(run: Run, name: str) -> Row:

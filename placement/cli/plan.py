@@ -14,10 +14,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
-from placement.forecasting.device import Link
-from placement.forecasting.job import CYCLES, listed
-from placement.forecasting.models import Layout
-from placement.forecasting.recorded import Recording
+from placement.forecasting.description import CYCLES, Layout, Link, listed
 from placement.forecasting.report import Forecast, by_phase
 from placement.forecasting.table import comparison, table, write_svg
 from placement.planning.policy_lookup import policy_names
@@ -136,6 +133,8 @@ def _link(arguments: argparse.Namespace) -> Link | None:
 
 
 def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
+    from placement.forecasting.recorded import Recording
+
     recording = Recording.read(arguments.trace, arguments.worker)
     budget, link = _budget(arguments, settings), _link(arguments)
     moved = f"{readable(recording.moved.loaded_bytes)} loaded, {readable(recording.moved.offloaded_bytes)} offloaded"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
-from placement.forecasting.device import Link, SizesDevice
-from placement.forecasting.objects import Object, object_of
+from placement.forecasting.description import Link, Phase
+from placement.forecasting.device import SizesDevice
+from placement.forecasting.objects import Seen, objects_of
 from placement.forecasting.report import Forecast
-from placement.forecasting.run import Moved, Phase, Run, summed_up
+from placement.forecasting.run import Moved, Run, summed_up
 from placement.observe.trace import MANAGER_EVENT
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.range_layout import ALIGNMENT
@@ -156,31 +157,24 @@ class Recording:
         chosen = resolve_policy(self.policy if policy is None else policy)
         budget, names = self.budget_bytes if budget_bytes is None else budget_bytes, [phase.name for phase, _ in self.phases]
         settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
-        run = Run(chosen, device, self._objects(device), names, budget_bytes=budget, **settings)
+        objects = objects_of(device, map(_view, self.facts), {facts["name"]: self._seen(facts) for facts in self.facts})
+        run = Run(chosen, device, objects, names, budget_bytes=budget, **settings)
         try:
             return summed_up(run, tuple([run.go(phase, seconds) for phase, seconds in self.phases]), notes=notes)
         finally:
             run.close()
 
-    def _objects(self, device: SizesDevice) -> Iterator[Object]:
-        """The handles with the bytes that their moves in the run have shown."""
-        made: dict[str, Object] = {}
-        for view in map(_view, self.facts):
-            loads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.LOAD]
-            offloads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.OFFLOAD]
-            loaded = max((each.loaded_bytes for each in loads), default=0)
-            weights = view.tags.get(WEIGHTS, 0)
-            made[view.name] = object_of(
-                device,
-                view,
-                made,
-                changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
-                is_born=bool(loads[:1] and loads[0].loaded_bytes),
-                keeps_weights=not loads or not weights or loaded > 0,
-            )
-            if loaded and not weights:
-                made[view.name].part = min(loaded, view.num_bytes), view.num_bytes  # padding is not copied, nor what other ranks bring
-            yield made[view.name]
+    def _seen(self, facts: Mapping[str, Any]) -> Seen:
+        """The bytes that the moves of one handle have shown."""
+        loads = [move.moved for move in self.moves if move.handle == facts["name"] and move.trigger == Trigger.LOAD]
+        offloads = [move.moved for move in self.moves if move.handle == facts["name"] and move.trigger == Trigger.OFFLOAD]
+        loaded = max((each.loaded_bytes for each in loads), default=0)
+        return Seen(
+            loaded,
+            changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
+            is_born=bool(loads[:1] and loads[0].loaded_bytes),
+            keeps_weights=not loads or not facts["tags"].get(WEIGHTS) or loaded > 0,
+        )
 
 
 def _view(facts: Mapping[str, Any]) -> HandleView:

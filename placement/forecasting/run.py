@@ -9,6 +9,7 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
+from placement.forecasting.description import Phase
 from placement.forecasting.device import SizesDevice, sized
 from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
 from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
@@ -23,14 +24,6 @@ _MOST_CYCLES = 8
 """A policy that has not settled after so many steps is shown as it is then."""
 _NO_LIMIT = 1 << 62
 """The budget in bytes where none is given."""
-
-
-class Phase(NamedTuple):
-    """One phase of a run."""
-
-    name: str
-    only: tuple[str, ...] | None = None
-    """The handles for which the phase is, as in `manager.phase(name, only=...)`; None: for all."""
 
 
 class Moved(NamedTuple):
@@ -112,7 +105,7 @@ class Run:
         self.asked = Asked(policy)
         self.budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
         self.refused_registrations: list[str] = []
-        """Why the limit on host memory refuses registrations."""
+        """The reasons why the limit on host memory refuses registrations."""
         outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
         self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
         self._device = device

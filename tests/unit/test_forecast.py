@@ -19,8 +19,9 @@ from placement.core.states import PHASES
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
+from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
-from placement.forecasting.job import CYCLES, OPTIMIZERS, cycle_of, state_of
+from placement.forecasting.job import OPTIMIZERS, state_of
 from placement.forecasting.models import module_of, parts_of
 from placement.forecasting.table import comparison, svg, table
 from placement.testing import SimulatedDevice

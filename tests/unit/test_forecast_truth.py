@@ -13,7 +13,7 @@ import torch
 import placement
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting import Layout, Model, Recording, Rollout
-from placement.forecasting.job import CYCLES
+from placement.forecasting.description import CYCLES
 from placement.forecasting.models import parts_of
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
