@@ -130,7 +130,7 @@ def _row(run: Run, name: str) -> Row:
 
 
 def _idle_row(run: Run) -> Row:
-    """What holds outside every phase, once everything is registered."""
+    """The row of the time outside every phase, once everything is registered."""
     phase, plan = _row(run, IDLE)
     for error in run.asked.unfit[:1]:
         phase = phase.model_copy(update={"fits": False, "problem": f"{type(error).__name__}: {error}"})

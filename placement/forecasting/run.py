@@ -113,18 +113,24 @@ class Run:
         self._limit = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
         self._open: list[str] = []
         self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), nan_check=False, **settings)
-        for each in objects:
-            self._register(each)
+        try:
+            for each in objects:
+                self._register(each)
+        except BaseException:
+            self.close()
+            raise
         self.asked.is_registering = False
         self._counters = self._count()
 
     def close(self) -> None:
-        """End the run."""
-        while self._open:
-            self._try_to_enter(Phase(IDLE))
-        for each in self._objects.values():
-            each.empty()
-        self._manager.close()
+        """End the run. Nothing may be handed back, because there are no values."""
+        try:
+            while self._open:
+                self._try_to_enter(Phase(IDLE))
+        finally:
+            for each in self._objects.values():
+                each.empty()
+            self._manager.close()
 
     @property
     def peak_bytes(self) -> int:
