@@ -210,11 +210,7 @@ class Run:
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
             skipped_bytes=total.skipped_bytes - again,
             prefetched_bytes=total.prefetched_bytes,
-            host_bytes=use.host_bytes,
-            disk_bytes=use.disk_bytes,
-            disk_written_bytes=use.written_bytes,
-            disk_read_bytes=use.read_bytes,
-            disk_waited_bytes=use.waited_bytes,
+            **use._asdict(),
             stall_seconds=None if link is None else round(stall, 9),
             work_seconds=work_seconds,
         )
