@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -108,8 +107,7 @@ Row = tuple[PhaseForecast, Plan | None]
 """A phase, and the policy's plan for it; None: there is none."""
 
 
-@contextmanager
-def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Iterator[Run]:
+def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Run:
     """A worker with the handles of the sample, under a policy."""
     from placement.forecasting.device import SizesDevice
     from placement.forecasting.objects import objects_of
@@ -117,11 +115,7 @@ def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_ro
     from placement.storage.range_layout import ALIGNMENT
 
     device = SizesDevice(granularity=ALIGNMENT)
-    run = Run(policy, device, objects_of(device, SAMPLE, {}), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
-    try:
-        yield run
-    finally:
-        run.close()
+    return Run(policy, device, objects_of(device, SAMPLE, {}), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
 
 
 def _row(run: Run, name: str) -> Row:
@@ -132,8 +126,10 @@ def _row(run: Run, name: str) -> Row:
 def _idle_row(run: Run) -> Row:
     """The row of the time outside every phase, once everything is registered."""
     phase, plan = _row(run, IDLE)
-    for error in run.asked.unfit[:1]:
-        phase = phase.model_copy(update={"fits": False, "problem": f"{type(error).__name__}: {error}"})
+    for error in run.asked.unfit[-1:]:
+        wanted = getattr(error, "wanted_bytes", None) or 0
+        problem, over = "" if wanted else f"{type(error).__name__}: {error}", max(0, wanted - run.budget_bytes)
+        phase = phase.model_copy(update={"fits": False, "problem": problem, "wanted_bytes": wanted, "over_bytes": over})
     return phase, None if phase.problem else plan
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.core.errors import HostMemoryError
 from placement.devices.background import BackgroundThread, is_background
 from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
@@ -133,7 +133,7 @@ class _Copies:
 
 
 class SizesDevice(Device):
-    """A device on which only sizes exist.
+    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it.
 
     Args:
         link: the rates of copies; None: they are not known, and no copy is ready before it is waited for.
@@ -224,8 +224,6 @@ class SizesDevice(Device):
         return _Addresses(round_up(nbytes, self.granularity), self.chunk_bytes)
 
     def create(self, nbytes: int) -> Chunk:
-        if nbytes > self.memory().free_bytes:
-            raise DeviceMemoryError(f"sizes: asked for {nbytes:,} bytes, {self.memory().free_bytes:,} free")
         chunk = _Chunk(nbytes)
         self._chunks.add(chunk)
         return chunk

@@ -176,24 +176,11 @@ def forecast(
         made, remarked = _objects(name, described, layout, sizes)
         objects += made
         notes += [each for each in remarked if each not in notes]
-    run = Run(
-        resolve_policy(policy),
-        sizes,
-        objects,
-        names,
-        budget_bytes=budget,
-        work_seconds=work_seconds,
-        steps=steps,
-        host_limit_bytes=limit,
-        worker_role=worker_role,
-        phases=dict(phases or {}),
-    )
-    objects.clear()
-    try:
+    numbers: dict[str, Any] = {"budget_bytes": budget, "host_limit_bytes": limit, "work_seconds": work_seconds, "steps": steps}
+    settings: dict[str, Any] = {"worker_role": worker_role, "phases": dict(phases or {})}
+    with Run(resolve_policy(policy), sizes, objects, names, **numbers, **settings) as run:
         notes += _notes(handles, run.handles(layout.ranks_per_node), layout, found, limit)
         return in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
-    finally:
-        run.close()
 
 
 def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:

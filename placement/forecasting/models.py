@@ -8,9 +8,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,8 +24,7 @@ _AUTO_CLASSES: Mapping[Head, Sequence[str]] = {
 """The classes of transformers that build a model with such a head; the first one that knows the architecture is taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One storage of a model, as the first rank holds it."""
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -78,7 +78,7 @@ class Asked:
 
 
 class Run:
-    """One worker that only has sizes, under a real manager.
+    """One worker that only has sizes, under a real manager. A context, or `close` it.
 
     Args:
         objects: in registration order.
@@ -121,6 +121,12 @@ class Run:
             raise
         self.asked.is_registering = False
         self._counters = self._count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the run. Nothing may be handed back, because there are no values."""
