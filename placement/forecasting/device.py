@@ -31,7 +31,7 @@ _SLOW = 1e-3
 """The rate, in bytes a second, of a link that is not known."""
 _NEAR_BYTES = 0.5
 """A copy that lacks less is complete: rates and seconds are rounded."""
-_SETTLES_SECONDS = 1.0
+_SETTLES_SECONDS = 0.25
 """The longest real time that a thread of the manager's is given to reach its next wait."""
 
 _end = itertools.count(1 << 18)

@@ -113,6 +113,7 @@ class Rollout:
         return {WEIGHTS: _bytes(self.weights_bytes), KV_CACHE: _bytes(self.kv_cache_bytes)}
 
 
+@torch.inference_mode(mode=False)
 def forecast(
     handles: Mapping[str, Model | Rollout],
     *,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
 from placement.forecasting.description import Link, Phase
@@ -104,6 +106,7 @@ class Recording:
             moves=moves,
         )
 
+    @torch.inference_mode(mode=False)
     def forecast(
         self,
         policy: str | type[Policy] | Policy | None = None,

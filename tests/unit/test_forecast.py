@@ -349,6 +349,13 @@ def test_only_is_for_handles_that_there_are() -> None:
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_modes_of_the_caller_change_nothing(mode: Any) -> None:
+    expected = placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9)
+    with mode():
+        assert placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9) == expected
+
+
 def test_a_cuda_device_counts_in_its_own_chunks() -> None:
     told = placement.forecast({"actor": Model(mlp(1000))})
     assert told.handles[0].num_bytes == 2 * 8 * MIB * 2  # 32,000,000 bytes, in multiples of 2 MiB

@@ -171,8 +171,9 @@ def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     told = forecast(case, device, tmp_path)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
-    with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)"):
+    with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)") as caught:
         measure(case, device, tmp_path / "trace.json")
+    assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
     assert not told.fits
