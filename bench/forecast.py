@@ -24,7 +24,7 @@ from placement.cli.doctor import examine
 from placement.devices.base import Device
 from placement.devices.select import select_device
 from placement.forecasting import Link, Model
-from placement.forecasting.job import CYCLES
+from placement.forecasting.description import CYCLES
 from placement.testing import SimulatedDevice
 
 _CYCLES = 8

@@ -199,6 +199,9 @@ class Faults(Device):
     def communicators(self) -> Sequence[Communicator]:
         return self.device.communicators()
 
+    def known_fingerprints(self, addresses: Addresses, start: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        return self.device.known_fingerprints(addresses, start, sizes)
+
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return self.device.ask(values)
 

@@ -18,7 +18,7 @@ from placement.core.summary import readable
 from placement.devices.base import Device
 from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect, settled
 from placement.devices.select import select_device
-from placement.forecasting.job import CYCLES
+from placement.forecasting.description import CYCLES
 
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,16 +18,14 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
 from placement.core.summary import readable
-from placement.forecasting.device import SizesDevice
-from placement.forecasting.objects import Object, object_of
+from placement.forecasting.description import Phase
 from placement.forecasting.report import PhaseForecast
-from placement.forecasting.run import Phase, Run
 from placement.observe.fleet import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
-from placement.storage.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from placement.core.states import Policy
+    from placement.forecasting.run import Run
 
 GIB = 1 << 30
 BUDGET_BYTES = 80 * GIB
@@ -110,22 +107,15 @@ Row = tuple[PhaseForecast, Plan | None]
 """A phase, and the policy's plan for it; None: there is none."""
 
 
-@contextmanager
-def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Iterator[Run]:
+def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Run:
     """A worker with the handles of the sample, under a policy."""
+    from placement.forecasting.device import SizesDevice
+    from placement.forecasting.objects import objects_of
+    from placement.forecasting.run import Run
+    from placement.storage.layout import ALIGNMENT
+
     device = SizesDevice(granularity=ALIGNMENT)
-    run = Run(policy, device, _objects(device), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-def _objects(device: SizesDevice) -> Iterator[Object]:
-    made: dict[str, Object] = {}
-    for facts in SAMPLE:
-        made[facts.name] = object_of(device, facts, made, is_born=True, keeps_weights=True)
-        yield made[facts.name]
+    return Run(policy, device, objects_of(device, SAMPLE, {}), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
 
 
 def _row(run: Run, name: str) -> Row:
@@ -134,10 +124,12 @@ def _row(run: Run, name: str) -> Row:
 
 
 def _idle_row(run: Run) -> Row:
-    """What holds outside every phase, once everything is registered."""
+    """The row of the time outside every phase, once everything is registered."""
     phase, plan = _row(run, IDLE)
-    for error in run.asked.unfit[:1]:
-        phase = phase.model_copy(update={"fits": False, "problem": f"{type(error).__name__}: {error}"})
+    for error in run.asked.unfit[-1:]:
+        wanted = getattr(error, "wanted_bytes", None) or 0
+        problem, over = "" if wanted else f"{type(error).__name__}: {error}", max(0, wanted - run.budget_bytes)
+        phase = phase.model_copy(update={"fits": False, "problem": problem, "wanted_bytes": wanted, "over_bytes": over})
     return phase, None if phase.problem else plan
 
 

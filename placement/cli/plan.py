@@ -8,20 +8,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
-from placement.forecasting.device import Link
-from placement.forecasting.job import CYCLES, listed
-from placement.forecasting.models import Layout
-from placement.forecasting.recorded import Recording
+from placement.forecasting.description import CYCLES, Layout, Link, listed
 from placement.forecasting.report import Forecast, by_phase
 from placement.forecasting.table import comparison, table, write_svg
 from placement.planning.policy_lookup import policy_names
 
+_Number = TypeVar("_Number", int, float)
 _TRAINED = ("actor", "critic")
 _OF_A_JOB = (
     *("roles", "model_of", "dtype", "optimizer", "gradients", "replicated", "kv_cache", "rollout_weights", "rollout_tensor_parallel"),
@@ -52,12 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a machine; each rank has one (default 8)")
     add("--cycle", default="grpo", help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)")
     add("--work", default="", metavar="PHASE=SECONDS,...", help="the duration of each phase without moves; a prefetch needs it")
-    add(
-        "--steps",
-        default="",
-        metavar="PHASE=N,...",
-        help="optimizer steps in each phase, for a policy that streams their state (default 1)",
-    )
+    add("--steps", default="", metavar="PHASE=N,...", help="optimizer steps in each phase, if a policy streams their state (default 1)")
     add("--policy", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
     add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
     add("--budget", metavar="BYTES", help="device bytes that the handles may hold together")
@@ -136,6 +129,8 @@ def _link(arguments: argparse.Namespace) -> Link | None:
 
 
 def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
+    from placement.forecasting.recorded import Recording
+
     recording = Recording.read(arguments.trace, arguments.worker)
     budget, link = _budget(arguments, settings), _link(arguments)
     moved = f"{readable(recording.moved.loaded_bytes)} loaded, {readable(recording.moved.offloaded_bytes)} offloaded"
@@ -167,7 +162,7 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[s
         models["rollout"] = _engine(arguments, models)
     elif given := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
         raise ValueError(f"{given} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
-    work, steps = _work(arguments.work), _steps(arguments.steps)
+    work, steps = _numbers(arguments.work, "--work", "seconds", float), _numbers(arguments.steps, "--steps", "steps", int)
     budget, link = _budget(arguments, settings), _link(arguments)
 
     def forecast(policy: str) -> Forecast:
@@ -230,22 +225,14 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
     return Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
 
 
-def _work(text: str) -> dict[str, float]:
+def _numbers(text: str, option: str, what: str, kind: Callable[[str], _Number]) -> dict[str, _Number]:
+    """The numbers that an option gives to phases."""
     found = {}
-    for phase, seconds in (_pair(each, "--work", "PHASE=SECONDS") for each in _words(text)):
+    for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
         try:
-            found[phase] = float(seconds)
+            found[phase] = kind(number)
         except ValueError:
-            raise ValueError(f"--work: {seconds!r} of phase {phase!r} is no number of seconds") from None
-    return found
-
-
-def _steps(text: str) -> dict[str, int]:
-    found = {}
-    for phase, count in (_pair(each, "--steps", "PHASE=N") for each in _words(text)):
-        if not count.isdecimal():
-            raise ValueError(f"--steps: {count!r} of phase {phase!r} is no number of steps")
-        found[phase] = int(count)
+            raise ValueError(f"{option}: {number!r} of phase {phase!r} is no number of {what}") from None
     return found
 
 

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 from placement.core.lazy_names import on_demand as _on_demand
 
 if TYPE_CHECKING:
-    from placement.forecasting.device import Link
+    from placement.forecasting.description import Layout, Link
     from placement.forecasting.job import Model, Rollout, forecast
-    from placement.forecasting.models import Layout
     from placement.forecasting.recorded import Recording
     from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 
@@ -35,8 +34,7 @@ __getattr__ = _on_demand(
     {
         **dict.fromkeys(("Forecast", "HandleForecast", "PhaseForecast"), "report"),
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
-        "Layout": "models",
-        "Link": "device",
+        **dict.fromkeys(("Layout", "Link"), "description"),
         "Recording": "recorded",
     },
 )

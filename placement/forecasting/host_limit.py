@@ -22,10 +22,10 @@ class DiskUse(NamedTuple):
     """Host bytes of this rank's host copies, at their most."""
     disk_bytes: int = 0
     """Bytes of the files of this rank."""
-    written_bytes: int = 0
-    read_bytes: int = 0
-    waited_bytes: int = 0
-    """The part of `read_bytes` that the phase transition has to wait for."""
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_waited_bytes: int = 0
+    """The part of `disk_read_bytes` that the phase transition has to wait for."""
 
 
 class HostUse(NamedTuple):

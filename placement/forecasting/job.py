@@ -7,7 +7,6 @@ import functools
 import importlib
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -15,12 +14,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from placement.core.settings import Settings, parse_bytes
-from placement.core.states import IDLE, KV_CACHE, PHASES, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
-from placement.forecasting.device import Link, SizesDevice
-from placement.forecasting.models import ALONE, Head, Layout, module_of, parts_of, remarks, undivided
+from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
+from placement.forecasting.description import ALONE, Layout, Link, Phase, cycle_of
+from placement.forecasting.device import SizesDevice
+from placement.forecasting.models import Head, module_of, parts_of, remarks, undivided
 from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer, StateOf
 from placement.forecasting.report import Forecast, HandleForecast
-from placement.forecasting.run import Phase, Run, in_the_steady_state
+from placement.forecasting.run import Run, in_the_steady_state
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import Sizing
 from placement.tensors.plain import dtype_of
@@ -30,12 +30,6 @@ Gradients = Literal["cleared", "kept"]
 _VALUE_ROLES = ("critic", "reward")
 _HEADROOM = Settings().headroom
 """The part of free memory that a manager without a budget leaves to others at first."""
-CYCLES: Mapping[str, tuple[str, ...]] = {
-    "grpo": ("rollout", "log_prob", "train", "weight_sync"),
-    "ppo": ("rollout", "reward", "log_prob", "values", "train", "weight_sync"),
-}
-"""The steps that have a name."""
-_PHASE = re.compile(r"([^\[\]]+?)\s*(?:\[([^\[\]]*)\])?")
 _CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -119,6 +113,7 @@ class Rollout:
         return {WEIGHTS: _bytes(self.weights_bytes), KV_CACHE: _bytes(self.kv_cache_bytes)}
 
 
+@torch.inference_mode(mode=False)
 def forecast(
     handles: Mapping[str, Model | Rollout],
     *,
@@ -182,67 +177,11 @@ def forecast(
         made, remarked = _objects(name, described, layout, sizes)
         objects += made
         notes += [each for each in remarked if each not in notes]
-    run = Run(
-        resolve_policy(policy),
-        sizes,
-        objects,
-        names,
-        budget_bytes=budget,
-        work_seconds=work_seconds,
-        steps=steps,
-        host_limit_bytes=limit,
-        worker_role=worker_role,
-        phases=dict(phases or {}),
-    )
-    objects.clear()
-    try:
+    numbers: dict[str, Any] = {"budget_bytes": budget, "host_limit_bytes": limit, "work_seconds": work_seconds, "steps": steps}
+    settings: dict[str, Any] = {"worker_role": worker_role, "phases": dict(phases or {})}
+    with Run(resolve_policy(policy), sizes, objects, names, **numbers, **settings) as run:
         notes += _notes(handles, run.handles(layout.ranks_per_node), layout, found, limit)
         return in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
-    finally:
-        run.close()
-
-
-def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -> tuple[Phase, ...]:
-    """The phases of one step, in order.
-
-    Args:
-        cycle: a name of `CYCLES`, or the phases: "log_prob", or "log_prob[actor+ref]" for a phase with `only`. The phase "idle" between
-            two others means that one is left before the next is entered, instead of switching.
-        own: the user's own phases, as in `Settings.phases`.
-
-    Raises:
-        ValueError: a phase is unknown, or there is none.
-    """
-    if isinstance(cycle, str):
-        if cycle not in CYCLES:
-            raise ValueError(f"no cycle {cycle!r}; known: {', '.join(CYCLES)}; or give the phases")
-        cycle = CYCLES[cycle]
-    known = (*PHASES, *(own or {}))
-    phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
-    for each in phases:
-        if each.name not in known:
-            near = difflib.get_close_matches(each.name.lower(), (*known, *CYCLES) if len(phases) == 1 else known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ";"
-            raise ValueError(f"unknown phase {each.name!r}{hint} known: {', '.join(known)}. Declare your own in Settings.phases")
-    while phases and phases[-1].name == IDLE:  # the step ends there anyway
-        phases = phases[:-1]
-    if not phases:
-        raise ValueError("the cycle has no phase; give at least one")
-    return phases
-
-
-def _phase(text: str) -> Phase:
-    match = _PHASE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is no phase; write 'train', or 'log_prob[actor+ref]' for the named handles only")
-    only = None if match[2] is None else tuple(name.strip() for name in match[2].split("+") if name.strip())
-    return Phase(match[1], only)
-
-
-def listed(text: str) -> tuple[str, ...] | str:
-    """A cycle from a command line: a name, or phases separated by commas."""
-    names = tuple(each.strip() for each in text.split(",") if each.strip())
-    return names[0] if len(names) == 1 and names[0] in CYCLES else names
 
 
 def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:

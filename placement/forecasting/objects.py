@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -145,7 +145,7 @@ class Object:
     """Bytes of the gradients of a module that is trained, as far as they are to be told."""
 
     def to_register(self) -> Any:
-        """What the manager registers. The module or optimizer in it is held by this object alone."""
+        """The manager's object. The module or optimizer in it is held by this one alone."""
         return _Generator(self.target) if self.generates and isinstance(self.target, SizedModule) else self.target
 
     def own(self, nbytes: int) -> int:
@@ -162,31 +162,44 @@ class Object:
                 each.data = torch.empty(0, dtype=each.dtype, device="cpu")
 
 
-def object_of(
-    device: SizesDevice, facts: HandleView, others: Mapping[str, Object], *, changed_bytes: int = 0, is_born: bool, keeps_weights: bool
-) -> Object:
-    """The object of a handle of which only the facts are known.
+class Seen(NamedTuple):
+    """The sizes of one handle that its moves have shown."""
 
-    Args:
-        others: the objects before it, by name.
-        changed_bytes: the part of its bytes that training changes; 0: all.
-        is_born: whether an optimizer's state exists already.
-        keeps_weights: whether an engine's offload keeps the weights.
-    """
+    loaded_bytes: int = 0
+    """The bytes that a load copies; 0: all."""
+    changed_bytes: int = 0
+    """The bytes that an offload copies once training has changed the values; 0: all."""
+    is_born: bool = True
+    """Whether an optimizer's state exists from the beginning on."""
+    keeps_weights: bool = True
+    """Whether an engine's offload keeps the weights."""
+
+
+def objects_of(device: SizesDevice, facts: Iterable[HandleView], seen: Mapping[str, Seen]) -> Iterator[Object]:
+    """The objects of handles of which only the facts are known."""
+    made: dict[str, Object] = {}
+    for each in facts:
+        made[each.name] = _object_of(device, each, made, seen.get(each.name, Seen()))
+        yield made[each.name]
+
+
+def _object_of(device: SizesDevice, facts: HandleView, others: Mapping[str, Object], seen: Seen) -> Object:
     given: dict[str, Any] = {"role": facts.role, "readonly": facts.readonly, "external": facts.external}
     if facts.tags:
-        return Object(facts.name, SizedEngine(device, facts.tags, keeps_weights=keeps_weights), **given)
+        return Object(facts.name, SizedEngine(device, facts.tags, keeps_weights=seen.keeps_weights), **given)
+    if seen.loaded_bytes:  # padding is not copied, nor what other ranks bring
+        given["part"] = min(seen.loaded_bytes, facts.num_bytes), facts.num_bytes
     modules = [others[name].target for name in facts.owners if name in others]
     stepped = [each for module in modules if isinstance(module, SizedModule) for each in module.trained]
     if not stepped:
-        changed = min(round(changed_bytes / device.chunk_bytes) * device.chunk_bytes, facts.num_bytes) or facts.num_bytes
+        changed = min(round(seen.changed_bytes / device.chunk_bytes) * device.chunk_bytes, facts.num_bytes) or facts.num_bytes
         cut = [(nbytes, _parameter(nbytes)) for nbytes in _pieces(changed)]
         cut += [(nbytes, _parameter(nbytes, is_trained=False)) for nbytes in _pieces(facts.num_bytes - changed)]
         return Object(facts.name, SizedModule((nbytes, [each]) for nbytes, each in cut), generates=facts.kind == "engine", **given)
     sizes = _pieces(facts.num_bytes, len(stepped))
     states = {each.shape: torch.empty(nbytes, dtype=torch.uint8, device="meta") for each, nbytes in zip(stepped, sizes, strict=False)}
     optimizer = SizedOptimizer(stepped, lambda each: {"state": states[each.shape]} if each.shape in states else {})
-    if is_born:
+    if seen.is_born:
         optimizer.state.update({each: {"state": sized((nbytes,))} for each, nbytes in zip(stepped, sizes, strict=False)})
     return Object(facts.name, optimizer, **given)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
-from placement.forecasting.device import Link, SizesDevice
-from placement.forecasting.objects import Object, object_of
+from placement.forecasting.description import Link, Phase
+from placement.forecasting.device import SizesDevice
+from placement.forecasting.objects import Seen, objects_of
 from placement.forecasting.report import Forecast
-from placement.forecasting.run import Moved, Phase, Run, summed_up
+from placement.forecasting.run import Moved, Run, summed_up
 from placement.observe.trace import MANAGER_EVENT
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import ALIGNMENT
@@ -22,26 +25,17 @@ from placement.storage.layout import ALIGNMENT
 Event = Mapping[str, Any]
 
 
-class _Move(NamedTuple):
-    handle: str
-    trigger: str
-    begin_seconds: float
-    end_seconds: float
-    moved: Moved
-
-
 class _Span(NamedTuple):
-    phase: Phase
-    begin_seconds: float
-    end_seconds: float
-
-
-class _Burst(NamedTuple):
-    """Moves that overlap in time: those of one phase transition."""
+    """A phase, a move of one handle, or the moves of one phase transition, which overlap in time."""
 
     begin_seconds: float
     end_seconds: float
-    moved: Moved
+    moved: Moved = Moved()
+    handle: str = ""
+    trigger: str = ""
+
+    def seconds_within(self, begin_seconds: float, end_seconds: float) -> float:
+        return max(0.0, min(self.end_seconds, end_seconds) - max(self.begin_seconds, begin_seconds))
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Recording:
     link: Link | None
     """The fastest rates that the run's moves have reached; None where none was seen in a direction."""
     facts: tuple[Mapping[str, Any], ...]
-    moves: tuple[_Move, ...]
+    moves: tuple[_Span, ...]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], worker: str | None = None) -> Recording:
@@ -92,41 +86,27 @@ class Recording:
     @classmethod
     def _read(cls, path: Path, worker: str | None) -> Recording:
         events = _events(path)
-        names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
-        ours = {event["pid"]: event["args"] for event in events if event.get("name") == MANAGER_EVENT}
-        if not ours:
-            raise PlacementError(
-                f"{path} has no facts about a manager: write it with placement.trace(manager.journal, ...), or placement trace"
-            )
-        chosen = [pid for pid in ours if worker in (None, names.get(pid))]
-        if not chosen or (worker is None and len(chosen) > 1):
-            said = f"has no worker {worker!r}" if worker is not None else "has several workers: choose one"
-            raise PlacementError(f"{path} {said}; it has {', '.join(names.get(pid, str(pid)) for pid in ours)}")
-        (pid, *_), about = chosen, ours[chosen[0]]
-        if not about.get("handles"):
-            raise PlacementError(f"{path} names no handles: write the trace before the manager is closed")
-        own = [event for event in events if event.get("pid") == pid and event.get("ph") == "X"]
-        return cls._made(names.get(pid, str(pid)), about, own, _tracks(events, pid))
-
-    @classmethod
-    def _made(cls, worker: str, about: Mapping[str, Any], events: Sequence[Event], tracks: Mapping[int, str]) -> Recording:
-        moves = tuple(sorted((_move(each, tracks) for each in events if each.get("cat") == "move"), key=lambda move: move.end_seconds))
-        spans = sorted((_span(each) for each in events if each.get("cat") == "phase"), key=lambda span: span.begin_seconds)
+        pid, name, about = _chosen(events, path, worker)
+        own = [event for event in events if event.get("pid") == pid]
+        tracks = {event["tid"]: str(event["args"]["name"]) for event in own if event.get("name") == "thread_name"}
+        spans = [event for event in own if event.get("ph") == "X"]
+        moves = tuple(sorted((_move(each, tracks) for each in spans if each.get("cat") == "move"), key=lambda move: move.end_seconds))
         bursts = _bursts(moves)
-        phases = tuple((span.phase, max(0.0, span.end_seconds - span.begin_seconds - _overlap(span, bursts))) for span in spans)
+        phases = sorted((each for each in spans if each.get("cat") == "phase"), key=lambda each: each["ts"])
         return cls(
-            worker=worker,
+            worker=name,
             policy=str(about["policy"]),
             worker_role=str(about["worker_role"]),
             budget_bytes=about.get("budget_bytes"),
-            phases=phases,
+            phases=tuple(_phase(each, bursts) for each in phases),
             moved=Moved.total(move.moved for move in moves),
-            stall_seconds=sum(burst.end_seconds - burst.begin_seconds for burst in bursts),
+            stall_seconds=sum(each.end_seconds - each.begin_seconds for each in bursts),
             link=_link(bursts),
             facts=tuple(about["handles"]),
             moves=moves,
         )
 
+    @torch.inference_mode(mode=False)
     def forecast(
         self,
         policy: str | type[Policy] | Policy | None = None,
@@ -156,31 +136,23 @@ class Recording:
         chosen = resolve_policy(self.policy if policy is None else policy)
         budget, names = self.budget_bytes if budget_bytes is None else budget_bytes, [phase.name for phase, _ in self.phases]
         settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
-        run = Run(chosen, device, self._objects(device), names, budget_bytes=budget, **settings)
-        try:
+        objects = objects_of(device, map(_view, self.facts), {facts["name"]: self._seen(facts) for facts in self.facts})
+        with Run(chosen, device, objects, names, budget_bytes=budget, **settings) as run:
             return summed_up(run, tuple([run.go(phase, seconds) for phase, seconds in self.phases]), notes=notes)
-        finally:
-            run.close()
 
-    def _objects(self, device: SizesDevice) -> Iterator[Object]:
-        """The handles with the bytes that their moves in the run have shown."""
-        made: dict[str, Object] = {}
-        for view in map(_view, self.facts):
-            loads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.LOAD]
-            offloads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.OFFLOAD]
-            loaded = max((each.loaded_bytes for each in loads), default=0)
-            weights = view.tags.get(WEIGHTS, 0)
-            made[view.name] = object_of(
-                device,
-                view,
-                made,
-                changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
-                is_born=bool(loads[:1] and loads[0].loaded_bytes),
-                keeps_weights=not loads or not weights or loaded > 0,
-            )
-            if loaded and not weights:
-                made[view.name].part = min(loaded, view.num_bytes), view.num_bytes  # padding is not copied, nor what other ranks bring
-            yield made[view.name]
+    def _seen(self, facts: Mapping[str, Any]) -> Seen:
+        """The bytes that the moves of one handle have shown."""
+        loads, offloads = (
+            [each.moved for each in self.moves if each.handle == facts["name"] and each.trigger == trigger]
+            for trigger in (Trigger.LOAD, Trigger.OFFLOAD)
+        )
+        loaded = max((each.loaded_bytes for each in loads), default=0)
+        return Seen(
+            loaded,
+            changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
+            is_born=bool(loads[:1] and loads[0].loaded_bytes),
+            keeps_weights=not loads or not facts["tags"].get(WEIGHTS) or loaded > 0,
+        )
 
 
 def _view(facts: Mapping[str, Any]) -> HandleView:
@@ -201,41 +173,50 @@ def _events(path: Path) -> list[Event]:
     return [event for event in events if isinstance(event, Mapping)]
 
 
-def _tracks(events: Iterable[Event], pid: object) -> dict[int, str]:
-    """The handle of each track."""
-    return {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name" and event.get("pid") == pid}
+def _chosen(events: Sequence[Event], path: Path, worker: str | None) -> tuple[object, str, Mapping[str, Any]]:
+    """The process of a worker, its name, and the facts about its manager."""
+    names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
+    ours = {event["pid"]: event["args"] for event in events if event.get("name") == MANAGER_EVENT}
+    if not ours:
+        raise PlacementError(
+            f"{path} has no facts about a manager: write it with placement.trace(manager.journal, ...), or placement trace"
+        )
+    chosen = [pid for pid in ours if worker in (None, names.get(pid))]
+    if len(chosen) != 1 and (worker is None or not chosen):
+        said = f"has no worker {worker!r}" if worker is not None else "has several workers: choose one"
+        raise PlacementError(f"{path} {said}; it has {', '.join(names.get(pid, str(pid)) for pid in ours)}")
+    if not ours[chosen[0]].get("handles"):
+        raise PlacementError(f"{path} names no handles: write the trace before the manager is closed")
+    return chosen[0], names.get(chosen[0], str(chosen[0])), ours[chosen[0]]
 
 
-def _move(event: Event, tracks: Mapping[int, str]) -> _Move:
+def _move(event: Event, tracks: Mapping[int, str]) -> _Span:
     args, begin = event["args"], event["ts"] / 1e6
     nbytes, early = int(args["bytes"]), int(args.get("prefetched_bytes", 0))
     loads = event["name"] == Trigger.LOAD
     moved = Moved(nbytes + early, prefetched_bytes=early) if loads else Moved(0, nbytes, int(args["skipped_bytes"]))
-    return _Move(tracks[event["tid"]], str(event["name"]), begin, begin + event["dur"] / 1e6, moved)
+    return _Span(begin, begin + event["dur"] / 1e6, moved, tracks[event["tid"]], str(event["name"]))
 
 
-def _span(event: Event) -> _Span:
-    begin, only = event["ts"] / 1e6, event.get("args", {}).get("only")
-    return _Span(Phase(event["name"], None if only is None else tuple(only)), begin, begin + event["dur"] / 1e6)
+def _phase(event: Event, bursts: Iterable[_Span]) -> tuple[Phase, float]:
+    """A phase, and the seconds of its work."""
+    begin, end, only = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}).get("only")
+    moving = sum(each.seconds_within(begin, end) for each in bursts)
+    return Phase(event["name"], None if only is None else tuple(only)), max(0.0, end - begin - moving)
 
 
-def _bursts(moves: Sequence[_Move]) -> list[_Burst]:
-    found: list[_Burst] = []
+def _bursts(moves: Iterable[_Span]) -> list[_Span]:
+    found: list[_Span] = []
     for move in sorted(moves, key=lambda each: each.begin_seconds):
-        if found and move.begin_seconds < found[-1].end_seconds:
-            last = found.pop()
-            found.append(_Burst(last.begin_seconds, max(last.end_seconds, move.end_seconds), Moved.total((last.moved, move.moved))))
+        if not found or move.begin_seconds >= found[-1].end_seconds:
+            found.append(move)
         else:
-            found.append(_Burst(move.begin_seconds, move.end_seconds, move.moved))
+            last = found.pop()
+            found.append(_Span(last.begin_seconds, max(last.end_seconds, move.end_seconds), Moved.total((last.moved, move.moved))))
     return found
 
 
-def _overlap(span: _Span, bursts: Iterable[_Burst]) -> float:
-    within = (min(each.end_seconds, span.end_seconds) - max(each.begin_seconds, span.begin_seconds) for each in bursts)
-    return sum(seconds for seconds in within if seconds > 0)
-
-
-def _link(bursts: Sequence[_Burst]) -> Link | None:
+def _link(bursts: Sequence[_Span]) -> Link | None:
     timed = [(each.moved, each.end_seconds - each.begin_seconds) for each in bursts if each.end_seconds > each.begin_seconds]
     to_device = max((moved.loaded_bytes - moved.prefetched_bytes) / seconds for moved, seconds in timed) if timed else 0
     to_host = max(moved.offloaded_bytes / seconds for moved, seconds in timed) if timed else 0

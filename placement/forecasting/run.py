@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
+from placement.forecasting.description import Phase
 from placement.forecasting.device import SizesDevice, sized
 from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
 from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
@@ -23,14 +24,6 @@ _MOST_CYCLES = 8
 """A policy that has not settled after so many steps is shown as it is then."""
 _NO_LIMIT = 1 << 62
 """The budget in bytes where none is given."""
-
-
-class Phase(NamedTuple):
-    """One phase of a run."""
-
-    name: str
-    only: tuple[str, ...] | None = None
-    """The handles for which the phase is, as in `manager.phase(name, only=...)`; None: for all."""
 
 
 class Moved(NamedTuple):
@@ -85,7 +78,7 @@ class Asked:
 
 
 class Run:
-    """One worker that only has sizes, under a real manager.
+    """One worker that only has sizes, under a real manager. A context, or `close` it.
 
     Args:
         objects: in registration order.
@@ -112,7 +105,7 @@ class Run:
         self.asked = Asked(policy)
         self.budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
         self.refused_registrations: list[str] = []
-        """Why the limit on host memory refuses registrations."""
+        """The reasons why the limit on host memory refuses registrations."""
         outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
         self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
         self._device = device
@@ -120,18 +113,30 @@ class Run:
         self._limit = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
         self._open: list[str] = []
         self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), nan_check=False, **settings)
-        for each in objects:
-            self._register(each)
+        try:
+            for each in objects:
+                self._register(each)
+        except BaseException:
+            self.close()
+            raise
         self.asked.is_registering = False
         self._counters = self._count()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """End the run."""
-        while self._open:
-            self._try_to_enter(Phase(IDLE))
-        for each in self._objects.values():
-            each.empty()
-        self._manager.close()
+        """End the run. Nothing may be handed back, because there are no values."""
+        try:
+            while self._open:
+                self._try_to_enter(Phase(IDLE))
+        finally:
+            for each in self._objects.values():
+                each.empty()
+            self._manager.close()
 
     @property
     def peak_bytes(self) -> int:
@@ -211,11 +216,7 @@ class Run:
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
             skipped_bytes=total.skipped_bytes - again,
             prefetched_bytes=total.prefetched_bytes,
-            host_bytes=use.host_bytes,
-            disk_bytes=use.disk_bytes,
-            disk_written_bytes=use.written_bytes,
-            disk_read_bytes=use.read_bytes,
-            disk_waited_bytes=use.waited_bytes,
+            **use._asdict(),
             stall_seconds=None if link is None else round(stall, 9),
             work_seconds=work_seconds,
         )

@@ -12,7 +12,7 @@ import pytest
 
 from placement import Plan, PolicyError, View
 from placement.cli.explain import SAMPLE, add_arguments, explain, run
-from placement.core.states import PHASES
+from placement.core.states import PHASES, State
 from placement.policies import Colocated
 
 
@@ -116,6 +116,19 @@ def test_a_policy_that_gives_no_plan_is_shown_where(policy: type[Colocated], pha
     status, text = table(policy)
     assert status == 1
     assert " ".join(row(text, phase)) == message
+
+
+class Greedy(Colocated):
+    def plan(self, view: View) -> Plan:
+        return Plan(dict.fromkeys(view.handles, State.GPU_RESIDENT)) if view.phase == "idle" else super().plan(view)
+
+
+def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
+    status, text = table(Greedy)
+    assert status == 1
+    assert row(text, "idle") == ["gpu"] * 7 + ["92.4", "0"]
+    assert text.count("does not fit: 12.4 GiB over the budget") == 1
+    assert row(text, "rollout")[:7] == ["-"] * 6 + ["gpu"]
 
 
 def test_a_policy_that_is_none_is_an_error() -> None:

@@ -19,8 +19,9 @@ from placement.core.states import PHASES
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
+from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
-from placement.forecasting.job import CYCLES, OPTIMIZERS, cycle_of, state_of
+from placement.forecasting.job import OPTIMIZERS, state_of
 from placement.forecasting.models import module_of, parts_of
 from placement.forecasting.table import comparison, svg, table
 from placement.testing import SimulatedDevice
@@ -346,6 +347,13 @@ def test_only_is_for_handles_that_there_are() -> None:
         {"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")}, cycle=["train[critic]"]
     )
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_modes_of_the_caller_change_nothing(mode: Any) -> None:
+    expected = placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9)
+    with mode():
+        assert placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9) == expected
 
 
 def test_a_cuda_device_counts_in_its_own_chunks() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import placement
 from placement.forecasting import Layout, Model
-from placement.forecasting.job import CYCLES
+from placement.forecasting.description import CYCLES
 from placement.testing import SimulatedDevice
 from tests.support.disk import settle
 from tests.support.measured_steps import train

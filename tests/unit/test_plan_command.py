@@ -221,6 +221,17 @@ def test_a_trace_that_lacks_something_is_no_traceback(
     assert f"is no trace that this version of placement wrote, or it was changed: KeyError: '{key}'" in capsys.readouterr().err
 
 
+def test_a_handle_of_a_trace_that_cannot_be_registered_is_said(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    for event in events:
+        for handle in event.get("args", {}).get("handles", ()):
+            handle["role"] = {"ref": "boss"}.get(handle["name"], handle["role"])
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert main(["plan", "--from", str(path)]) == 2
+    assert "'ref': role 'boss' is none of" in capsys.readouterr().err
+
+
 def test_a_trace_of_several_workers_needs_a_name(trace: str, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
     both = [{**event, "pid": pid} for pid in (1, 2) for event in events]
