@@ -28,7 +28,7 @@ _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 _OWN = operator.itemgetter("_parameters")
 _REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
-"""What may lie under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
+"""The types of what may lie under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_LEAF = operator.attrgetter("is_leaf")
 _FIELDS = operator.attrgetter("__dict__")

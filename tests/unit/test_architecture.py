@@ -20,12 +20,12 @@ ROOMS = (
     "group",
     "registration",
     "planning",
-    "forecasting",
     "phases",
     "manager",
     "testing",
     "checkpoint",
     "integrations",
+    "forecasting",
     "cli",
 )
 """From the ground up. A module may import from its own room and from those before it, for annotations and inside functions too."""

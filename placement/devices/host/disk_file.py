@@ -16,6 +16,8 @@ import weakref
 import zlib
 from collections.abc import Callable
 
+import torch
+
 from placement.core.errors import HostMemoryError
 from placement.devices.background import BackgroundThread
 from placement.devices.host.available import available_bytes
@@ -66,7 +68,8 @@ class DiskFile:
     """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
 
     It has no name in the file system, so that its space is given back when this object dies, and when the process is killed.
-    The checksums are CRC-32: they find every changed bit and every run of up to 32 changed bits, and other damage all but once in 2**32.
+    A checksum is a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words.
+    It needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day.
     The standard library computes them at the speed of the memory, outside of Python's lock.
 
     Args:
@@ -98,7 +101,7 @@ class DiskFile:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
             if _warning.acquire(blocking=False):
                 logger.warning("%s: no direct IO here, so spilled bytes go through the page cache, which is slower", self.path)
-        self._checksums: list[int | None] = []
+        self._checksums: list[tuple[int, int] | None] = []
         """The checksum of each block's content; None where the content means nothing."""
         self.forget()
 
@@ -122,7 +125,7 @@ class DiskFile:
 
         def write(index: int) -> None:
             offset, nbytes = self.block(index)
-            checksum = zlib.crc32(_memory(address + offset, nbytes))
+            checksum = _checksum(address + offset, nbytes)
             if checksum != self._checksums[index]:
                 self._checksums[index] = None
                 with requests:
@@ -147,7 +150,7 @@ class DiskFile:
             offset, nbytes = self.block(index)
             with requests:
                 self._whole(os.preadv, address, offset, nbytes)
-            if zlib.crc32(_memory(address + offset, nbytes)) != self._checksums[index]:
+            if _checksum(address + offset, nbytes) != self._checksums[index]:
                 damaged.append(index)
 
         return sorted(damaged) if _in_parallel(self.num_blocks, read, goes_on) else None
@@ -163,6 +166,12 @@ class DiskFile:
 
 def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * nbytes).from_address(address)
+
+
+def _checksum(address: int, nbytes: int) -> tuple[int, int]:
+    """The CRC-32 of whole pages, and the sum of their 8-byte words modulo 2**64."""
+    memory = _memory(address, nbytes)
+    return zlib.crc32(memory), int(torch.frombuffer(memory, dtype=torch.int64).sum())
 
 
 def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) -> bool:
