@@ -7,6 +7,7 @@ thread receives signals, and only a handler that Python installed (such as its o
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` wraps its functions to return enums, which takes four times as long
+import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
@@ -45,14 +46,27 @@ class _Deferral:
         _current = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+        self.deliver()
+
+    def end(self) -> None:
+        """Stop deferring, and put the handler back that was in place before."""
         global _current  # noqa: PLW0603 (see above)
         _current = None
         if _signal.getsignal(_SIGINT) is self:  # else somebody has installed another one in the block, which stays
             _signal.signal(_SIGINT, self._before)
-        self.deliver()
 
 
 _current: _Deferral | None = None
+
+
+def _end_in_child() -> None:
+    """A forked child is in no phase transition of its parent, and may never come to the end of the block."""
+    if _current is not None:
+        _current.end()
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 def deferred() -> AbstractContextManager[None]:

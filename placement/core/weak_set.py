@@ -14,7 +14,7 @@ class WeakIdSet(Generic[T]):
 
     `weakref.WeakSet` raises when an object is added during an iteration. Another thread's manager may add one, and so may a garbage
     collection that drops a manager, whose tensors then get ordinary memory. Here each change is one dictionary operation, and an
-    iteration walks a copy. There is no lock, because an interrupt could leave it held.
+    iteration walks a copy. A lock would not help: the collection may come on the thread that holds it.
     """
 
     def __init__(self) -> None:

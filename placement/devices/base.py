@@ -43,8 +43,8 @@ class Device(abc.ABC):
     `copy`, `mark`, `wait`, `map` and `unmap`, which the thread of a prefetch calls between two phase transitions, beside calls of other
     threads; that of the disk tier calls `wait`, too. No two threads use the same addresses or chunks at once.
     `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and then leave everything as before the call (`map` leaves
-    poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error). Methods
-    that wait on the host call `interrupts.check` afterwards.
+    poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error). `sync`,
+    `wait` and `wait_for_work` call `interrupts.check` when they have waited.
 
     Memory behind addresses changes in slots of `chunk_bytes`, counted from the start of the range. A slot holds one full chunk, or poison,
     or a shorter chunk followed by poison. The cost of a call depends on its own slots, not on the length of the range.

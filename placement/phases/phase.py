@@ -96,7 +96,7 @@ class Phase:
                     raise self._entered_before()
                 context._was_entered = True
                 context._stack.enter(context.phase)
-        except KeyboardInterrupt:  # it may come after the phase was entered
+        except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
             context.abandon()
             raise
         return Phase(context, self._first_name)

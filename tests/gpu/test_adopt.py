@@ -22,7 +22,6 @@ from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage import layout as range_layout
 from placement.storage import point
 from placement.storage.layout import Adoptee, RangeLayout
-from tests.support.bytecodes import BytecodeTrace
 
 pytestmark = pytest.mark.gpu
 
@@ -347,31 +346,6 @@ def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice
     assert bool(tensors["b"].isnan().all())
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt while a generator or weak reference dies
-@pytest.mark.parametrize("nbytes", [4000, 50_000_000])
-def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(device: CudaDevice, nbytes: int) -> None:
-    at = 0
-    reached = True
-    before = device.torch_allocated_bytes()
-    while reached:
-        tensor = torch.ones(nbytes // 4, device="cuda")
-        view = tensor[1:]
-        layout = range_layout.prepare(device, claims_of({"t": tensor, "v": view}))
-        device.sync()
-        reached = interrupted(lambda a=layout: a.move_in(0), at)
-        layout.move_in(0)
-        assert layout.is_in(0)
-        assert tensor.untyped_storage().nbytes() == nbytes
-        assert view.data_ptr() == layout.addresses.base + layout.offsets[0] + 4
-        assert bool(tensor.isnan().all())
-        assert float(torch.ones(10, device="cuda").sum()) == 10.0  # torch's own memory is not ours
-        at += 1
-        del tensor, view, layout
-        gc.collect()
-    assert at > 30
-    assert device.torch_allocated_bytes() == before
-
-
 def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
     static = torch.ones(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -413,48 +387,6 @@ def test_a_range_that_dies_during_a_capture_does_not_spoil_it(device: CudaDevice
     gc.collect()
     device.memory()
     assert len(device._ranges.owned) == ranges - 1
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt while a generator or weak reference dies
-def test_an_interrupt_at_any_step_of_map_and_unmap_is_repaired_by_the_next_call(device: CudaDevice) -> None:
-    tensors = {"a": torch.randn(9 * MIB + 5, device="cuda")}
-    expected = tensors["a"].cpu()
-    placed = PlacedStorage(device, claims_of(tensors))
-    points = 0
-    for operation in ("load", "offload"):
-        at = 0
-        while interrupted(getattr(placed, operation), at):
-            device.sync()
-            device.unmap(placed.layout.addresses, placed.layout.nbytes)
-            placed.chunks = []
-            assert device.memory().chunk_bytes == 0
-            assert bool(tensors["a"].isnan().all())
-            if operation == "offload":
-                placed.slab.view(0, expected.nbytes).copy_(expected.view(torch.uint8))
-                placed.load()
-            at += 7
-            points += 1
-        if operation == "load":
-            assert torch.equal(tensors["a"].cpu(), expected)
-    assert points > 20
-
-
-def interrupted(call: Callable[[], object], at: int) -> bool:
-    """Run with a KeyboardInterrupt at the `at`-th opcode of placement's own frames; False if it ended before."""
-    left = at
-
-    def count(frame):
-        nonlocal left
-        left -= 1
-        if left == -1:
-            raise KeyboardInterrupt
-
-    try:
-        with BytecodeTrace(lambda code: not {"devices", "storage"}.isdisjoint(code.co_filename.split("/")), count):
-            call()
-    except KeyboardInterrupt:
-        return True
-    return False
 
 
 def test_closing_gives_everything_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -125,3 +126,25 @@ def test_what_is_ignored_stays_ignored() -> None:
         check()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("by_another_thread", [False, True])
+def test_a_forked_child_defers_nothing(by_another_thread: bool) -> None:
+    codes: list[int] = []
+
+    def fork() -> None:
+        if (pid := os.fork()) == 0:
+            os._exit(int(signal.getsignal(signal.SIGINT) is signal.default_int_handler))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with deferred():
+        if by_another_thread:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+        else:
+            fork()
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert codes == [1]

@@ -229,6 +229,7 @@ class SimulatedDevice(Device):
 
     def sync(self) -> None:
         _sleep_until(max(self._link_free_at.values()))
+        interrupts.check()
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
@@ -242,6 +243,7 @@ class SimulatedDevice(Device):
         if not isinstance(mark, _Time):
             raise TypeError(f"not of this device: {mark!r}")
         _sleep_until(mark.seconds)
+        interrupts.check()
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, addresses.nbytes)
@@ -308,4 +310,3 @@ def _sleep_until(seconds: float) -> None:
     """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0 s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)
-    interrupts.check()
