@@ -50,11 +50,11 @@ from placement.core.states import Plan
 
 DEADLINE_SECONDS = 600.0
 """The default deadline: as long as torch's collectives wait for NCCL."""
-MAX_BYTES = 64 << 10
+MAX_BYTES = 1 << 20
+"""The longest message."""
 _MAX_TEXT = 2000
-_MAX_ACTION = 400
-_MAX_REASONS_BYTES = 48 << 10
-"""The limit for all reasons in one message together: thousands of ranks may fail at once."""
+_ALL_TEXTS = 100_000
+"""The most characters of all reasons in one message together: thousands of ranks may fail at once."""
 _POLL_SECONDS = (0.0005, 0.05)
 """Pause between two looks at what all ranks write: the first pause, and the longest."""
 _GRACE = (0.1, 1.0)
@@ -84,7 +84,7 @@ class Board(abc.ABC):
     """A small key-value store that all ranks see. `put` overwrites a value; `claim` writes a key once and for all.
 
     Every call is idempotent: a call whose answer was lost may be made again. Each call may raise `BoardLost`, and then it is unknown
-    whether it took effect. No call blocks for ever: a board that does not answer counts as lost. A value has at most 64 KiB.
+    whether it took effect. No call blocks for ever: a board that does not answer counts as lost. A value has at most 1 MiB.
     """
 
     @abc.abstractmethod
@@ -130,7 +130,7 @@ class Message(BaseModel):
 class Proposal(Message):
     """The action that a rank is about to take. It is written before the rank asks its policy."""
 
-    action: str = Field(max_length=_MAX_ACTION)
+    action: str
     """For example "enter train only=actor" or "leave train"; must be the same on all ranks."""
     budget_bytes: int = Field(ge=0)
     plans_may_differ: bool = False
@@ -172,11 +172,9 @@ class Decision(Message):
     """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
     failures: dict[int, str] = Field(default_factory=dict)
     """The failed ranks with their reasons."""
-    unnamed: int = Field(default=0, ge=0)
-    """The number of further failed ranks, for which the message had no room."""
     is_silent: bool = False
     """Whether the failed ranks will say nothing more, because they are late or were restarted."""
-    missed: str | None = Field(default=None, max_length=_MAX_ACTION)
+    missed: str | None = None
     """The action that the others gave up because the failed ranks did not propose it in time; None when the epoch ended otherwise."""
 
 
@@ -198,29 +196,16 @@ def decode(kind: type[_M], value: bytes) -> _M:
 
 
 def abort(failures: Mapping[int, str], *, is_silent: bool = False, missed: str | None = None) -> Decision:
-    """A decision that ends an epoch, with as many of the reasons as fit into a message, lowest ranks first."""
-    kept: dict[int, str] = {}
-    room_bytes = _MAX_REASONS_BYTES
-    for rank, reason in sorted(failures.items()):
-        text = shortened(reason)
-        room_bytes -= 4 * len(text) + 16  # the worst case of UTF-8, plus the rank's number and JSON's punctuation
-        if kept and room_bytes < 0:
-            break
-        kept[rank] = text
-    return Decision(verdict="abort", failures=kept, unnamed=len(failures) - len(kept), is_silent=is_silent, missed=missed)
+    """A decision that ends an epoch. Where many ranks have failed, their reasons are cut short."""
+    limit = min(_MAX_TEXT, _ALL_TEXTS // max(len(failures), 1))
+    kept = {rank: shortened(reason, limit) for rank, reason in failures.items()}
+    return Decision(verdict="abort", failures=kept, is_silent=is_silent, missed=missed)
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:
     """Cut a text to the limit and replace unprintable characters. Exception texts may be long, or hold a file name that is not Unicode."""
     clean = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text[:limit])
     return clean if len(text) <= limit else f"{clean[:-1]}…"
-
-
-def named(action: str) -> str:
-    """Cut an action to the limit. Different actions stay different, by a digest at the end."""
-    digest = hashlib.sha256(action.encode("utf-8", "surrogatepass")).hexdigest()
-    text = shortened(action, _MAX_ACTION - len(digest) - 1)
-    return text if text == action else f"{text} {digest}"
 
 
 def digest_of(plan: Plan) -> str:
@@ -320,7 +305,7 @@ class Group:
         if self.is_in_doubt:
             raise CoordinatorLost(f"an earlier decision could not be read; {_REJOIN}")
         with self._reaching_the_board(action):
-            self._action = named(action)
+            self._action = action.encode("utf-8", "backslashreplace").decode()
             differ, placing = self.plans_may_differ, self.placing
             own = Proposal(action=self._action, budget_bytes=budget_bytes, plans_may_differ=differ, placing=placing).encode()
             while True:
@@ -343,7 +328,7 @@ class Group:
         """Exchange texts within a change, after `propose` and before `agree`. Returns each rank's text about `what`, by rank.
 
         Args:
-            text: this rank's text, at most 64 KiB.
+            text: this rank's text, at most 1 MiB.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
@@ -518,23 +503,21 @@ class Group:
 
     def _end(self, decision: Decision, *, waits: bool = True) -> GroupError:
         """Leave an epoch that ended with ABORT. Returns the error that this rank raises."""
-        failures, unnamed = decision.failures, decision.unnamed
+        failures = decision.failures
         if waits:
             # Before the next epoch begins, so that an interrupt meanwhile still belongs to this epoch.
             with suppress(BoardLost):  # a decision that was read is obeyed, even if the board is lost now
                 self._leave_outcome("")
-                found = self._with_all_reasons(decision)
-                failures, unnamed = found.failures, found.unnamed
+                failures = self._all_failures(decision)
             epoch, reason = self._outcome
             if epoch == self.epoch and reason:  # this rank failed too late for the others to hear of it
                 failures = failures | {self.rank: reason}
         self.plans_may_differ = True  # a step that some ranks have begun and others have not leaves them with different handles
         self._enter_next_epoch()
-        reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
-        reasons += [f"and {unnamed:,} more ranks failed"] if unnamed else []
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items()))
         advice = f". A phase can only succeed again when you {_REJOIN}" if _RESTARTED in failures.values() else ""
         advice += _ABOUT_PLANS if _ANOTHER_PLAN in failures.values() else ""
-        return GroupError(f"the ranks did not change phase together, so all went back: {'; '.join(reasons)}{advice}", failures)
+        return GroupError(f"the ranks did not change phase together, so all went back: {reasons}{advice}", failures)
 
     def _leave_outcome(self, reason: str) -> None:
         """Write how the epoch went for this rank: the reason why it failed, or nothing. Only the first call in an epoch counts."""
@@ -542,23 +525,23 @@ class Group:
             self._outcome = self.epoch, shortened(reason)
             self._put("outcome", self._outcome[1].encode() or b"-")
 
-    def _with_all_reasons(self, decision: Decision) -> Decision:
-        """An ABORT with the reasons of all ranks that failed, the same on every rank that reaches the board in time."""
+    def _all_failures(self, decision: Decision) -> dict[int, str]:
+        """The reasons of all ranks that failed, not of the first one alone; the same on every rank that reaches the board in time."""
         speaking = [rank for rank in range(self.world_size) if not (decision.is_silent and rank in decision.failures)]
-        if decision.unnamed or speaking in ([], [self.rank]):
-            return decision  # the message is full, or no other rank will say anything
+        if speaking in ([], [self.rank]):
+            return decision.failures  # no other rank will say anything
         with suppress(BoardLost, ValueError):
             # A rank that did not fail is preferred: a failed one may be on its way out, with a user's exception.
             collects = next((rank for rank in speaking if rank not in decision.failures), speaking[0])
             if self.rank == collects:
                 self._polled([self._key("outcome", rank) for rank in speaking], time.monotonic() + self._grace_seconds)
             elif (found := self._board.wait(self._key("failures"), 1.5 * self._grace_seconds)) is not None:
-                return decode(Decision, found)
+                return decode(Decision, found).failures
             keys = {self._key("outcome", rank): rank for rank in range(self.world_size)}
             said = {keys[key]: value.decode(errors="replace") for key, value in self._board.present([*keys]).items()}
             all_failures = decision.failures | {rank: reason for rank, reason in said.items() if reason != "-"}
-            return decode(Decision, self._board.claim(self._key("failures"), abort(all_failures).encode()))
-        return decision
+            return decode(Decision, self._board.claim(self._key("failures"), abort(all_failures).encode())).failures
+        return decision.failures
 
     def _is_missed_in(self, decision: Decision) -> bool:
         """Whether the others gave up waiting for this rank."""

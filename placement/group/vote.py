@@ -110,7 +110,9 @@ class GroupVote:
     def propose(
         self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
     ) -> LeastBudget | None:
-        """Propose an entry or a switch before its plan is made. Returns the least budget of all ranks; None without a group.
+        """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed.
+
+        Returns the least budget of all ranks; None without a group.
 
         Args:
             action: the action, which must be the same on every rank.
@@ -124,10 +126,6 @@ class GroupVote:
         with self._hearing():
             self._epochs_used += 1
             return self._group.propose(action, ask_budget(), catches_up=self._current.may_catch_up())
-
-    def go_on(self, what: str) -> None:
-        """Propose a further step of the same phase transition, after the one before was agreed."""
-        self.propose(what)
 
     @property
     def agreement(self) -> Agree | None:

@@ -120,7 +120,7 @@ class PlanExecutor:
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         try:
-            self._reconciler.advance(handles, plan, room_bytes + freed_bytes, self._vote.agreement, self._vote.go_on, ahead)
+            self._reconciler.advance(handles, plan, room_bytes + freed_bytes, self._vote.agreement, self._vote.propose, ahead)
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
@@ -153,7 +153,7 @@ class PlanExecutor:
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
-        self._reconciler.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.go_on, ahead)
+        self._reconciler.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
         self.measure()
         self.lease_client.settle(name)
         self.host_tier.arrange(name)

@@ -100,7 +100,7 @@ class Replication:
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
-            self.vote.go_on(f"register {name} replicated")
+            self.vote.propose(f"register {name} replicated")
             ranks = self._ranks(name, target, replicated)
             yield ranks
             if ranks is None:

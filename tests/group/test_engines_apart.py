@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +14,6 @@ from torch import nn
 from placement import EngineError, Manager, Phase, PlacementError
 from placement.engines import TaggedEngine
 from placement.group import StoreGroup
-from placement.group.store import StoreBoard
 from placement.testing import Faults, SimulatedDevice
 from tests.support.threads import in_threads
 
@@ -136,18 +134,6 @@ def test_the_engine_of_one_rank_has_ended(policy: str, lost: int) -> None:
         go_on(ranks)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_rank_is_done_with_its_engine(policy: str) -> None:
-    def gives_up(rank: Rank, phase: Phase) -> None:
-        if rank.rank == 1:
-            phase.done_with("rollout")
-
-    with made(policy) as ranks:
-        go_on(ranks)
-        assert on_all(ranks, lambda rank: rank.step(gives_up)) == ["done"] * WORLD
-        go_on(ranks)
-
-
 @pytest.mark.parametrize("policy", ["cyclic", "resident"])
 def test_engines_of_different_sizes(policy: str) -> None:
     """As KV caches that each engine has sized by the memory that it found: on one rank both parts stay beside the training."""
@@ -223,28 +209,3 @@ def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> No
             assert len({answer == "done" for answer in answers}) == 1, answers
             assert on_all(ranks, _mended) == ["done"] * WORLD
         go_on(ranks)
-
-
-def test_a_rank_that_waits_for_what_others_tell_looks_ever_more_rarely() -> None:
-    """Each look costs the board, and on Ray a call of an actor."""
-    looks = 0
-
-    class Board(StoreBoard):
-        def look(self, keys: Sequence[str]) -> list[bytes] | None:
-            nonlocal looks
-            looks += 1
-            return super().look(keys)
-
-    store = dist.HashStore()
-    groups = [StoreGroup(store, rank, WORLD, deadline_seconds=20.0) for rank in range(WORLD)]
-    groups[0]._board.__class__ = Board  # type: ignore[assignment]
-    told = threading.Event()
-
-    def exchanges(rank: int) -> list[str]:
-        groups[rank].propose("enter train", 1)
-        if rank == 1:
-            told.wait(1.0)
-        return groups[rank].exchange_texts("plan", str(rank))
-
-    assert in_threads(lambda: exchanges(0), lambda: exchanges(1)) == [["0", "1"]] * WORLD
-    assert looks < 120, "2,400 a second before the pauses grew"

@@ -1,5 +1,5 @@
 /*
- * How ranks change phase together: placement/group/agreement.py, as a model for spin.
+ * How ranks change phase together: placement/group/protocol.py, as a model for spin.
  *
  * RANKS ranks make EPOCHS changes, one after the other. At most KILLS of them die, anywhere between two steps; a successor may come
  * in the place of each, the restarted process. With BOARD_LOSS the board may be lost at any moment, with LOSSES that many proposals
