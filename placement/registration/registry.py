@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +37,19 @@ from placement.tensors.plain import plain_parts
 
 _logger = logging.getLogger("placement")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@contextlib.contextmanager
+def _collecting_later() -> Iterator[None]:
+    """The garbage collector waits. A registration makes some objects for each tensor, all of which stay: with 10,000 parameters, looking
+    at all objects of the process again and again would take longer than the registration itself."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _admit(handle: Handle, nbytes: int) -> None:
@@ -91,7 +106,8 @@ class Registry:
             if isinstance(target, Lazy):
                 handle.lazy = target
             else:
-                self._bind(handle, target, external, ranks)
+                with _collecting_later():
+                    self._bind(handle, target, external, ranks)
             self.handles[name] = handle
         except BaseException:
             self.remove(handle)
@@ -113,7 +129,8 @@ class Registry:
         lazy, before = handle.lazy, (handle.kind, handle.role, handle.owners)
         try:
             handle.built_object = target  # nobody else may hold the object
-            self._bind(handle, target, external=False)
+            with _collecting_later():
+                self._bind(handle, target, external=False)
             handle.lazy = None
         except BaseException:
             self._unbind(handle)

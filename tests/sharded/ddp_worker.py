@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +66,8 @@ class Variant:
     def program(self, **keywords: Any) -> Program:
         model = self.model()
         optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        return Program(model, optimizer, self.loss_of(model), variant=self, **keywords)
+        options = {"accumulates": self.accumulates, "sets_to_none": self.sets_to_none}
+        return Program(model, optimizer, self.loss_of(model), **options, **keywords)
 
     def loss_of(self, model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
         return lambda number: model(batch(number), not self.leaves_out or number % 4 < 2).square().mean()
@@ -88,59 +88,29 @@ def _zero(parameters: list[torch.Tensor], **keywords: Any) -> torch.optim.Optimi
 
 
 @dataclass
-class Program(training.Program):
-    variant: Variant = Variant()
-    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
-
-    def backward(self, step: int) -> torch.Tensor:
-        with self.model.no_sync() if self.variant.accumulates else contextlib.nullcontext():
-            return super().backward(step)
+class Program(training.Wrapped):
+    sets_to_none: bool = True
 
     def learn(self, step: int) -> torch.Tensor:
         loss = self.loss(2 * step + 1)
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.variant.sets_to_none)
+        self.optimizer.zero_grad(set_to_none=self.sets_to_none)
         return loss.detach()
-
-    def learn_anew(self, step: int) -> torch.Tensor:
-        """The gradients of the step are left to the next one, which does not want them."""
-        self.optimizer.zero_grad()
-        loss = self.loss(step)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def zeroes(self, step: int) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
-        return torch.tensor(float(step))
 
     def optimizers(self) -> list[Any]:
         return [getattr(self.optimizer, "optim", self.optimizer)]
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        leaves = any(method == "learn_anew" for _, method in self.phases)
-        yield from ((name, tensor) for name, tensor in super().values() if not (leaves and name.endswith(".grad")))
+        yield from super().values()
         for index, (_, state) in enumerate(self.model._comm_hooks):
             for bucket, error in sorted(getattr(state, "error_dict", {}).items()):
                 yield f"hook.{index}.error.{bucket}", error
 
 
-def trains_alike(variant: Variant) -> training.Outcome:
-    return training.compare(variant.program)
-
-
-def trains_alike_dropping(variant: Variant) -> training.Outcome:
-    """Gradients die at the end of each phase with a step, where nobody needs them any more."""
-    build = functools.partial(variant.program, phases=(("log_prob", "evaluate"), ("train", "learn_anew")))
-    return training.compare(build, policy=Colocated(drop_gradients=True))
-
-
 def managed(variant: Variant, **keywords: Any) -> tuple[Manager, Program]:
-    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES), **keywords)
     program = variant.program()
-    program.register(manager)
-    return manager, program
+    return training.managed(program, **keywords), program
 
 
 # --- single cases
@@ -250,9 +220,3 @@ def refuses_overlap() -> str:
     except RegistrationError as error:
         return str(error)
     return ""
-
-
-def trains_alike_zeroing(variant: Variant) -> training.Outcome:
-    """Gradients are zeroed in place while they are offloaded; of what shares a bucket with them nobody zeroes the rest."""
-    phases = (("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))
-    return training.compare(functools.partial(variant.program, phases=phases))

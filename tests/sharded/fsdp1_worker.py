@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from placement import Manager, PhaseError, RegistrationError
-from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 
@@ -76,7 +74,7 @@ class Variant:
     def program(self, **keywords: Any) -> Program:
         model = self.model()
         optimizer = self.optimizer((p for p in model.parameters() if p.requires_grad), lr=0.05)  # type: ignore[call-arg]
-        return Program(model, optimizer, loss_of(model), variant=self, **keywords)
+        return Program(model, optimizer, loss_of(model), accumulates=self.accumulates, clips=self.clips, **keywords)
 
 
 def batch(number: int) -> torch.Tensor:
@@ -95,41 +93,19 @@ def units(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @dataclass
-class Program(training.Program):
+class Program(training.Wrapped):
     """Flat parameters count as well: under original names they are hidden."""
 
-    variant: Variant = Variant(True)
-    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
-
-    def backward(self, step: int) -> torch.Tensor:
-        with self.model.no_sync() if self.variant.accumulates else contextlib.nullcontext():
-            return super().backward(step)
+    clips: bool = False
 
     def learn(self, step: int) -> torch.Tensor:
         loss = self.loss(2 * step + 1)
         loss.backward()
-        if self.variant.clips:
+        if self.clips:
             self.model.clip_grad_norm_(0.1)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
-
-    def learn_anew(self, step: int) -> torch.Tensor:
-        """The gradients of the step are left to the next one, which does not want them."""
-        self.optimizer.zero_grad()
-        loss = self.loss(step)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def set_aside(self, step: int) -> torch.Tensor:
-        """A backward pass that is not reduced: the shard of what was reduced before is put aside."""
-        with self.model.no_sync():
-            return super().backward(step)
-
-    def zeroes(self, step: int) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
-        return torch.tensor(float(step))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().tensors()
@@ -138,29 +114,15 @@ class Program(training.Program):
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         hidden = {f"{name}.flat.grad" for name, handle in units(self.model) if handle._use_orig_params}
-        if any(method == "learn_anew" for _, method in self.phases):
-            hidden |= {f"{name}.grad" for name, _ in self.tensors()}
         yield from ((name, tensor) for name, tensor in super().values() if name not in hidden)
         for name, handle in units(self.model):
             if hasattr(handle.flat_param, "_local_shard"):
                 yield f"{name}.shard", handle.flat_param._local_shard
 
 
-def trains_alike(variant: Variant) -> training.Outcome:
-    return training.compare(variant.program)
-
-
-def trains_alike_dropping(variant: Variant) -> training.Outcome:
-    """Gradients die at the end of each phase with a step, where nobody needs them any more."""
-    build = functools.partial(variant.program, phases=(("log_prob", "evaluate"), ("train", "learn_anew")))
-    return training.compare(build, policy=Colocated(drop_gradients=True))
-
-
 def managed(variant: Variant) -> tuple[Manager, Program]:
-    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
     program = variant.program()
-    program.register(manager)
-    return manager, program
+    return training.managed(program), program
 
 
 # --- single cases
@@ -356,15 +318,3 @@ def mixes_offload(variant: Variant) -> str:
     except RegistrationError as error:
         return str(error)
     return ""
-
-
-def trains_alike_zeroing(variant: Variant) -> training.Outcome:
-    """Gradients are zeroed in place while they are offloaded; nobody zeroes their padding."""
-    phases = (("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))
-    return training.compare(functools.partial(variant.program, phases=phases))
-
-
-def trains_alike_setting_aside(variant: Variant) -> training.Outcome:
-    """Gradients that are reduced and, beside them, gradients that are not cross a phase transition."""
-    phases = (("train", "backward"), ("train", "set_aside"), ("train", "learn"))
-    return training.compare(functools.partial(variant.program, phases=phases))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.sharded import ddp_worker as worker
+from tests.sharded import training
 from tests.sharded.ddp_worker import Variant, zero
 from tests.support.ranks import Ranks
 
@@ -29,21 +30,21 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
-    for outcome in two_ranks.run(worker.trains_alike, VARIANTS[name]):
+    for outcome in two_ranks.run(training.compare, VARIANTS[name].program):
         assert outcome.resident_bytes["actor"] > 0
         assert outcome.offloaded_bytes["actor.optimizer"] > 0
 
 
 @pytest.mark.parametrize("name", ["views", "apart-zero-views"])
 def test_so_it_is_in_a_world_of_one(one_rank: Ranks, name: str) -> None:
-    (outcome,) = one_rank.run(worker.trains_alike, VARIANTS[name])
+    (outcome,) = one_rank.run(training.compare, VARIANTS[name].program)
     assert outcome.offloaded_bytes["actor"] > 0
 
 
 @pytest.mark.parametrize("name", ["apart", "views", "views-unused", "views-zero"])
 def test_gradients_that_die_with_their_phase_leave_the_reducer_working(two_ranks: Ranks, name: str) -> None:
     """The trap: a bucket is gone with its gradients, and the reducer goes on adding up in memory that is nobody's."""
-    assert two_ranks.run(worker.trains_alike_dropping, VARIANTS[name])
+    assert two_ranks.run(training.compare_dropping, VARIANTS[name].program)
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["moved", "dropped"])
@@ -53,7 +54,7 @@ def test_buckets_lie_in_the_handles_ranges(two_ranks: Ranks, drops: bool) -> Non
 
 @pytest.mark.parametrize("name", ["views", "views-unused"])
 def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks, name: str) -> None:
-    assert two_ranks.run(worker.trains_alike_zeroing, VARIANTS[name])
+    assert two_ranks.run(training.compare_zeroing, VARIANTS[name].program)
 
 
 def test_moving_gradients_by_data_loses_them(two_ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from tests.sharded import fsdp1_worker as worker
+from tests.sharded import training
 from tests.sharded.fsdp1_worker import HALF, Variant
 from tests.support.ranks import Ranks
 
@@ -41,26 +42,26 @@ _SLOW = ("original-half_no_shard", "original-hybrid", "flat-half", "flat-replica
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each in _SLOW else []) for each in VARIANTS])
 def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
-    for outcome in two_ranks.run(worker.trains_alike, VARIANTS[name]):
+    for outcome in two_ranks.run(training.compare, VARIANTS[name].program):
         assert outcome.resident_bytes["actor"] > 0
         assert outcome.offloaded_bytes["actor.optimizer"] > 0
 
 
 @pytest.mark.parametrize("name", ["original-full", "flat-half"])
 def test_so_it_is_in_a_world_of_one_where_nothing_is_sharded(one_rank: Ranks, name: str) -> None:
-    (outcome,) = one_rank.run(worker.trains_alike, VARIANTS[name])
+    (outcome,) = one_rank.run(training.compare, VARIANTS[name].program)
     assert outcome.offloaded_bytes["actor"] > 0
 
 
 @BOTH
 @pytest.mark.parametrize(
     "train",
-    [worker.trains_alike_dropping, worker.trains_alike_zeroing, worker.trains_alike_setting_aside],
+    [training.compare_dropping, training.compare_zeroing, training.compare_setting_aside],
     ids=["dropped", "zeroed", "aside"],
 )
 def test_gradients(two_ranks: Ranks, variant: Variant, train: Callable[..., object]) -> None:
     """Dropped with the phase; zeroed while they are offloaded; reduced ones beside such as are not, which FSDP1 keeps in another field."""
-    assert two_ranks.run(train, variant)
+    assert two_ranks.run(train, variant.program)
 
 
 @BOTH

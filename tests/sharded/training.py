@@ -13,6 +13,7 @@ at all; it did not move because it is external).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from placement import Manager
 from placement.devices.base import Device
 from placement.devices.cuda.device import CudaDevice
+from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.poison import poison_like, reads_poison
 from tests.support.seeds import seed
@@ -120,6 +122,40 @@ class Program:
         return ((name, tensor) for name, tensor in self.values() if tensor.dim())
 
 
+@dataclass
+class Wrapped(Program):
+    """A model under a wrapper with `no_sync()`, DistributedDataParallel or FSDP1, and what may be done with its gradients."""
+
+    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
+    accumulates: bool = False
+    """The first backward pass of a step is not reduced: whole gradients of this rank's data cross a phase transition."""
+
+    def backward(self, step: int) -> torch.Tensor:
+        with self.model.no_sync() if self.accumulates else nullcontext():
+            return super().backward(step)
+
+    def learn_anew(self, step: int) -> torch.Tensor:
+        """The gradients of the step are left to the next one, which does not want them."""
+        self.optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def set_aside(self, step: int) -> torch.Tensor:
+        """A backward pass that is not reduced: FSDP1 puts the shard of what was reduced before aside."""
+        with self.model.no_sync():
+            return super().backward(step)
+
+    def zeroes(self, step: int) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        return torch.tensor(float(step))
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        leaves = any(method == "learn_anew" for _, method in self.phases)
+        return ((name, tensor) for name, tensor in super().values() if not (leaves and name.endswith(".grad")))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one rank saw."""
@@ -208,6 +244,29 @@ def compare(
     _assert_same(digest(program), values, "after close()")
     assert managed.device.memory().chunk_bytes == 0
     return Outcome(tuple(shown), peaks, {name: each[0] for name, each in moved.items()}, {name: each[1] for name, each in moved.items()})
+
+
+def compare_dropping(build: Callable[..., Program]) -> Outcome:
+    """Gradients die at the end of each phase with a step, where nobody needs them any more."""
+    phases = (("log_prob", "evaluate"), ("train", "learn_anew"))
+    return compare(functools.partial(build, phases=phases), policy=Colocated(drop_gradients=True))
+
+
+def compare_zeroing(build: Callable[..., Program]) -> Outcome:
+    """Gradients are zeroed in place while they are offloaded; nobody zeroes their padding, nor the rest of their buckets."""
+    return compare(functools.partial(build, phases=(("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))))
+
+
+def compare_setting_aside(build: Callable[..., Program]) -> Outcome:
+    """Gradients that are reduced and, beside them, gradients that are not cross a phase transition."""
+    return compare(functools.partial(build, phases=(("train", "backward"), ("train", "set_aside"), ("train", "learn"))))
+
+
+def managed(program: Program, **keywords: Any) -> Manager:
+    """A manager on a simulated device, with what the program registers."""
+    manager = Manager(device=device_of("cpu"), **keywords)
+    program.register(manager)
+    return manager
 
 
 def digest(program: Program) -> dict[str, str]:
