@@ -158,17 +158,8 @@ def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
     gauges["placement_resident_bytes"].add_metric((*key, "device"), handle.resident_bytes)
     gauges["placement_resident_bytes"].add_metric((*key, "host"), handle.host_bytes)
     gauges["placement_resident_bytes"].add_metric((*key, "disk"), handle.disk_bytes)
-    gauges["placement_prefetched_bytes"].add_metric(key, handle.prefetched_bytes)
-    gauges["placement_last_transition_timestamp_seconds"].add_metric(key, handle.last_transition_timestamp_seconds)
     gauges["placement_broken"].add_metric(key, float(handle.broken is not None))
-    gauges["placement_drift_bytes"].add_metric(key, handle.drift_bytes)
-    gauges["placement_stray_references"].add_metric(key, handle.stray_references)
-    counters["placement_loaded_bytes_total"].add_metric(key, handle.loaded_bytes)
-    counters["placement_offloaded_bytes_total"].add_metric(key, handle.offloaded_bytes)
-    counters["placement_skipped_bytes_total"].add_metric(key, handle.skipped_bytes)
-    counters["placement_prefetch_used_bytes_total"].add_metric(key, handle.prefetch_used_bytes)
-    counters["placement_spilled_bytes_total"].add_metric(key, handle.spilled_bytes)
-    counters["placement_disk_read_bytes_total"].add_metric(key, handle.disk_read_bytes)
+    _add_fields(families, _HANDLE, key, handle)
     # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
     families.handle_info.add_metric(
         key,
@@ -179,6 +170,15 @@ def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
             "external": _flag(handle.external is not None),
         },
     )
+
+
+def _add_fields(families: _Families, labels: tuple[str, ...], key: tuple[str, ...], source: HandleSnapshot | Snapshot) -> None:
+    """Add the metrics with these labels that are named after a field of `source`. One whose field is None is absent."""
+    for tables, members in ((_GAUGES, families.gauges), (_COUNTERS, families.counters)):
+        for name, (_, own_labels) in tables.items():
+            value = getattr(source, name.removeprefix("placement_").removesuffix("_total"), None)
+            if own_labels == labels and isinstance(value, (int, float)):
+                members[name].add_metric(key, value)
 
 
 def _add_phases(families: _Families, snapshot: Snapshot) -> None:
@@ -197,26 +197,10 @@ def _add_durations(family: HistogramMetricFamily, durations: Iterable[DurationHi
 
 def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     gauges, counters = families.gauges, families.counters
-    gauges["placement_unpaired_bytes"].add_metric((), snapshot.unpaired_bytes)
-    gauges["placement_unaccounted_bytes"].add_metric((), snapshot.unaccounted_bytes)
-    if snapshot.other_processes_bytes is not None:
-        gauges["placement_other_processes_bytes"].add_metric((), snapshot.other_processes_bytes)
-    if snapshot.communicator_bytes is not None:
-        gauges["placement_communicator_bytes"].add_metric((), snapshot.communicator_bytes)
+    _add_fields(families, (), (), snapshot)
+    gauges["placement_host_pageable_bytes"].add_metric((), sum(handle.host_pageable_bytes for handle in snapshot.handles))
     if snapshot.lease is not None:
         _add_lease(families, snapshot.lease)
-    gauges["placement_budget_bytes"].add_metric((), snapshot.budget_bytes)
-    gauges["placement_device_used_bytes"].add_metric((), snapshot.device_used_bytes)
-    gauges["placement_device_total_bytes"].add_metric((), snapshot.device_total_bytes)
-    gauges["placement_peak_bytes"].add_metric((), snapshot.peak_bytes)
-    gauges["placement_kept_bytes"].add_metric((), snapshot.kept_bytes)
-    gauges["placement_host_pageable_bytes"].add_metric((), sum(handle.host_pageable_bytes for handle in snapshot.handles))
-    counters["placement_pairing_violations_total"].add_metric((), snapshot.pairing_violations)
-    counters["placement_disk_wait_seconds_total"].add_metric((), snapshot.disk_wait_seconds)
-    counters["placement_prefetch_discarded_bytes_total"].add_metric((), snapshot.prefetch_discarded_bytes)
-    counters["placement_ipc_collected_bytes_total"].add_metric((), snapshot.ipc_collected_bytes)
-    counters["placement_wrong_writes_total"].add_metric((), snapshot.wrong_writes)
-    counters["placement_expired_keeps_total"].add_metric((), snapshot.expired_keeps)
     for decision in dict.fromkeys((*DECISIONS, *snapshot.policy_decisions)):
         count = snapshot.policy_decisions.get(decision, 0)
         counters["placement_policy_decisions_total"].add_metric((snapshot.policy, decision), count)
