@@ -197,7 +197,7 @@ def unfreezes(generation: int) -> bool:
 
 
 def moves_away(generation: int) -> tuple[str, bool]:
-    """A frozen tensor gets other memory on the device and is written there: it comes back with its newest values.
+    """A frozen tensor gets other memory on the device and is written there: it keeps its newest values.
 
     Returns what was raised, and whether the host copy is shared still.
     """
