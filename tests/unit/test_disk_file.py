@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
@@ -52,6 +52,7 @@ def round_trip(folder: Path, nbytes: int) -> None:
     assert torch.equal(source.view(0, nbytes), target.view(0, nbytes))
 
 
+@settings(deadline=None)
 @given(nbytes=st.integers(1, 12 * BLOCK))
 def test_what_is_written_comes_back(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> None:
     round_trip(tmp_path_factory.getbasetemp(), nbytes)

@@ -192,15 +192,15 @@ def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path
     counts = {"ref": 0, "critic": 0}
     wrong: list[str] = []
 
-    def read(name: str, seed: int) -> None:
-        want = model(seed).state_dict()
+    def read(name: str, want: dict[str, torch.Tensor]) -> None:
         while not is_over.is_set():
             shown = worker.handles[name].state_dict()
             wrong.extend(name for key, value in want.items() if not torch.equal(shown[key].cpu(), value))
             del shown
             counts[name] += 1
 
-    threads = [threading.Thread(target=read, args=each) for each in (("ref", 1), ("critic", 2))]
+    # The values are made here, because threads share torch's generator.
+    threads = [threading.Thread(target=read, args=(name, model(seed).state_dict())) for name, seed in (("ref", 1), ("critic", 2))]
     for thread in threads:
         thread.start()
     for _ in range(6):

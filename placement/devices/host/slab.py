@@ -92,7 +92,7 @@ class Slab(HostSlab):
         self.address = 0
         self._register, self._unregister = register, unregister
         self.is_released = False
-        """Whether the memory was given back: see `spilled_slab`."""
+        """Whether the memory was given back: see `disk_file.release`."""
         self.before_use: Callable[[], object] = _nothing
         """Called for each new view, once it counts: brings back what was released."""
         self.on_claim: Callable[[], object] = _nothing
