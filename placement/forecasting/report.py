@@ -53,7 +53,7 @@ class PhaseForecast(_Frozen):
     skipped_bytes: int = 0
     """Bytes that leave the device without a copy, because the host copy has them."""
     prefetched_bytes: int = 0
-    """The part of `loaded_bytes` that arrived while the phase before computed, and stalls nobody."""
+    """The part of `loaded_bytes` that came early: its copies began while the phase before computed."""
     streamed_bytes: int = 0
     """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy (`optimizer_in="streamed"`)."""
     host_bytes: int

@@ -34,7 +34,7 @@ class Moved(NamedTuple):
     skipped_bytes: int = 0
     """Bytes that left the device without a copy, because the host copy has them."""
     prefetched_bytes: int = 0
-    """The part of `loaded_bytes` that had arrived before."""
+    """The part of `loaded_bytes` that came early, while the phase before computed."""
 
     @classmethod
     def total(cls, each: Iterable[Moved]) -> Moved:

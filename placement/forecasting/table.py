@@ -81,7 +81,7 @@ def _troubles(phase: PhaseForecast) -> list[str]:
         return [f"no plan: {phase.problem}"]
     if phase.over_bytes:
         return [f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} ({phase.over_bytes:,} bytes) too many"]
-    said = [f"{readable(phase.prefetched_bytes)} of what it loads arrived before"] if phase.prefetched_bytes else []
+    said = [f"{readable(phase.prefetched_bytes)} of what it loads came early"] if phase.prefetched_bytes else []
     if phase.streamed_bytes:
         said.append(f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by optimizers")
     if phase.disk_written_bytes or phase.disk_read_bytes:
