@@ -356,7 +356,7 @@ def test_a_leave(failing: int) -> None:
         refused = outer if rank.group.rank == failing else inner
         found = failures_or_own(rank, lambda: refused.__exit__(None, None, None))
         for phase in (inner, outer):
-            if phase._open is not None:
+            if phase.is_open:
                 rank.failures(lambda phase=phase: phase.__exit__(None, None, None))  # type: ignore[misc]
         return found, any(rank.step() == "done" for _ in range(3))
 
