@@ -170,7 +170,7 @@ def _row_maker(handles: Sequence[SimulatedHandle], costs: Costs) -> _RowMaker:
     def of_phase(step: Step, use: DiskUse, work_seconds: float | None = None) -> PhaseForecast:
         if work_seconds is None:
             work_seconds = costs.work_seconds.get(step.phase.name)
-        steps = streamed_steps(step, handles, costs.counts, costs.link, work_seconds)
+        steps = streamed_steps(step, handles, costs.counts, costs.link)
         stall = costs.stall_seconds(step, handles)
         moved = Moved.total(step.moved.values())
         training = [each for each in handles if step.states[each.name] is State.TRAINING]

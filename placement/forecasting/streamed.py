@@ -17,7 +17,7 @@ class StreamedSteps(NamedTuple):
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     seconds: float = 0.0
-    """How long they keep the link busy, without what comes before each step while the phase computes; 0 without a link."""
+    """How long they keep the link busy; 0 without a link."""
 
 
 class StepCounts:
@@ -44,14 +44,11 @@ class StepCounts:
         return self._given.get(phase, 0 if phase in self._outer else 1)
 
 
-def streamed_steps(
-    step: Step, handles: Iterable[SimulatedHandle], counts: StepCounts, link: Link | None, work_seconds: float | None
-) -> StreamedSteps:
+def streamed_steps(step: Step, handles: Iterable[SimulatedHandle], counts: StepCounts, link: Link | None) -> StreamedSteps:
     """The streamed steps of the phase that a phase transition leads to.
 
     Args:
         handles: as they are when the phase begins.
-        work_seconds: the duration of the phase without moves and steps; None: not known, so nothing is taken to come before a step.
     """
     count = counts.in_phase(step.phase.name)
     streamed = frozenset[str]() if step.plan is None or step.is_refused else step.plan.streamed
@@ -64,10 +61,5 @@ def streamed_steps(
         to_device_bytes += loads * nbytes
         to_host_bytes += count * nbytes
         if link is not None:
-            early_bytes = min(handle.view().window_bytes, nbytes, _copied_bytes(link, (work_seconds or 0) / max(1, count)))
-            seconds += loads * link.seconds(nbytes - early_bytes, nbytes) + (count - loads) * link.seconds(0, nbytes)
+            seconds += loads * link.seconds(nbytes, nbytes) + (count - loads) * link.seconds(0, nbytes)
     return StreamedSteps(to_device_bytes, to_host_bytes, seconds)
-
-
-def _copied_bytes(link: Link, seconds: float) -> int:
-    return int(seconds * link.to_device_bytes_per_second)

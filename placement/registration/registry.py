@@ -31,7 +31,7 @@ from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.storage import ReplicatedStorage
-from placement.storage.transfer.buckets import most_buckets
+from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import plain_parts
 

@@ -16,7 +16,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.slices import ParameterSlice, is_counter, sliceable_state
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.buckets import Piece
+from placement.storage.transfer.streamed import Piece
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
 _ALIGNED_ELEMENTS = 64

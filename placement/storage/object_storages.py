@@ -92,8 +92,8 @@ class ObjectStorages:
 
     @property
     def early_bytes(self) -> int:
-        """Bytes of the chunks that arrived early."""
-        return sum([r.early.nbytes for r in self.by_address.ranges if r.early is not None])
+        """Bytes of the memory that is aside."""
+        return sum([r.pages.aside_bytes for r in self.by_address.ranges])
 
     @property
     def host_bytes(self) -> int:
@@ -326,23 +326,16 @@ class ObjectStorages:
         self._scanner.spare = None
 
     def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
-        """Drop ranges. They leave `ranges` last, so that an interrupt never loses a range with memory behind it."""
+        """Drop ranges. They leave `ranges` last, so that a failure never loses a range with memory behind it."""
         if gone:
             self.state_dict_tensors.leave(RangesByAddress(tuple(gone)))
         for r in gone:
-            if r.early is not None:
-                r.early.discard_all(chunk_pool)
-            self.vacate(r, chunk_pool)
+            r.pages.discard(chunk_pool)
+            r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
             RANGES.remove(r.layout.addresses.base)
         if gone:
             out = set(gone)
             self.ranges = tuple(r for r in self.ranges if r not in out)
-
-    def vacate(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """Take away all memory behind a range. The caller has its bytes elsewhere, or nobody needs them."""
-        if r.chunks:
-            self._device.unmap(r.layout.addresses, r.nbytes)
-            r.give([*r.chunks], chunk_pool)
 
     # --- references that others hold
 

@@ -10,7 +10,7 @@ from placement.core.errors import BrokenHandleError
 from placement.core.journal import Journal
 from placement.core.machine import Node, path
 from placement.core.states import Plan, State, Trigger
-from placement.storage.transfer.result import MoveResult
+from placement.storage.managed import MoveResult
 
 if TYPE_CHECKING:
     from placement.engines.residency import Residency

@@ -20,11 +20,10 @@ from placement.phases.moving.engine_mover import EngineMover
 from placement.phases.moving.transition import Transition
 from placement.registration import guards
 from placement.registration.handle import Handle
-from placement.storage.managed import ManagedStorage
+from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.load import ALONE, Load
-from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier
 
 logger = logging.getLogger(__name__)

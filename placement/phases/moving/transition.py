@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from placement.registration.handle import Handle
-from placement.storage.managed import ManagedStorage
+from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
 from placement.storage.transfer.load import ALONE, Load
-from placement.storage.transfer.result import MoveResult
 
 
 @dataclass(eq=False, slots=True)

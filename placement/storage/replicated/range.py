@@ -53,7 +53,7 @@ class SharedRange(Range):
 
     def leave_shared(self, own: HostSlab) -> None:
         """Use another slab, which has the same bytes, from now on."""
-        self.host, self.shared_slab = own, None
+        self.pages.host, self.shared_slab = own, None
 
     def part_bytes(self, index: int) -> int:
         """Size in bytes of each rank's part of one chunk; 0 where the chunk is too small to divide."""

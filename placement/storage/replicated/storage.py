@@ -29,6 +29,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Copy, Mark, SharedSlab
 from placement.storage.managed import ManagedStorage
 from placement.storage.object_storages import ObjectStorages
+from placement.storage.pages import Behind
 from placement.storage.range import Range
 from placement.storage.replicated.range import SharedRange
 from placement.storage.replicated.ranks import Ranks
@@ -83,6 +84,7 @@ class ReplicatedStorage(ManagedStorage):
             copies = r.own_copies(index)
             self.device.copy(copies, "to_device")
             brought += sum(copy.nbytes for copy in copies)
+            r.pages.note_filling((index,))
             if r.part_bytes(index):
                 self._waiting.append((r, index, self.device.mark("to_device")))
         return brought
@@ -171,16 +173,15 @@ class ReplicatedStorage(ManagedStorage):
             self.storages.find_host_copies()
 
     def save_rest(self, r: Range) -> None:
-        if r.is_shared:
-            if self.readonly or not self._has_changed(r):
-                return
+        if r.is_shared and not self.readonly and self._has_changed(r):
             self.own_host_copy(r)
-        super().save_rest(r)
+        elif r.is_shared:
+            r.pages.note_clean(r.pages.at(Behind.OWN))
 
     def _has_changed(self, r: Range) -> bool:
         """Whether any chunk that a range has on the device differs from the host copy."""
         prints = None if r.prints is None else r.prints.cpu()
-        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in r.chunks)
+        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in r.pages.at(Behind.OWN))
 
     # --- who takes part
 
