@@ -527,14 +527,14 @@ class ManagedStorage(Storage):
             self.on_device = False
 
     def _leave_device(self, chunk_pool: ChunkPool) -> None:
-        """Have every page on the host, and the tensors in line with that: of a committed offload, a load that failed, or a streamed step."""
+        """Have every page on the host, and the tensors in line: of a committed offload, a load that failed, or a streamed step."""
         if self._dropped is not None:
             self.gradients.drop(zero_buffers=False)
             staying = self.gradients.zero_lasting(self._dropped)
             for r in staying:
                 r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
             self.storages.drop([r for r in self._dropped if r not in staying], chunk_pool)
-        if any(r.pages.own_bytes for r in self.ranges):
+        if not self._is_vacating:  # no offload, which has waited: copies and kernels may be under way
             self.device.sync()
         for r in self.ranges:
             r.pages.settle(Side.HOST, chunk_pool)

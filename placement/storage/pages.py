@@ -4,14 +4,15 @@ A page is a chunk-sized piece of a range. Its memory is nowhere, behind the rang
 (`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
 (`POISON` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
-| operation | what it does | used by |
-|---|---|---|
-| `put` | memory behind pages | load, streamed step |
-| `fetch` | memory, if there is none, and a copy to the device where the host copy is newest | load, prefetch, going back |
-| `show`, `hide` | the same memory behind the own addresses, or aside; nothing is copied | load of prefetched pages, offload that leaves pages aside |
-| `save` | a copy to the host where the device is newest | offload, streamed step, mirror |
-| `vacate` | wait for copies, poison, memory to the chunk pool | offload, giving up prefetched pages, streamed step |
-| `settle` | any state of the pages to one side | commit, going back, the end of a streamed step |
+* `fetch`: memory, if there is none (`put`), and a copy to the device where the host copy is newest (`fill`).
+* `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
+* `save`: a copy to the host where the device is newest.
+* `vacate`: wait for copies, poison, and the memory to the chunk pool.
+* `settle`: from any state to one side.
+
+A load is `show` for what was prefetched, and `fetch` for the rest; an offload is `save` and `vacate`, or `hide` where the memory may stay
+and be saved under the next phase. A swap puts what is vacated behind what is fetched. A prefetch fetches aside. A streamed step fetches
+two buckets ahead of the one that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
 
 Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device.
 The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's
@@ -60,14 +61,19 @@ class Page:
     behind: Behind = Behind.POISON
     newest: Side = Side.HOST
     copied: Direction | None = None
-    """The direction of the last copy since the page has its memory; a page that was left clean counts as copied to the host."""
+    """The direction of the last copy since the page has its memory."""
     mark: Mark | None = None
     """Tells when that copy is complete; None while it is being started, or if starting it failed."""
 
     @property
+    def lacks_bytes(self) -> bool:
+        """Whether it has memory and no copy to it was started."""
+        return self.memory is not None and self.newest is Side.HOST
+
+    @property
     def was_left(self) -> bool:
         """Whether an offload has left it aside. Nothing was copied in vain when its memory is given up."""
-        return self.behind is Behind.ASIDE and self.copied == "to_host"
+        return self.behind is Behind.ASIDE and self.newest is not Side.HOST and self.copied != "to_device"
 
 
 def _do_nothing(_: int) -> None:
@@ -128,8 +134,8 @@ class Pages:
         return [index for index, page in enumerate(self.table) if page.memory is None]
 
     def unfilled(self) -> list[int]:
-        """The pages that have memory aside and no bytes there: no copy to them was started."""
-        return [index for index in self.at(Behind.ASIDE) if self.table[index].newest is Side.HOST]
+        """The pages that have memory aside and no bytes there."""
+        return [index for index in self.at(Behind.ASIDE) if self.table[index].lacks_bytes]
 
     def left(self) -> list[int]:
         """The pages that an offload has left aside, in the order in which they are saved."""
@@ -185,10 +191,6 @@ class Pages:
         if not self.aside_bytes:
             self.is_stale = False
         self._place(indices, Behind.ASIDE)
-        clean = [self.table[index] for index in indices if self.table[index].newest is Side.BOTH]
-        mark = self._device.mark("to_host") if clean else None
-        for page in clean:
-            page.copied, page.mark = "to_host", mark
 
     def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
         """Take away the memory of pages, once their copies are complete. The host copy has their bytes, or nobody needs them.
@@ -381,8 +383,8 @@ def fill(device: Device, parts: Sequence[Part]) -> int:
 
     All are copied by one call, and share a mark.
     """
-    wanted = [(pages, [i for i in those if pages.table[i].memory is not None and pages.table[i].newest is Side.HOST]) for pages, those in parts]
-    wanted = [(pages, those) for pages, those in wanted if those]
+    lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
+    wanted = [(pages, those) for pages, those in lacking if those]
     _copy(device, wanted, "to_device")
     return sum(pages.used_bytes_of(those) for pages, those in wanted)
 

@@ -181,7 +181,8 @@ class ReplicatedStorage(ManagedStorage):
     def _has_changed(self, r: Range) -> bool:
         """Whether any chunk that a range has on the device differs from the host copy."""
         prints = None if r.prints is None else r.prints.cpu()
-        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in r.pages.at(Behind.OWN))
+        held = r.pages.at(Behind.OWN)
+        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)
 
     # --- who takes part
 

@@ -161,6 +161,7 @@ class _Copying:
         self._bursts = bursts
         self._lock = threading.RLock()  # reentrant: a collection on the thread may end this prefetch's manager
         """Held while a burst is taken from `_bursts` and started."""
+        self._is_stopped = False
         self._started: deque[Mark] = deque()
 
     def start_first(self) -> None:
@@ -172,6 +173,7 @@ class _Copying:
 
     def stop(self) -> None:
         """Return once it is certain that no further copy is started. Waits while the thread starts one burst."""
+        self._is_stopped = True  # first: the thread may have the lock again before this has it
         with self._lock:
             self._bursts.clear()
 
@@ -179,7 +181,7 @@ class _Copying:
         try:
             while self._wait_for_next():
                 with self._lock:
-                    if self._bursts:
+                    if self._bursts and not self._is_stopped:
                         self._start(self._bursts.popleft())
         except Exception as error:  # the device failed: the next phase transition meets the same, and says so
             logger.warning("prefetch stopped: %s", str(error))
@@ -187,14 +189,14 @@ class _Copying:
             self.stop()
 
     def _wait_for_next(self) -> bool:
-        """Wait until the link has done with an earlier burst, and the memory of the next one has been saved. Returns whether there is one."""
+        """Wait until the link has done with an earlier burst, and the memory of the next one is saved. Returns whether there is one."""
         if len(self._started) >= _AHEAD:
             self._device.wait(self._started.popleft())
         with self._lock:
             sources = self._bursts[0].sources if self._bursts else []
         for pages, indices in sources:
             pages.wait(indices)
-        return bool(self._bursts)
+        return bool(self._bursts) and not self._is_stopped
 
     def _start(self, burst: _Burst) -> None:
         chunk_pool = ChunkPool(self._device)
