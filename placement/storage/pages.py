@@ -67,8 +67,8 @@ class Page:
 
     @property
     def lacks_bytes(self) -> bool:
-        """Whether it has memory and no copy to it was started."""
-        return self.memory is not None and self.newest is Side.HOST
+        """Whether it has memory behind addresses and no copy to it was started."""
+        return self.memory is not None and self.behind is not Behind.POISON and self.newest is Side.HOST
 
     @property
     def was_left(self) -> bool:
@@ -177,7 +177,7 @@ class Pages:
         Raises:
             DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
         """
-        away = [index for index in indices if self.table[index].memory is not None and self.table[index].behind is not Behind.OWN]
+        away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.POISON)))
         self.wait(away)
         self._place(away, Behind.OWN)
         return self.used_bytes_of(away)
@@ -223,11 +223,13 @@ class Pages:
         lacking = [index for index in indices if self.table[index].memory is None]
         take = chunk_pool.take if behind is Behind.ASIDE else chunk_pool.take_wiped  # nobody reads what is aside before it is complete
         self.put(lacking, take([self.sizes[index] for index in lacking]), chunk_pool, behind)
+        self._place([index for index in indices if self.table[index].behind is Behind.POISON], behind)
         fill(self._device, [(self, indices)])
 
     def save(self, indices: Iterable[int]) -> int:
         """Start copying those of these pages (ascending) to the host copy that are newest on the device. Returns the bytes to copy."""
-        unsaved = [index for index in indices if self.table[index].newest is Side.DEVICE]
+        pages = ((index, self.table[index]) for index in indices)
+        unsaved = [index for index, page in pages if page.newest is Side.DEVICE and page.behind is not Behind.POISON]
         if not unsaved:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
@@ -343,7 +345,7 @@ class Pages:
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
         """Put the memory of pages (ascending) behind other addresses than those where it is now."""
-        away = [index for index in indices if self.table[index].behind is not behind]
+        away = [index for index in indices if self.table[index].memory is not None and self.table[index].behind is not behind]
         for run in runs(away):
             self._take_off(run)
             chunks = [chunk for index in run if (chunk := self.table[index].memory) is not None]
