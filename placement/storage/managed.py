@@ -156,7 +156,7 @@ class ManagedStorage(Storage):
 
     @property
     def prefetched_bytes(self) -> int:
-        return self.storages.early_bytes if self.storages.may_have_early else 0
+        return self.storages.early_bytes
 
     @property
     def unadopted_bytes(self) -> int:

@@ -48,8 +48,6 @@ class ObjectStorages:
         self.moving_in: frozenset[int] = frozenset()
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
         self.relocated = RelocatedStorages(device)
-        self.may_have_early = False
-        """Whether any range ever had addresses for early chunks. Spares most objects the question, which every phase transition asks."""
         self.unadopted_bytes = 0
         """Owned bytes in torch's own memory (gradients, and state created since the last offload), as of the last look."""
         self._unadopted = Unadopted(adapter)

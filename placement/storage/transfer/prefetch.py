@@ -92,7 +92,6 @@ class Prefetch:
         """Reserve addresses aside for the ranges of a storage, as far as anything can be there."""
         for r in storage.ranges:
             if _can_arrive_early(storage, r):
-                storage.storages.may_have_early = True
                 r.pages.may_be_aside(self.hold)
 
     def _add(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
