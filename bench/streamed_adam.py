@@ -77,10 +77,6 @@ class System:
         """Bytes to the device and to the host so far, in steps."""
         return 0, 0
 
-    def early_bytes(self) -> int:
-        """Bytes to the device so far, before the steps that used them."""
-        return 0
-
     def close(self) -> None:
         self.model = self.optimizer = None  # type: ignore[assignment]
 
@@ -126,10 +122,7 @@ class Streamed(System):
 
     def link_bytes(self) -> tuple[int, int]:
         counters = self.handle.counters
-        return counters.loaded_bytes - counters.prefetch_used_bytes, counters.offloaded_bytes
-
-    def early_bytes(self) -> int:
-        return self.handle.counters.prefetch_used_bytes
+        return counters.loaded_bytes, counters.offloaded_bytes
 
     def close(self) -> None:
         while self.manager.phase_name != IDLE:
@@ -140,20 +133,14 @@ class Streamed(System):
         self.manager.close()
 
 
-class AtOnce(Streamed):
-    """Every step in one phase. Nothing comes before a step, because the phase is not known to have a further one."""
-
-    name = "placement, nothing early"
-
-    def begin(self) -> None:
-        """The phase goes on."""
-
-
-class Whole(AtOnce):
+class Whole(Streamed):
     """placement with `optimizer_in="optimizer_step"`: the whole state comes, is stepped, and leaves."""
 
     name = "placement, whole state"
     policy = _Staying("optimizer_step")
+
+    def begin(self) -> None:
+        """The phase goes on."""
 
     def step(self) -> None:
         with self.manager.phase("optimizer_step"):
@@ -218,7 +205,7 @@ class MegatronHybrid(System):
         )
 
 
-SYSTEMS: Sequence[type[System]] = (OnDevice, Streamed, AtOnce, Whole, DeepSpeedCpu, MegatronHybrid)
+SYSTEMS: Sequence[type[System]] = (OnDevice, Streamed, Whole, DeepSpeedCpu, MegatronHybrid)
 
 
 def copies_alone(rig: Rig, nbytes: int) -> float:
@@ -273,7 +260,6 @@ def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int |
         rig.empty_cache()
         products = Products(rig)
         to_device, to_host = system.link_bytes()
-        early_bytes = system.early_bytes()
         with rig.sampled_peak() as peak:
             seconds = statistics.median(_step(rig, system, products) for _ in range(_STEPS))
         row("step", seconds, "s")
@@ -284,7 +270,6 @@ def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int |
             rate = (to_device + to_host) / seconds / 1e9
             row("step, rate both ways", rate, "GB/s")
             row("step, share of the link both ways", 100 * rate / raw.both, "%")
-            row("before the step, bytes to the device", (system.early_bytes() - early_bytes) / _STEPS, "bytes")
         if peak.samples:
             row("step, rise of device memory, seen by the driver", peak.rise_bytes, "bytes")
         if (declared := system.peak_bytes()) is not None:

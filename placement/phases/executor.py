@@ -28,7 +28,7 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
-from placement.storage.transfer.streamed_step import Streamed
+from placement.storage.transfer.streamed import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
 
 if TYPE_CHECKING:
@@ -257,7 +257,6 @@ class PlanExecutor:
     def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
         handle.counters.loaded_bytes += streamed.to_device_bytes
-        handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
         held_bytes = sum(each.resident_bytes for each in self._handles.values())
         self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)

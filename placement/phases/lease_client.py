@@ -125,7 +125,7 @@ class LeaseClient:
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
         windows = sum(
-            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # the first buckets of a window come early
+            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is given up when a step begins
             for each in self._handles.values()
             if each.is_streaming and each.streamed is not None
         )

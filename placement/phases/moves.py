@@ -25,10 +25,9 @@ from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.registration import guards
 from placement.registration.handle import Handle
-from placement.storage.managed import ManagedStorage
+from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
-from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from placement.phases.transition_lock import TransitionLock
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle, Streaming
-from placement.storage.transfer.streamed_step import Streamed
+from placement.storage.transfer.streamed import Streamed
 
 if TYPE_CHECKING:
     from placement.group.lease import Lease

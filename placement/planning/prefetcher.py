@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 from placement.core.journal import logger
-from placement.core.states import IDLE, Plan, State
+from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.planning.early_room import Share, Wish, divide
 from placement.planning.planner import Planner
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.prefetch import Prefetch
 
@@ -75,12 +73,10 @@ class Prefetcher:
         Returns:
             What is done ahead, and the device bytes given up.
         """
-        if not plan.prefetch and not plan.streamed and not self._has_any:
+        if not plan.prefetch and not self._has_any:
             return NOTHING_AHEAD, 0
         shares, given = self._shares(plan, self._room_bytes(name, plan)), 0
         for handle in self._handles.values():
-            if handle.streamed is not None:
-                handle.streamed.phase_begins(name)
             if handle.holding is not None and not plan.on_device(handle.name):
                 keep_bytes = shares[handle.holding].first_bytes if handle.holding in shares else 0
                 given += handle.holding.give_up_early(keep_bytes, chunk_pool)
@@ -129,30 +125,15 @@ class Prefetcher:
             logger.warning("nothing more comes early in phase %s: %s", name, str(error))  # whoever keeps the record keeps no frames
 
     def _bring(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
-        steps = self._next_steps(name)
-        if not plan.prefetch and not steps:
+        if not plan.prefetch:
             return
         memory = self._device.memory()
         early_bytes = sum(handle.storage.prefetched_bytes for handle in self._handles.values())
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
-        steps_bytes = sum(r.chunk_sizes[index] for buckets in steps.values() for r, index in {*chain.from_iterable(buckets)})
-        if steps_bytes > spare_bytes:
-            steps, steps_bytes = {}, 0
-        room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes - steps_bytes)
-        chunk_pool.room_bytes = max(0, room_bytes + steps_bytes - early_bytes - chunk_pool.held_bytes)
+        room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
+        chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
         self._has_any = True  # state that was born in the phase before has a place only now
-        self._prefetch.begin(self._shares(plan, room_bytes), chunk_pool, steps)
-
-    def _next_steps(self, name: str) -> dict[ManagedStorage, list[tuple[RangeChunk, ...]]]:
-        """The storages of which a step is streamed in this phase, each with the chunks that the next one begins with.
-
-        Their room is the window that the plan leaves to the step. Nothing comes where torch's allocator has found no memory beside it.
-        """
-        if name == IDLE or name in self._most_bytes:
-            return {}
-        stepped = [each for each in self._handles.values() if each.state is State.TRAINING and each.is_streaming]
-        coming = [(each.holding, each.streamed.first_buckets()) for each in stepped if each.streamed is not None]
-        return {holding: places for holding, places in coming if holding is not None and places}
+        self._prefetch.begin(self._shares(plan, room_bytes), chunk_pool)
 
     def _room_bytes(self, name: str, plan: Plan) -> int:
         room_bytes = self._planner.room_bytes(name, plan)

@@ -32,7 +32,7 @@ from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated import Ranks, ReplicatedStorage
-from placement.storage.transfer.buckets import most_buckets
+from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
 _logger = logging.getLogger("placement")

@@ -15,7 +15,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.partial_step import ParameterSlice, is_counter, is_elementwise, sliceable_state
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.buckets import Piece
+from placement.storage.transfer.streamed import Piece
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
 _ALIGNED_ELEMENTS = 64

@@ -26,10 +26,9 @@ from placement.registration.method_call import MethodCall
 from placement.registration.step_parts import StepParts
 from placement.storage import nan_check
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.buckets import first_buckets, window_of
+from placement.storage.range import Range
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.streamed_step import Streamed, StreamedStep
+from placement.storage.transfer.streamed import Streamed, StreamedStep, window_of
 
 
 class SteppedHandle(Protocol):
@@ -86,12 +85,6 @@ class StreamedOptimizer:
         """Whether a learning rate scheduler had replaced the method before."""
         self.is_running = False
         """Whether a streamed step is under way. Only then a step may begin although the state is not on the device."""
-        self._phase = ""
-        """The open phase, or an earlier one if that is not known to stream steps."""
-        self._num_steps = 0
-        """The number of steps made in it."""
-        self._usual_steps: dict[str, int] = {}
-        """The number of steps that were made in a phase when it was last open with any."""
         self.refusal = refusal(adapter.key_objects()[0])
         """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
         if self.refusal is None and adapter.steps_copies:
@@ -113,22 +106,6 @@ class StreamedOptimizer:
                 window_of([part.piece for each in self._parameters() for part in self._parts.of(*each)], self._bucket_bytes),
             )
         return self._window[2]
-
-    def phase_begins(self, name: str) -> None:
-        """Note that a phase begins that may stream steps, or goes on after one that was open inside it."""
-        if self._num_steps:
-            self._usual_steps[self._phase] = self._num_steps
-        self._phase, self._num_steps = name, 0
-
-    def first_buckets(self) -> list[tuple[RangeChunk, ...]]:
-        """The chunks of each bucket that the next step begins with; none if no further step is expected in this phase.
-
-        A phase is expected to have as many steps as when it was last open with any, and one at first.
-        """
-        if self.refusal is not None or self._num_steps >= self._usual_steps.get(self._phase, 1):
-            return []
-        pieces = (part.piece for each in self._parameters() for part in self._parts.of(*each))
-        return [bucket.chunks for bucket in first_buckets(pieces, self._bucket_bytes, self.window_bytes) if bucket.chunks]
 
     def _parameters(self) -> list[tuple[Any, torch.Tensor]]:
         """Each parameter with its optimizer, in the order in which a step takes them."""
@@ -189,7 +166,6 @@ class StreamedOptimizer:
 
             pieces = [part.piece for part in parts]
             streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step_some).run()
-            self._num_steps += 1
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
         return loss

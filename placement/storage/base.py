@@ -21,6 +21,7 @@ import torch
 from placement.core.errors import IntegrityError
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
+from placement.storage.pages import Behind
 
 if TYPE_CHECKING:
     from placement.storage.range import Range
@@ -283,7 +284,7 @@ def check_ranges(name: str, state: State, ranges: Sequence[Range], *, on_device:
         IntegrityError: a range has other chunks, a slab that is too short, or storages that never moved in.
     """
     for index, r in enumerate(ranges):
-        sizes = tuple(r.chunks[position].nbytes for position in sorted(r.chunks))
+        sizes = tuple(chunk.nbytes for index in r.pages.at(Behind.OWN) if (chunk := r.pages.table[index].memory) is not None)
         wanted = r.chunk_sizes if on_device else ()
         if sizes != wanted:
             raise IntegrityError(

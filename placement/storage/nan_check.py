@@ -10,19 +10,22 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import torch
 
 from placement.core.errors import IntegrityError
-from placement.storage.held import HeldStorage
 from placement.storage.layout import Adoptee
 from placement.storage.point import Form, form_of, over
 from placement.storage.poison import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
 from placement.storage.range import PlacedStorage, Range
 from placement.storage.scan import Place
-from placement.storage.transfer.result import NanFound
 from placement.tensors.plain import plain_parts
+
+if TYPE_CHECKING:
+    from placement.storage.managed import ManagedStorage
 
 _SAMPLES = 8
 _PIECE = 1 << 24
@@ -33,6 +36,19 @@ _CAUSES = (
     "a reset from it): do that in a phase that has both on the device. Or the training diverged: load a checkpoint, with the optimizer's "
     "state. nan_check=False in the manager's settings turns this check off."
 )
+
+
+@dataclass(slots=True)
+class NanFound:
+    """The tensors of one object that were found to be NaN throughout, until the offload that is committed next tells them."""
+
+    is_on: bool = True
+    """Whether anything is looked at (`Settings.nan_check`)."""
+    put_right: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Tensors without earlier values."""
+    known: frozenset[str] = frozenset()
+    """Tensors in place that were left at the last look. They are told once."""
 
 
 class Samples:
@@ -68,7 +84,7 @@ Asked = Sequence[tuple[Range, Samples, Callable[[], torch.Tensor]]]
 _samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
 
 
-def ask(holding: HeldStorage) -> Asked:
+def ask(holding: ManagedStorage) -> Asked:
     """Have the device read the samples of everything in place. Nothing waits for it. A readonly host copy is never replaced."""
     asked = []
     for r in holding.ranges if holding.nan_found.is_on and not holding.readonly else ():
@@ -82,7 +98,7 @@ def ask(holding: HeldStorage) -> Asked:
     return asked
 
 
-def put_right(holding: HeldStorage, asked: Asked) -> None:
+def put_right(holding: ManagedStorage, asked: Asked) -> None:
     """Give tensors that were numbers and are NaN throughout the values of the host copy again, on the device."""
     gone, found = _gone(holding, asked), holding.nan_found
     lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
@@ -92,7 +108,7 @@ def put_right(holding: HeldStorage, asked: Asked) -> None:
     found.known = lacking
 
 
-def refuse(holding: HeldStorage) -> None:
+def refuse(holding: ManagedStorage) -> None:
     """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
     gone = _gone(holding, ask(holding)) if holding.on_device else {}
     if names := [name for name, place in gone.items() if not _lacks_values(place)]:
@@ -100,7 +116,7 @@ def refuse(holding: HeldStorage) -> None:
         raise IntegrityError(f"{what} {_CAUSES}")
 
 
-def refuse_gradients(holding: HeldStorage, parameters: Sequence[torch.Tensor]) -> None:
+def refuse_gradients(holding: ManagedStorage, parameters: Sequence[torch.Tensor]) -> None:
     """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
     parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
     if nan := [str(tuple(part.shape)) for part in parts if holding.nan_found.is_on and _is_gone(part)]:
@@ -110,7 +126,7 @@ def refuse_gradients(holding: HeldStorage, parameters: Sequence[torch.Tensor]) -
         )
 
 
-def take(holding: HeldStorage) -> str:
+def take(holding: ManagedStorage) -> str:
     """Words for an error about all that was found in an object, which is forgotten; empty if nothing was."""
     found, told = holding.nan_found, []
     since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
@@ -125,7 +141,7 @@ def take(holding: HeldStorage) -> str:
     return " ".join([*told, _CAUSES]) if told else ""
 
 
-def look_at_new(holding: HeldStorage, adoptees: Sequence[Adoptee]) -> None:
+def look_at_new(holding: ManagedStorage, adoptees: Sequence[Adoptee]) -> None:
     """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
 
     Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
@@ -140,7 +156,7 @@ def look_at_new(holding: HeldStorage, adoptees: Sequence[Adoptee]) -> None:
                 _go_back(holding.nan_found, each.name, now, place)
 
 
-def _gone(holding: HeldStorage, asked: Asked) -> dict[str, Place]:
+def _gone(holding: ManagedStorage, asked: Asked) -> dict[str, Place]:
     """The tensors in place that are NaN throughout and were numbers, as far as is known.
 
     Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
@@ -190,7 +206,7 @@ def _on_host(place: Place) -> torch.Tensor:
     return over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
 
 
-def _on_device(holding: HeldStorage, place: Place) -> torch.Tensor:
+def _on_device(holding: ManagedStorage, place: Place) -> torch.Tensor:
     view = holding.device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
     return over(view.untyped_storage(), place.form)
 

@@ -49,8 +49,6 @@ class ObjectStorages:
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
         self._relocated: Sequence[Relocated] = ()
         """The storages that this offload has found away from their places. They get new ones, and leave the old ones empty."""
-        self.may_have_early = False
-        """Whether any range ever had addresses for early chunks. Spares most objects the question, which every phase transition asks."""
         self.unadopted_bytes = 0
         """Owned bytes in torch's own memory (gradients, and state created since the last offload), as of the last look."""
         self.unborn_bytes = 0
@@ -92,8 +90,8 @@ class ObjectStorages:
 
     @property
     def early_bytes(self) -> int:
-        """Bytes of the chunks that arrived early."""
-        return sum([r.early.nbytes for r in self.by_address.ranges if r.early is not None])
+        """Bytes of the memory that is aside."""
+        return sum([r.pages.aside_bytes for r in self.by_address.ranges])
 
     @property
     def host_bytes(self) -> int:
@@ -333,19 +331,12 @@ class ObjectStorages:
         if gone:
             self.state_dict_tensors.leave(RangesByAddress(tuple(gone)))
         for r in gone:
-            if r.early is not None:
-                r.early.discard_all(chunk_pool)
-            self.vacate(r, chunk_pool)
+            r.pages.discard(chunk_pool)
+            r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
             RANGES.remove(r.layout.addresses.base)
         if gone:
             out = set(gone)
             self.ranges = tuple(r for r in self.ranges if r not in out)
-
-    def vacate(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """Take away all memory behind a range. The caller has its bytes elsewhere, or nobody needs them."""
-        if r.chunks:
-            self._device.unmap(r.layout.addresses, r.nbytes)
-            r.give([*r.chunks], chunk_pool)
 
     # --- leaving
 

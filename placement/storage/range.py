@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.devices.base import Device
-from placement.devices.memory import Chunk, Copy, HostSlab
+from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.early import EarlyChunks
 from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
-from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.pages import Pages
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 if only weak references are left."""
@@ -61,27 +60,17 @@ class RangesByAddress(AddressMap["Range"]):
 
 
 class Range:
-    """Device addresses, the slab that mirrors them byte for byte, and the chunks that are behind the addresses now.
-
-    `chunks` has the chunks by index; where one is missing, poison is behind the addresses. The orders of the steps make sure that an
-    interrupt can always be repaired:
-
-    * A load enters chunks into `chunks` before it has them mapped. Undoing it unmaps them all.
-    * An offload removes chunks from `chunks` before it unmaps them, so that each chunk still in there has its bytes. Undoing it unmaps what
-      is missing before it maps anything.
-    """
+    """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
-        self.host = slab
-        """The slab, some bytes of which may still be on their way, or on disk. Whoever reads or writes it asks for `slab`."""
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
         """See `layout.chunk_sizes`."""
         self.device_bytes = sum(self.chunk_sizes)
-        self.used_sizes = (*self.chunk_sizes[:-1], self.nbytes - sum(self.chunk_sizes[:-1]))
-        """The used bytes of each chunk."""
+        self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
+        self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
         self.claims: tuple[Adoptee, ...] | None = claims
         """The storages that have still to move in; None once every storage has its place."""
@@ -91,19 +80,24 @@ class Range:
         """The storages (`_cdata`) of `placed` and their `use_count`, once all of them have been counted."""
         self.without_stray_references: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases, and the reference counts of then."""
-        self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
-        """The offset of each chunk, in bytes from the first address."""
-        self.chunks: dict[int, Chunk] = {}
-        self.newer: frozenset[int] = frozenset()
-        """The chunks that have newer bytes on the device than the slab, because a streamed step is under way. Each is in `chunks`."""
-        self.prints: torch.Tensor | None = None
-        """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what they were made of."""
         self.is_shown = False
         """Whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date."""
-        self.early: EarlyChunks | None = None
-        """The chunks that arrived early, while the range is offloaded; None if none ever did."""
         self.spill: Spill | None = None
         """The way of the slab's bytes to a disk and back; None where they never leave host memory."""
+
+    @property
+    def host(self) -> HostSlab:
+        """The slab, some bytes of which may still be on their way, or on disk. Whoever reads or writes it asks for `slab`."""
+        return self.pages.host
+
+    @property
+    def prints(self) -> torch.Tensor | None:
+        """See `Pages.prints`."""
+        return self.pages.prints
+
+    @prints.setter
+    def prints(self, prints: torch.Tensor | None) -> None:
+        self.pages.prints = prints
 
     @property
     def is_shared(self) -> bool:
@@ -151,11 +145,7 @@ class Range:
 
     @property
     def resident_bytes(self) -> int:
-        if not self.chunks:
-            return 0
-        if len(self.chunks) == len(self.chunk_sizes):
-            return self.device_bytes
-        return sum(self.chunk_sizes[index] for index in self.chunks)
+        return self.pages.own_bytes
 
     @property
     def slab(self) -> HostSlab:
@@ -199,52 +189,26 @@ class Range:
 
     def wait_until_saved(self) -> None:
         """Wait until every byte that is on its way from the device has arrived in the slab."""
-        if self.early is not None:
-            self.early.wait_until_saved()
+        self.pages.wait_until_saved()
 
     @property
     def has_early(self) -> bool:
-        """Whether chunks of it are early, or will be while the phase computes. Copies between them and the slab may begin at any time."""
-        return self.early is not None and (bool(self.early.chunks) or self.early.is_receiving)
+        """Whether pages of it are aside, or will be while the phase computes. Copies between them and the slab may begin at any time."""
+        return bool(self.pages.aside_bytes) or self.pages.is_receiving
 
     @property
     def early_bytes(self) -> int:
-        return 0 if self.early is None else self.early.nbytes
+        return self.pages.aside_bytes
 
     def note_written(self) -> None:
-        """The slab has changed, or is about to: forget its fingerprints, and do not use what arrived early."""
-        self.prints = None
-        if self.early is not None:
-            self.early.is_stale = True
+        """The slab has changed, or is about to: forget its fingerprints, and do not use what was prefetched."""
+        self.pages.prints = None
+        self.pages.is_stale = True
 
     def note_shown(self) -> None:
-        """The slab is shown to a caller who may write there as long as the range is offloaded: do not use what arrived early."""
+        """The slab is shown to a caller who may write there as long as the range is offloaded: do not use what was prefetched."""
         self.is_shown = True
-        if self.early is not None:
-            self.early.is_stale = True
-
-    def missing(self) -> list[int]:
-        """Indices of the chunks that are not behind the addresses now."""
-        return [index for index in range(len(self.chunk_sizes)) if index not in self.chunks]
-
-    def give(self, indices: Iterable[int], chunk_pool: ChunkPool) -> None:
-        """Hand chunks to the chunk pool. For a moment a chunk is in both rather than in neither; `make_consistent` counts it once."""
-        held = [index for index in indices if index in self.chunks]
-        chunk_pool.give([self.chunks[index] for index in held])
-        for index in held:
-            del self.chunks[index]
-
-    def copies(self, wanted: Iterable[int]) -> list[Copy]:
-        """The copies for these chunks (ascending), with neighbours joined and the last cut to the used length."""
-        runs: list[Copy] = []
-        for index in wanted:
-            start, nbytes = self.starts[index], self.used_sizes[index]
-            if runs and runs[-1].device_address + runs[-1].nbytes == self.layout.addresses.base + start:
-                last = runs.pop()
-                runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
-            else:
-                runs.append(Copy(self.layout.addresses.base + start, self.host.address + start, nbytes))
-        return runs
+        self.pages.is_stale = True
 
     def outside(self) -> list[PlacedStorage]:
         """The relocated storages: alive, but not at their place, because somebody changed their pointer."""

@@ -46,6 +46,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, Owner, RangeLayout, prepare
 from placement.storage.managed import ManagedStorage
 from placement.storage.object_storages import ObjectStorages
+from placement.storage.pages import Behind
 from placement.storage.point import byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.scan import StorageScanner
@@ -103,7 +104,7 @@ class SharedRange(Range):
 
     def leave_shared(self, own: HostSlab) -> None:
         """Use another slab, which has the same bytes, from now on."""
-        self.host, self.shared_slab = own, None
+        self.pages.host, self.shared_slab = own, None
 
     def part_bytes(self, index: int) -> int:
         """Size in bytes of each rank's part of one chunk; 0 where the chunk is too small to divide."""
@@ -432,6 +433,7 @@ class ReplicatedStorage(ManagedStorage):
             copies = r.own_copies(index)
             self.device.copy(copies, "to_device")
             brought += sum(copy.nbytes for copy in copies)
+            r.pages.note_filling((index,))
             if r.part_bytes(index):
                 self._waiting.append((r, index, self.device.mark("to_device")))
         return brought
@@ -484,16 +486,16 @@ class ReplicatedStorage(ManagedStorage):
             self.storages.find_host_copies()
 
     def save_rest(self, r: Range) -> None:
-        if r.is_shared:
-            if self.readonly or not self._has_changed(r):
-                return
+        if r.is_shared and not self.readonly and self._has_changed(r):
             self.own_host_copy(r)
-        super().save_rest(r)
+        elif r.is_shared:
+            r.pages.note_clean(r.pages.at(Behind.OWN))
 
     def _has_changed(self, r: Range) -> bool:
         """Whether any chunk that a range has on the device differs from the host copy."""
         prints = None if r.prints is None else r.prints.cpu()
-        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in r.chunks)
+        held = r.pages.at(Behind.OWN)
+        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)
 
     # --- who takes part
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from placement import DeviceMemoryError, Manager
 from placement.devices.memory import Addresses, Chunk
-from placement.storage.transfer.arrivals import WINDOW
 from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.exchange import WINDOW
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.contract.growing import SIDES, Scene, sizes
 

@@ -14,7 +14,7 @@ from torch import nn
 from placement import DeviceMemoryError, Manager, Plan, View
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction, Mark
-from placement.storage.transfer.arrivals import WINDOW
+from placement.storage.transfer.exchange import WINDOW
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import GPU, OFF, assert_same
 
@@ -187,12 +187,12 @@ def test_full_chunks_change_hands_and_none_is_asked_of_the_driver(count: int) ->
     with scene.manager.phase(BEFORE) as phase:
         scene.write(["a"])
         (old,) = scene.handles["a"].holding.ranges  # type: ignore[union-attr]
-        given = set(old.chunks.values())
+        given = {page.memory for page in old.pages.table}
         created = scene.device.calls["create"]
         phase.switch(AFTER)
         assert scene.device.calls["create"] == created
         (new,) = scene.handles["b"].holding.ranges  # type: ignore[union-attr]
-        assert set(new.chunks.values()) == given
+        assert {page.memory for page in new.pages.table} == given
         scene.check({"b"})
 
 
@@ -212,7 +212,7 @@ def test_a_tail_is_not_taken_for_a_chunk() -> None:
         scene.write(["a"])
         phase.switch(AFTER)
         (r,) = scene.handles["b"].holding.ranges  # type: ignore[union-attr]
-        assert [r.chunks[index].nbytes for index in sorted(r.chunks)] == [CHUNK, CHUNK, 2 * PAGE]
+        assert [page.memory.nbytes for page in r.pages.table if page.memory is not None] == [CHUNK, CHUNK, 2 * PAGE]
         scene.check({"b"})
 
 

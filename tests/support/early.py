@@ -30,6 +30,6 @@ def wait_for_copies(manager: placement.Manager) -> None:
     deadline = time.monotonic() + 60
     for handle in manager.handles.values():
         for r in () if handle.holding is None else handle.holding.ranges:
-            while r.early is not None and r.early.chunks.keys() != r.early.copied.keys():
+            while r.pages.unfilled():
                 assert time.monotonic() < deadline, f"the copies of what is early of {handle.name!r} were not started within a minute"
                 time.sleep(0.001)  # a thread starts them, and tells nobody

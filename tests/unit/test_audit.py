@@ -181,10 +181,11 @@ def test_check_integrity_has_the_numbers_of_what_was_tampered_with() -> None:
     holding = worker.actor.holding
     assert holding is not None
     with worker.manager.phase("log_prob"):
-        chunks = holding.ranges[0].chunks
-        holding.ranges[0].chunks = ()
-        wrong(rf"'actor' is GPU_RESIDENT, so range 0 of \d+ bytes needs chunks \({chunks[0].nbytes},\) behind it, but has \(\)")
-        holding.ranges[0].chunks = chunks
+        (page,) = holding.ranges[0].pages.table
+        memory, page.memory = page.memory, None
+        assert memory is not None
+        wrong(rf"'actor' is GPU_RESIDENT, so range 0 of \d+ bytes needs chunks \({memory.nbytes},\) behind it, but has \(\)")
+        page.memory = memory
         worker.manager.check_integrity()
         worker.actor.counters.state = State.TRAINING
         wrong("'actor' is GPU_RESIDENT, but the journal's last record says TRAINING")

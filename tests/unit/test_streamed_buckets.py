@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from placement.devices.host.part import cut
 from placement.devices.host.slab import Slab
-from placement.storage.transfer.buckets import AHEAD, Piece, buckets_of, most_buckets, window_of
+from placement.storage.transfer.streamed import AHEAD, Piece, buckets_of, most_buckets, window_of
 
 CHUNK = 4
 

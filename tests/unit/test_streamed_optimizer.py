@@ -164,10 +164,8 @@ def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
     for step in range(3):
         pair.device.peak_bytes = 0
         with pair.manager.phase("train"):
-            early = pair.handle.prefetched_bytes
-            assert BUCKET < early <= 3 * BUCKET if step else not early  # the first step creates the state
-            held = pair.device.memory().chunk_bytes - early
-            assert pair.handle.resident_bytes == early
+            held = pair.device.memory().chunk_bytes
+            assert pair.handle.resident_bytes == 0
             for net, optimizer in pair.both():
                 optimizer.zero_grad()
                 net(torch.ones(2, WIDTH) * step).square().mean().backward()
@@ -426,9 +424,6 @@ class TestMemory:
         with pair.manager.phase("train"):
             for net, _ in pair.both():
                 net(words(1)).backward()
-            assert pair.handle.prefetched_bytes > 0
-            pair.device.run_out_of_memory()
-            assert pair.handle.resident_bytes == 0
             free = pair.device.memory().free_bytes
             pair.device.outside_bytes = free - 4 * CHUNK  # the largest bucket, with two chunks that the one before has, too
             for _, optimizer in pair.both():
@@ -445,7 +440,6 @@ class TestMemory:
         before = copy.deepcopy(pair.handle.state_dict())
         with pair.manager.phase("train"):
             pair.net(words(1)).backward()
-            pair.device.run_out_of_memory()  # what came early is given up
             pair.device.outside_bytes = pair.device.memory().free_bytes
             with pytest.raises(placement.DeviceMemoryError) as caught:
                 pair.optimizer.step()

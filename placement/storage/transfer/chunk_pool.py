@@ -15,7 +15,7 @@ class ChunkPool:
 
     No chunk goes back to the driver before `release`, so a phase transition that fails maps back the chunks that were given up and asks the
     driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back then
-    frees the chunk that took their room before it asks the driver for theirs. A chunk that an interrupt drops is freed once collected.
+    frees the chunk that took their room before it asks the driver for theirs.
 
     Args:
         room_bytes: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
@@ -39,7 +39,7 @@ class ChunkPool:
         return sum([chunk.nbytes for chunk in self])
 
     def give(self, chunks: Iterable[Chunk]) -> None:
-        """Add chunks that are behind no address any more. A chunk that is in the pool already is not added again."""
+        """Add chunks that are behind no address any more."""
         for chunk in chunks:
             self._chunks.setdefault(chunk.nbytes, OrderedDict()).setdefault(id(chunk), chunk)
 
@@ -54,12 +54,6 @@ class ChunkPool:
             else:
                 return served
         return len(sizes)
-
-    def forget(self, chunks: Iterable[Chunk]) -> None:
-        """Remove chunks that are still behind addresses."""
-        for chunk in chunks:
-            if held := self._chunks.get(chunk.nbytes):
-                held.pop(id(chunk), None)
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
         """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
@@ -117,14 +111,9 @@ class ChunkPool:
         if not self._chunks:
             return
         chunks = list(self)
-        try:
-            self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
-            self.room_bytes += sum([chunk.nbytes for chunk in chunks])
-            self._device.release(*chunks)
-        except BaseException:  # an interrupt: its traceback would keep the chunks, whose memory others may need to go back
-            self._chunks = {}
-            self._device.release(*chunks)
-            raise
+        self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
+        self.room_bytes += sum([chunk.nbytes for chunk in chunks])
+        self._device.release(*chunks)
 
     def _make_way(self) -> None:
         """Return one chunk of the most frequent size to the driver. Tails are single, and needed for going back."""

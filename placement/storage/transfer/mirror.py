@@ -29,9 +29,9 @@ def mirror(holding: ManagedStorage) -> None:
         changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
         if changed:
             holding.own_host_copy(r)
-            r.prints = None  # from here on the slab has neither the old content nor the new
-            holding.device.copy(r.copies(changed), "to_host")
+            r.pages.save(changed)
         prints.append((r, device_prints))
     holding.device.wait(holding.device.mark("to_host"))
     for r, device_prints in prints:
+        r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
         r.prints = device_prints

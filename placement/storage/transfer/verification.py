@@ -122,10 +122,11 @@ def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.T
     """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
     found = [holding.storages.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
     if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
-        holding.device.copy(r.copies(bad), "to_host")
+        holding.device.copy(r.pages.copies(bad), "to_host")
         holding.device.wait(holding.device.mark("to_host"))
     else:
         r.prints = None
+        r.pages.note_changed(bad)
 
 
 def _of_host(r: Range, first: int, last: int) -> torch.Tensor:

@@ -2,41 +2,126 @@
 
 The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets ahead, is stepped there, and goes back
 to the host behind the step, so that the link is busy both ways beside the kernels. At most three buckets are on the device: one that
-leaves or is stepped, and two that come. No tensor is touched, because the state keeps its addresses: memory is mapped behind the chunks
-of a bucket, and taken away again when its bytes are on the host.
+leaves or is stepped, and two that come. No tensor is touched, because the state keeps its addresses.
 
-The first buckets of a step can arrive before it, while the work of its phase computes (see `EarlyChunks`). Then the link works both ways
-from the step's first moment on.
+The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes
+are on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings
+both home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their
+old state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step
+once all are.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import logging
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError
+from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
-from placement.devices.memory import Chunk
+from placement.devices.memory import Chunk, Mark
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RangeChunk
-from placement.storage.stepping import adopt_created
-from placement.storage.transfer.buckets import AHEAD, Bucket, Piece, buckets_of, bytes_of, runs
+from placement.storage.pages import Behind, fill, runs
+from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
 
-_logger = logging.getLogger("placement")
+AHEAD = 2
+"""The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
+
+
+class Piece(NamedTuple):
+    """The state of one parameter, or of a slice of it: the least that can be stepped."""
+
+    chunks: tuple[RangeChunk, ...] = ()
+    """The chunks that have bytes of it."""
+    unborn_bytes: int = 0
+    """Bytes of state that the step will create."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes that it takes to step it alone."""
+        return self.unborn_bytes + bytes_of(self.chunks)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Neighbouring pieces, `first` up to `last` (not included), which are stepped together."""
+
+    first: int
+    last: int
+    chunks: tuple[RangeChunk, ...]
+    unborn_bytes: int
+    arrived: Mark | None = None
+    """Tells when its bytes are on the device."""
+    left: Mark | None = None
+    """Tells when those that leave with it are on the host."""
+    leaving: tuple[RangeChunk, ...] = ()
+    fresh: Range | None = None
+    """Where the state that its step has created moves when it has been copied."""
+
+
+def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
+    """Cut pieces into buckets of at most `bucket_bytes` device bytes each, or of one piece where that is larger.
+
+    A chunk that the bucket before has, too, counts for that one.
+    """
+    order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
+    found: list[Bucket] = []
+    before: frozenset[RangeChunk] = frozenset()
+    chunks: dict[RangeChunk, None] = {}
+    first = unborn = used = 0
+    for index, piece in enumerate(pieces):
+        more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
+        if index > first and used + more > bucket_bytes:
+            found.append(Bucket(first, index, _sorted(chunks, order), unborn))
+            before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
+            more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
+        chunks.update(dict.fromkeys(piece.chunks))
+        unborn, used = unborn + piece.unborn_bytes, used + more
+    if pieces:
+        found.append(Bucket(first, len(pieces), _sorted(chunks, order), unborn))
+    return found
+
+
+def most_buckets(nbytes: int, bucket_bytes: int) -> int:
+    """The most buckets into which state of so many bytes is cut: two neighbours together have more than one bucket's bytes."""
+    return 2 * (nbytes // bucket_bytes) + 1
+
+
+def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
+    """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
+    pieces = list(pieces)
+    largest = max((piece.nbytes for piece in pieces), default=0)
+    whole = bytes_of({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
+    return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
+
+
+def bytes_of(chunks: Iterable[RangeChunk]) -> int:
+    """Device bytes of chunks."""
+    return sum(r.chunk_sizes[index] for r, index in chunks)
+
+
+def _sorted(chunks: Iterable[RangeChunk], order: Mapping[Range, int]) -> tuple[RangeChunk, ...]:
+    return tuple(sorted(chunks, key=lambda each: (order[each[0]], each[1])))
+
+
+def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
+    """The same chunks as runs of neighbours in one range."""
+    for r, those in itertools.groupby(chunks, key=operator.itemgetter(0)):
+        for run in runs(index for _, index in those):
+            yield r, run
 
 
 class Streamed(NamedTuple):
     """The result of a streamed step."""
 
     to_device_bytes: int
-    early_bytes: int
-    """The part of these that had arrived before the step."""
     to_host_bytes: int
     peak_bytes: int
     """The most device bytes of the state at a time."""
@@ -72,7 +157,6 @@ class StreamedStep:
     _is_tight: bool = False
     """Whether the device lacks memory for buckets ahead."""
     _to_device_bytes: int = 0
-    _early_bytes: int = 0
     _to_host_bytes: int = 0
     _peak_bytes: int = 0
 
@@ -93,19 +177,21 @@ class StreamedStep:
                 uses[each].append(index)
         self._uses = dict(uses)
         chunk_pool = ChunkPool(device, self.window_bytes)
+        aside = ChunkPool(device)
         for r in holding.ranges:
             r.claim()  # before anything changes
         holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
         try:
+            for r in holding.ranges:
+                r.pages.discard(aside)  # it would not count as a part of the window
+            aside.release()
             holding.is_consistent = False
             holding.is_stepping = True
             if any(bucket.unborn_bytes for bucket in self._buckets):
                 with without_modes():
                     self._before = frozenset(claim.storage._cdata for claim in holding.storages.rescan().stay)
-            self._keep_early(chunk_pool)
             device.order()  # the steps come behind the gradients
-            if not self._buckets or not any(_is_early(each) for each in self._buckets[0].chunks):  # else the first step need not wait
-                self._fetch_ahead(AHEAD, chunk_pool)
+            self._fetch_ahead(AHEAD, chunk_pool)
             for index, bucket in enumerate(self._buckets):
                 self._fetch_now(index, chunk_pool)
                 self._step(index, bucket)
@@ -125,17 +211,7 @@ class StreamedStep:
             chunk_pool.release()
         if any(bucket.unborn_bytes for bucket in self._buckets):
             self._end_of_birth()
-        return Streamed(self._to_device_bytes, self._early_bytes, self._to_host_bytes, self._peak_bytes)
-
-    def _keep_early(self, chunk_pool: ChunkPool) -> None:
-        """Keep what arrived early for the first buckets, and give up the rest. Waits for bytes that are on their way to the slab."""
-        wanted = {each for bucket in self._buckets[: AHEAD + 1] for each in bucket.chunks}
-        for r in self.holding.ranges:
-            if r.early is not None:
-                r.early.settle(chunk_pool)
-                r.early.discard([index for index in r.early.chunks if (r, index) not in wanted], chunk_pool)
-                r.early.wait_until_saved()
-        chunk_pool.room_bytes -= self.holding.storages.early_bytes
+        return Streamed(self._to_device_bytes, self._to_host_bytes, self._peak_bytes)
 
     def _end_of_birth(self) -> None:
         for bucket in self._buckets:
@@ -156,7 +232,7 @@ class StreamedStep:
                 self._fetch(bucket, chunk_pool)
             except DeviceMemoryError as error:
                 self._is_tight = True
-                _logger.warning("%s: its step streams bucket by bucket, with none ahead: %s", self.holding.name, str(error))
+                logger.warning("%s: its step streams bucket by bucket, with none ahead: %s", self.holding.name, str(error))
 
     def _fetch_now(self, index: int, chunk_pool: ChunkPool) -> None:
         """Fetch the bucket that is stepped next, if it has no memory yet: the buckets before it leave first."""
@@ -175,36 +251,17 @@ class StreamedStep:
 
     def _fetch(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
         device = self.holding.device
-        self._take_early(bucket, chunk_pool)
-        lacking = [each for each in bucket.chunks if each[1] not in each[0].chunks]
-        taken = self._take([r.chunk_sizes[index] for r, index in lacking], chunk_pool)
-        chunks = iter(taken)
-        for r, run in runs(lacking):
-            mapped = list(itertools.islice(chunks, len(run)))
-            r.chunks.update(zip(run, mapped, strict=True))  # first: what is in `chunks` is vacated after an interrupt
-            try:
-                device.map(r.layout.addresses, mapped, r.starts[run[0]])
-            except DeviceMemoryError:
-                r.give(run, chunk_pool)  # poison is behind them
-                chunk_pool.give(chunks)
-                raise
-            device.copy(copies := r.copies(run), "to_device")
-            self._to_device_bytes += sum(copy.nbytes for copy in copies)
+        lacking = [each for each in bucket.chunks if each[0].pages.table[each[1]].memory is None]
+        chunks = iter(self._take([r.chunk_sizes[index] for r, index in lacking], chunk_pool))
+        try:
+            for r, run in page_runs(lacking):
+                r.pages.put(run, [*itertools.islice(chunks, len(run))], chunk_pool)
+                self._to_device_bytes += fill(device, [(r.pages, run)])
+        finally:
+            chunk_pool.give(chunks)
         bucket.arrived = device.mark("to_device")
         self._fetched += 1
         self._peak_bytes = max(self._peak_bytes, self._live_bytes())
-
-    def _take_early(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
-        """Put what arrived early behind the state's own addresses."""
-        for r, run in runs([each for each in bucket.chunks if _is_early(each)]):
-            assert r.early is not None
-            try:
-                handed = r.early.hand_over(r.layout.addresses, r.chunks, run)
-            except DeviceMemoryError:
-                r.give(run, chunk_pool)  # poison is behind them
-                raise
-            self._early_bytes += handed
-            self._to_device_bytes += handed
 
     def _take(self, sizes: Sequence[int], chunk_pool: ChunkPool) -> Sequence[Chunk]:
         try:
@@ -218,7 +275,7 @@ class StreamedStep:
         return self.holding.chunk_bytes + born
 
     def _more_bytes(self, bucket: Bucket) -> int:
-        return bucket.unborn_bytes + bytes_of(each for each in bucket.chunks if each[1] not in each[0].chunks and not _is_early(each))
+        return bucket.unborn_bytes + bytes_of((r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None)
 
     # --- stepping and leaving
 
@@ -226,20 +283,19 @@ class StreamedStep:
         device = self.holding.device
         assert bucket.arrived is not None
         with device.after(bucket.arrived):
-            for r, run in runs(bucket.chunks):
+            for r, run in page_runs(bucket.chunks):
                 r.note_written()
-                r.newer |= frozenset(run)
+                r.pages.note_changed(run)
             self.step(bucket.first, bucket.last)
             if bucket.unborn_bytes:
                 with without_modes():
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
                     copied = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
-                    bucket.fresh = adopt_created(self.holding, copied | self._before)
+                    bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
-            for r, run in runs(bucket.leaving):
-                device.copy(copies := r.copies(run), "to_host")
-                self._to_host_bytes += sum(copy.nbytes for copy in copies)
+            for r, run in page_runs(bucket.leaving):
+                self._to_host_bytes += r.pages.save(run)
             bucket.left = device.mark("to_host")
 
     def _next_use(self, chunk: RangeChunk, index: int) -> float:
@@ -255,6 +311,7 @@ class StreamedStep:
             bucket = self._buckets[self._vacated]
             assert bucket.left is not None
             device.wait(bucket.left)
+            interrupts.check()
             self._take_away(bucket.leaving, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
@@ -265,25 +322,15 @@ class StreamedStep:
     def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
         """Take the chunks away that stay for buckets after this one, which has no room beside them."""
         device, wanted = self.holding.device, {*bucket.chunks}
-        kept = [(r, index) for r in self.holding.ranges for index in sorted(r.chunks) if (r, index) not in wanted]
+        kept = [(r, index) for r in self.holding.ranges for index in r.pages.at(Behind.OWN) if (r, index) not in wanted]
         if not kept:
             return
         device.order()  # the copies come behind the steps: nothing else waits for a bucket of which no chunk has left
-        for r, run in runs(kept):
-            device.copy(copies := r.copies(run), "to_host")
-            self._to_host_bytes += sum(copy.nbytes for copy in copies)
-        device.wait(device.mark("to_host"))
+        for r, run in page_runs(kept):
+            self._to_host_bytes += r.pages.save(run)
         self._take_away(kept, chunk_pool)
 
     def _take_away(self, chunks: Sequence[RangeChunk], chunk_pool: ChunkPool) -> None:
-        """Take the memory away from behind chunks that have left."""
-        device = self.holding.device
-        for r, run in runs(chunks):
-            r.newer -= frozenset(run)  # after the wait and before the memory is gone
-            device.unmap(r.layout.addresses, sum(r.chunk_sizes[each] for each in run), r.starts[run[0]])
-            r.give(run, chunk_pool)
-
-
-def _is_early(each: RangeChunk) -> bool:
-    r, index = each
-    return r.early is not None and index in r.early.chunks
+        """Take the memory away from behind chunks that are on the host."""
+        for r, run in page_runs(chunks):
+            r.pages.vacate(run, chunk_pool)

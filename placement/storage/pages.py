@@ -1,0 +1,410 @@
+"""The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it.
+
+A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses (`OWN`), or behind addresses aside
+(`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
+(`POISON` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
+
+* `fetch`: memory, if there is none (`put`), and a copy to the device where the host copy is newest (`fill`).
+* `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
+* `save`: a copy to the host where the device is newest.
+* `vacate`: wait for copies, poison, and the memory to the chunk pool.
+* `settle`: from any state to one side.
+
+A load is `show` for what was prefetched, and `fetch` for the rest; an offload is `save` and `vacate`, or `hide` where the memory may stay
+and be saved under the next phase. A swap puts what is vacated behind what is fetched. A prefetch fetches aside. A streamed step fetches
+two buckets ahead of the one that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
+
+Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device.
+The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's
+mark tells when that is so in fact, and everything here waits for the mark before it takes memory away.
+
+Who may change a page: the thread of a phase transition or of a streamed step, and while a phase computes the thread of a prefetch, which
+`stop` makes end. Other threads read the host copy, and call `wait_until_saved` before.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from placement.devices.base import Device
+from placement.devices.memory import Addresses, Chunk, Copy, Direction, HostSlab, Mark
+from placement.storage.transfer.chunk_pool import ChunkPool
+
+
+class Side(enum.Flag):
+    """Where the newest bytes of a page are."""
+
+    HOST = enum.auto()
+    DEVICE = enum.auto()
+    BOTH = HOST | DEVICE
+
+
+class Behind(enum.Enum):
+    """Where the memory of a page shows."""
+
+    POISON = enum.auto()
+    """Nowhere: poison is behind its own addresses."""
+    OWN = enum.auto()
+    ASIDE = enum.auto()
+
+
+@dataclass(slots=True)
+class Page:
+    """What is known of one page, beside its fingerprint (`Pages.prints`)."""
+
+    memory: Chunk | None = None
+    behind: Behind = Behind.POISON
+    newest: Side = Side.HOST
+    copied: Direction | None = None
+    """The direction of the last copy since the page has its memory."""
+    mark: Mark | None = None
+    """Tells when that copy is complete; None while it is being started, or if starting it failed."""
+
+    @property
+    def lacks_bytes(self) -> bool:
+        """Whether it has memory behind addresses and no copy to it was started."""
+        return self.memory is not None and self.behind is not Behind.POISON and self.newest is Side.HOST
+
+    @property
+    def was_left(self) -> bool:
+        """Whether an offload has left it aside. Nothing was copied in vain when its memory is given up."""
+        return self.behind is Behind.ASIDE and self.newest is not Side.HOST and self.copied != "to_device"
+
+
+def _do_nothing(_: int) -> None:
+    """No prefetch can be under way."""
+
+
+class Pages:
+    """The page table of one range.
+
+    Args:
+        addresses: the range's own.
+        sizes: bytes of each page's memory: full chunks, and a tail.
+        used_bytes: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
+        host: the host copy.
+    """
+
+    def __init__(self, device: Device, addresses: Addresses, sizes: Sequence[int], used_bytes: int, host: HostSlab) -> None:
+        self._device = device
+        self._addresses = addresses
+        self._aside: Addresses | None = None
+        self.host = host
+        self.sizes = sizes
+        self.used_sizes = (*sizes[:-1], used_bytes - sum(sizes[:-1]))
+        self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
+        self.table = [Page() for _ in sizes]
+        self._bytes = dict.fromkeys(Behind, 0)
+        """Bytes of memory by where it shows."""
+        self.prints: torch.Tensor | None = None
+        """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
+        self.is_stale = False
+        """Whether the host copy may have been written since the first of the copies to pages that are aside. A load discards these."""
+        self.is_receiving = False
+        """Whether the thread of a prefetch may put memory aside for more pages at any time."""
+        self._stop: Callable[[int], None] = _do_nothing
+        self._num_saves = self._num_waited_for = 0
+
+    # --- looking
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of memory behind the own addresses, or in hand between two mappings."""
+        return self._bytes[Behind.OWN] + self._bytes[Behind.POISON]
+
+    @property
+    def aside_bytes(self) -> int:
+        return self._bytes[Behind.ASIDE]
+
+    @property
+    def can_be_aside(self) -> bool:
+        return self._aside is not None
+
+    def at(self, *behind: Behind) -> list[int]:
+        """The pages whose memory is there, ascending."""
+        return [index for index, page in enumerate(self.table) if page.memory is not None and page.behind in behind]
+
+    def without_memory(self) -> list[int]:
+        """The pages that have no memory, ascending."""
+        return [index for index, page in enumerate(self.table) if page.memory is None]
+
+    def unfilled(self) -> list[int]:
+        """The pages that have memory aside and no bytes there."""
+        return [index for index in self.at(Behind.ASIDE) if self.table[index].lacks_bytes]
+
+    def left(self) -> list[int]:
+        """The pages that an offload has left aside, in the order in which they are saved."""
+        return [index for index, page in enumerate(self.table) if page.was_left]
+
+    def bytes_of(self, indices: Iterable[int]) -> int:
+        """Device bytes of pages."""
+        return sum([self.sizes[index] for index in indices])
+
+    def used_bytes_of(self, indices: Iterable[int]) -> int:
+        return sum([self.used_sizes[index] for index in indices])
+
+    def copies(self, indices: Iterable[int]) -> list[Copy]:
+        """The copies between these pages (ascending), wherever their memory is, and the host copy, with neighbours joined."""
+        return [
+            Copy(self._base(behind) + self.starts[run[0]], self.host.address + self.starts[run[0]], self.used_bytes_of(run))
+            for behind, run in self._runs(indices)
+        ]
+
+    # --- memory
+
+    def put(self, indices: Sequence[int], chunks: Sequence[Chunk], chunk_pool: ChunkPool, behind: Behind = Behind.OWN) -> None:
+        """Put memory behind pages (ascending) that have none.
+
+        Raises:
+            DeviceMemoryError, RuntimeError: the driver refused. Memory that is behind no address has gone to the chunk pool.
+        """
+        for index, chunk in zip(indices, chunks, strict=True):
+            self._set(index, chunk, Behind.POISON)
+        try:
+            self._place(indices, behind)
+        except BaseException:
+            self.vacate([index for index in indices if self.table[index].behind is Behind.POISON], chunk_pool)
+            raise
+
+    def show(self, indices: Iterable[int]) -> int:
+        """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes.
+
+        Raises:
+            DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
+        """
+        away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.POISON)))
+        self.wait(away)
+        self._place(away, Behind.OWN)
+        return self.used_bytes_of(away)
+
+    def hide(self, indices: Sequence[int]) -> None:
+        """Put memory that is behind the own addresses aside. `save` can copy it from there.
+
+        Raises:
+            DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
+        """
+        if not self.aside_bytes:
+            self.is_stale = False
+        self._place(indices, Behind.ASIDE)
+
+    def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
+        """Take away the memory of pages, once their copies are complete. The host copy has their bytes, or nobody needs them.
+
+        Returns the device bytes.
+        """
+        held = sorted(index for index in indices if self.table[index].memory is not None)
+        vain = [index for index in held if self.table[index].behind is Behind.ASIDE and self.table[index].copied == "to_device"]
+        self.wait(held)
+        self._take_off(held)
+        for index in held:
+            chunk = self.table[index].memory
+            assert chunk is not None
+            self._set(index, None, Behind.POISON)
+            self.table[index] = Page()
+            chunk_pool.give((chunk,))
+        if vain:
+            self._stop(self.bytes_of(vain))
+        return self.bytes_of(held)
+
+    # --- bytes
+
+    def fetch(self, indices: Iterable[int], chunk_pool: ChunkPool, behind: Behind = Behind.OWN) -> None:
+        """Have the newest bytes of pages (ascending) on the device: memory for those without, and copies from the host copy.
+
+        Raises:
+            DeviceMemoryError, RuntimeError: there is not enough memory, or the device failed.
+        """
+        indices = [*indices]
+        lacking = [index for index in indices if self.table[index].memory is None]
+        take = chunk_pool.take if behind is Behind.ASIDE else chunk_pool.take_wiped  # nobody reads what is aside before it is complete
+        self.put(lacking, take([self.sizes[index] for index in lacking]), chunk_pool, behind)
+        self._place([index for index in indices if self.table[index].behind is Behind.POISON], behind)
+        fill(self._device, [(self, indices)])
+
+    def save(self, indices: Iterable[int]) -> int:
+        """Start copying those of these pages (ascending) to the host copy that are newest on the device. Returns the bytes to copy."""
+        pages = ((index, self.table[index]) for index in indices)
+        unsaved = [index for index, page in pages if page.newest is Side.DEVICE and page.behind is not Behind.POISON]
+        if not unsaved:
+            return 0
+        self.prints = None  # from here on the host copy has neither the old content nor the new
+        self._num_saves += 1
+        _copy(self._device, [(self, unsaved)], "to_host")
+        return self.used_bytes_of(unsaved)
+
+    def note_clean(self, indices: Iterable[int]) -> None:
+        """The host copy has the same bytes as these pages on the device, or what they have there does not count."""
+        for index in indices:
+            page = self.table[index]
+            page.newest, page.copied, page.mark = Side.BOTH, None, None
+
+    def note_changed(self, indices: Iterable[int]) -> None:
+        """These pages are newest on the device."""
+        for index in indices:
+            self.table[index].newest = Side.DEVICE
+
+    def note_filling(self, indices: Iterable[int]) -> None:
+        """Somebody else has started to bring these pages to the device, and knows when they are complete."""
+        for index in indices:
+            page = self.table[index]
+            page.newest, page.copied, page.mark = Side.BOTH, "to_device", None
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Wait for the copies from and to these pages.
+
+        Raises:
+            RuntimeError: the device reports an error.
+        """
+        started = [page for page in [self.table[index] for index in indices] if page.copied is not None]
+        if any(page.mark is None for page in started):
+            self._device.sync()
+            return
+        for mark in {id(page.mark): page.mark for page in started}.values():
+            if mark is not None:
+                self._device.wait(mark)
+
+    def wait_until_saved(self) -> None:
+        """Wait until the host copy has every byte that is on its way there. Any thread may call this."""
+        num_saves = self._num_saves
+        if num_saves > self._num_waited_for:
+            self.wait([index for index, page in enumerate(self.table) if page.copied == "to_host"])
+            self._num_waited_for = max(self._num_waited_for, num_saves)
+
+    # --- recovery
+
+    def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
+        """Bring every page to one side, whatever state it is in. Idempotent.
+
+        With `DEVICE`, all memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host copy has
+        the newest bytes, or gets them: pages that were saved from aside, or prefetched, keep their memory there.
+
+        Raises:
+            DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then.
+            RuntimeError: the device failed. The call can be repeated.
+        """
+        if side is Side.DEVICE:
+            if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
+                self._device.sync()
+                self.show(range(len(self.table)))
+                self.fetch(range(len(self.table)), chunk_pool)
+                self._device.order()
+            self.note_changed(range(len(self.table)))
+            return
+        if unsaved := [index for index, page in enumerate(self.table) if page.newest is Side.DEVICE]:
+            self._device.sync()  # kernels on any stream
+            self._place([index for index in unsaved if self.table[index].behind is Behind.POISON], Behind.OWN)
+            self.save(unsaved)
+        self.vacate(self.at(Behind.OWN, Behind.POISON), chunk_pool)
+
+    # --- pages that are aside
+
+    def may_be_aside(self, stop: Callable[[int], None]) -> None:
+        """Reserve addresses aside.
+
+        Args:
+            stop: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes
+                that were copied to the device in vain.
+
+        Raises:
+            DeviceMemoryError: no addresses are left.
+        """
+        if self._aside is None:
+            self._aside = self._device.reserve(sum(self.sizes))
+            self._stop = stop
+
+    def discard(self, chunk_pool: ChunkPool, *, keep: Callable[[int], bool] = lambda _: False) -> int:
+        """Give up the pages that are aside, except those to keep. Returns their device bytes."""
+        given = 0
+        if self.aside_bytes or self.is_receiving:
+            self._stop(0)
+            given = self.vacate([index for index in self.at(Behind.ASIDE) if not keep(index)], chunk_pool)
+        if not self.aside_bytes:
+            self.is_stale = False
+        return given
+
+    def discard_unusable(self, chunk_pool: ChunkPool) -> None:
+        """Give up what a load cannot use of the pages that are aside."""
+        unfilled = {*self.unfilled()}
+        if unfilled or self.is_stale:
+            self.discard(chunk_pool, keep=lambda index: not self.is_stale and index not in unfilled)
+
+    # --- the table
+
+    def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
+        page = self.table[index]
+        if page.memory is not None:
+            self._bytes[page.behind] -= self.sizes[index]
+        page.memory, page.behind = memory, behind
+        if memory is not None:
+            self._bytes[behind] += self.sizes[index]
+
+    def _place(self, indices: Iterable[int], behind: Behind) -> None:
+        """Put the memory of pages (ascending) behind other addresses than those where it is now."""
+        away = [index for index in indices if self.table[index].memory is not None and self.table[index].behind is not behind]
+        for run in runs(away):
+            self._take_off(run)
+            chunks = [chunk for index in run if (chunk := self.table[index].memory) is not None]
+            self._device.map(self._of(behind), chunks, self.starts[run[0]])
+            for index in run:
+                self._set(index, self.table[index].memory, behind)
+
+    def _take_off(self, indices: Iterable[int]) -> None:
+        """Put poison behind the addresses where the memory of pages (ascending) shows. The pages have it in hand then."""
+        for behind, run in self._runs(indices):
+            if behind is not Behind.POISON:
+                self._device.unmap(self._of(behind), self.bytes_of(run), self.starts[run[0]])
+            for index in run:
+                self._set(index, self.table[index].memory, Behind.POISON)
+
+    def _of(self, behind: Behind) -> Addresses:
+        addresses = self._aside if behind is Behind.ASIDE else self._addresses
+        assert addresses is not None
+        return addresses
+
+    def _base(self, behind: Behind) -> int:
+        return self._of(behind).base
+
+    def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
+        """Runs of neighbours (ascending) whose memory shows at the same addresses."""
+        for behind, those in itertools.groupby(indices, key=lambda index: self.table[index].behind):
+            for run in runs(those):
+                yield behind, run
+
+
+Part = tuple[Pages, Sequence[int]]
+"""Pages of one range, ascending."""
+
+
+def fill(device: Device, parts: Sequence[Part]) -> int:
+    """Start copying those of these pages to the device that have memory and are newest in the host copy. Returns the bytes to copy.
+
+    All are copied by one call, and share a mark.
+    """
+    lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
+    wanted = [(pages, those) for pages, those in lacking if those]
+    _copy(device, wanted, "to_device")
+    return sum(pages.used_bytes_of(those) for pages, those in wanted)
+
+
+def _copy(device: Device, parts: Sequence[Part], direction: Direction) -> None:
+    """Start copying pages that have memory. Both sides count as newest from now on, and the mark tells when they are."""
+    if not parts:
+        return
+    moving = [pages.table[index] for pages, those in parts for index in those]
+    for page in moving:
+        page.copied, page.mark = direction, None
+    device.copy([copy for pages, those in parts for copy in pages.copies(those)], direction)
+    mark = device.mark(direction)
+    for page in moving:
+        page.newest, page.mark = Side.BOTH, mark
+
+
+def runs(indices: Iterable[int]) -> Iterator[list[int]]:
+    """Runs of neighbours among ascending indices."""
+    for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        yield [index for _, index in run]
