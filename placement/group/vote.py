@@ -14,6 +14,7 @@ from placement.core.states import Plan
 from placement.group.protocol import Group, LeastBudget, Reached, Stage
 
 _TOLD = "_placement_told"
+"""The attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`."""
 Agree = Callable[[Plan, Stage, bool], Reached]
 """Asks the other ranks to agree, see `Group.agree`."""
 
@@ -35,13 +36,6 @@ class OtherBudgetError(DeviceMemoryError):
 
     def __reduce__(self) -> tuple[type[OtherBudgetError], tuple[str, int, str]]:
         return type(self), (str(self), self.rank, self.reason)
-
-
-class _Told(dict[str, int]):
-    """`{key of a group's vote: epochs used}`: when an exception was reported to the group. Pickled without content."""
-
-    def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
-        return _Told, ()
 
 
 class _Epoch:
@@ -220,9 +214,6 @@ class GroupVote:
                 self._current.has_left = True
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
-        except BaseException as interrupt:  # the others must not wait for this rank
-            self.failed(interrupt)
-            raise
         return failures
 
     def abandoned(self, name: str) -> None:
@@ -257,12 +248,11 @@ class GroupVote:
         The knowledge expires, because a future that is asked twice raises the same object in a later phase. It is kept for each manager's
         group, because an exception may pass through phases of several managers.
         """
-        told: _Told = vars(error).get(_TOLD, _Told())
-        return told.get(self._key) == self._epochs_used
+        return bool(vars(error).get(_TOLD, {}).get(self._key) == self._epochs_used)
 
     def _mark(self, error: BaseException) -> None:
         # The exception holds the note: a table here would keep its frames and the model alive. A frozen exception refuses setattr.
-        vars(error).setdefault(_TOLD, _Told())[self._key] = self._epochs_used
+        vars(error).setdefault(_TOLD, {})[self._key] = self._epochs_used
 
 
 def checked(group: Group) -> Group:
