@@ -35,7 +35,7 @@ class Unadopted:
         self._last: _Look | None = None
         """The last walk, if a quick look can tell that its result still holds."""
         self._known: tuple[tuple[Range, ...], object, int] | None = None
-        """What the last measurement found: the object's ranges, what stands for the adapter's walk, and the bytes."""
+        """The last measurement: the object's ranges, what stands for the adapter's walk, and the bytes."""
 
     def measure(self, ranges: tuple[Range, ...], walk: Callable[[], NewStorages]) -> int:
         """The bytes now.
