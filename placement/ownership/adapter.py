@@ -62,8 +62,8 @@ class Adapter(abc.ABC):
         return None
 
     def standing(self) -> object | None:
-        """An object that stands for the last `owned()`, if nothing that comes with a training has come since: no gradient, no entry of an
-        optimizer's state. None proves nothing. It is equal to that of an earlier call if there was no walk between the two.
+        """An object that stands for the last `owned()`, if nothing that comes with a training has come since: no gradient, no new entry of
+        an optimizer's state. None proves nothing. It is equal to that of an earlier call if there was no walk between the two.
 
         It is asked of an object that stays on the device, so nothing else is looked at: an offload looks at every tensor.
         """

@@ -260,7 +260,7 @@ class OptimizerAdapter(Adapter):
 
     def optimizers(self) -> list[Any]:
         """The same without their paths."""
-        return [leaf.optimizer for leaf in self.leaves()]
+        return [leaf.optimizer for leaf in self._look()[1]]
 
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing if it was garbage-collected."""

@@ -22,13 +22,13 @@ from placement.ownership.adapter import Seen
 from placement.tensors.plain import OBJECT_LEVELS, nested_tensors, version_of
 
 MODULE_FIELDS = tuple(vars(torch.nn.Module()))
-"""Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in the three that follow."""
+"""Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
 _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 """Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
 _OWN = operator.itemgetter("_parameters")
 _REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
-"""The types of what may lie under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
+"""The types of values under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_LEAF = operator.attrgetter("is_leaf")
 _FIELDS = operator.attrgetter("__dict__")
