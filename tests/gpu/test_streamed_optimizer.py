@@ -50,8 +50,7 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     for step in range(5):
         batch = torch.randn(8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
         with manager.phase("train"):
-            assert (handle.prefetched_bytes > 0) is (step > 0), "the first buckets come early, once there is state"
-            for _ in range(1 + step // 2):  # from the third phase on, more steps than expected
+            for _ in range(1 + step // 2):
                 for model, optimizer in zip((net, plain), optimizers, strict=True):
                     optimizer.zero_grad()
                     model(batch).square().mean().backward()
@@ -61,8 +60,6 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
         {key: value.cpu() for key, value in manager.handles["actor"].state_dict().items()},
         {key: value.cpu() for key, value in plain.state_dict().items()},
     )
-    (snapshot,) = [each for each in manager.snapshot().handles if each.name == "adam"]
-    assert snapshot.prefetch_used_bytes > 0
     found, wanted = handle.state_dict()["state"], optimizers[1].state_dict()["state"]
     for index, entry in wanted.items():
         assert_same({k: v.cpu() for k, v in found[index].items()}, {k: v.cpu() for k, v in entry.items()})

@@ -298,7 +298,7 @@ def stranded(generation: int) -> bool:
         chunk_pool = ChunkPool(rank.device)
         rank.storage.begin_move(chunk_pool)
         rank.storage.adopt_new()
-        rank.storage.vacate(rank.frozen, 0, 2, chunk_pool)
+        rank.storage.vacate(rank.frozen, [0, 1], chunk_pool)
         chunk_pool.release()
         rank.device.fail("create", forever=True)
         rank.storage.make_consistent(chunk_pool)

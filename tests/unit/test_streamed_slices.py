@@ -96,8 +96,7 @@ def test_the_device_holds_three_buckets_at_most_and_copies_hardly_anything_twice
     assert window_bytes <= 2 * BUCKET + 3 * CHUNK
     assert pair.handle.num_bytes > 40 * BUCKET
     with pair.manager.phase("train"):
-        held = pair.device.memory().chunk_bytes - pair.handle.prefetched_bytes
-        assert 0 < pair.handle.prefetched_bytes <= window_bytes
+        held = pair.device.memory().chunk_bytes
         (before,) = [each for each in pair.manager.snapshot().handles if each.name == "adam"]
         pair.device.peak_bytes = 0
         pair.one_step(1)
@@ -138,8 +137,7 @@ class Loading(Colocated):
 @pytest.mark.parametrize("verify", ["off", "always"])
 @pytest.mark.parametrize("phase", ["restore", "whole"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "switch"])
-def test_a_phase_that_loads_the_optimizer_while_slices_are_early(nested: bool, phase: str, verify: Any) -> None:
-    """The early chunks of the first slices have gaps between them: some of the first moment, some of the second one."""
+def test_a_phase_that_loads_the_optimizer_between_steps_in_slices(nested: bool, phase: str, verify: Any) -> None:
     pair = Sliced(adamw, model=Lone((16,), (LARGE,)), policy=Loading("streamed"), verify=verify, phases={"whole": ("actor",)})
     pair.steps(2)
 
@@ -148,7 +146,6 @@ def test_a_phase_that_loads_the_optimizer_while_slices_are_early(nested: bool, p
             assert_same(dict(ours), dict(plain))
 
     with pair.manager.phase("train") as step:
-        assert pair.handle.prefetched_bytes > 0
         if nested:
             with pair.manager.phase(phase):
                 look()
@@ -283,7 +280,6 @@ def test_a_step_that_stops_within_a_parameter_leaves_whole_elements() -> None:
     pair.steps(1)
     old = elements(pair.plain, pair.other)
     with pair.manager.phase("train"):
-        pair.device.run_out_of_memory()  # what came early is given up
         for net, _ in pair.both():
             gradients(net, 1)
         copy, moved = pair.device.copy, list[int]()

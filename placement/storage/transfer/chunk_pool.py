@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from placement.core.errors import DeviceMemoryError
@@ -24,12 +25,12 @@ class ChunkPool:
 
     def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device
-        self._chunks: dict[int, OrderedDict[int, Chunk]] = {} if left_by is None else left_by._chunks
-        """The chunks by size, then by identity, oldest first. A handle of hundreds of ranges gives up as many tails."""
+        self._chunks: dict[int, deque[Chunk]] = {} if left_by is None else left_by._chunks
+        """The chunks by size, oldest first. A handle of hundreds of ranges gives up as many tails."""
         self.room_bytes = room_bytes
 
     def __iter__(self) -> Iterator[Chunk]:
-        return (chunk for chunks in self._chunks.values() for chunk in chunks.values())
+        return itertools.chain.from_iterable(self._chunks.values())
 
     def __bool__(self) -> bool:
         return any(self._chunks.values())
@@ -41,7 +42,7 @@ class ChunkPool:
     def give(self, chunks: Iterable[Chunk]) -> None:
         """Add chunks that are behind no address any more."""
         for chunk in chunks:
-            self._chunks.setdefault(chunk.nbytes, OrderedDict()).setdefault(id(chunk), chunk)
+            self._chunks.setdefault(chunk.nbytes, deque()).append(chunk)
 
     def count(self, sizes: Sequence[int], fresh: int) -> int:
         """How many of these sizes, from the first on, can be served with at most `fresh` chunks from the driver."""
@@ -91,7 +92,7 @@ class ChunkPool:
 
     def _one(self, size: int) -> Chunk:
         if held := self._chunks.get(size):
-            return held.popitem(last=False)[1]
+            return held.popleft()
         # Chunks of other sizes may hold the memory that is needed. Going back frees the chunk made here before it needs theirs again.
         while self and self.room_bytes < size:
             self._make_way()
@@ -118,6 +119,6 @@ class ChunkPool:
     def _make_way(self) -> None:
         """Return one chunk of the most frequent size to the driver. Tails are single, and needed for going back."""
         held = max(self._chunks.values(), key=len)
-        chunk = held.popitem(last=False)[1]
+        chunk = held.popleft()
         self.room_bytes += chunk.nbytes
         self._device.release(chunk)
