@@ -26,7 +26,7 @@ from placement.phases.phase import Hold, PhaseContext, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
-from placement.registration.replication import Replication
+from placement.registration.registry import Replication
 
 if TYPE_CHECKING:
     import torch

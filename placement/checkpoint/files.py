@@ -31,7 +31,7 @@ from placement.phases.phase import names_of
 from placement.registration.guards import is_off
 from placement.storage import nan_check
 from placement.storage.transfer.host_read_locks import HostReadLock
-from placement.storage.transfer.mirror import mirror
+from placement.storage.transfer.verification import mirror
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
 from placement.forecasting.description import CYCLES, Layout, Link, listed
-from placement.forecasting.report import Forecast, by_phase
-from placement.forecasting.table import comparison, table, write_svg
+from placement.forecasting.report import Forecast, by_phase, comparison, table, write_svg
 from placement.planning.policy_lookup import policy_names
 
 _Number = TypeVar("_Number", int, float)

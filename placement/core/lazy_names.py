@@ -2,6 +2,8 @@
 
 Importing torch takes two seconds, and code that only talks or displays (`placement status`) does
 not need it. Without torch such a process is back two seconds earlier after a restart.
+
+Look up classes of optional packages without importing those packages.
 """
 
 from __future__ import annotations
@@ -31,3 +33,15 @@ def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         return found
 
     return load
+
+
+def loaded_class(module: str, name: str) -> type | None:
+    """The class of a framework if that framework has been imported, else None: then no object can be an instance of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def is_a(obj: object, module: str, name: str) -> bool:
+    """Whether an object is an instance of a framework's class. The framework is not imported for the question."""
+    cls = loaded_class(module, name)
+    return cls is not None and isinstance(obj, cls)

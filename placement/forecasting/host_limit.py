@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from placement.core.errors import HostMemoryError
-from placement.planning.host_need import HostShare, UseHistory, check_fits_host
+from placement.planning.host_tier import HostShare, UseHistory, check_fits_host
 from placement.storage.disk import HostCopy, next_step
 
 

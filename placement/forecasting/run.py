@@ -16,7 +16,7 @@ from placement.forecasting.objects import Object, SizedEngine, SizedModule, Size
 from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 from placement.manager import Manager
 from placement.planning import plan_checks
-from placement.planning.budget import check_fits
+from placement.planning.plan_checks import check_fits
 
 _NESTED = {"optimizer_step": "train"}
 """Phases that workers open inside another one."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from placement.core.errors import PhaseError
-from placement.core.loaded_classes import loaded_class
+from placement.core.lazy_names import loaded_class
 from placement.frameworks.base import Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned

@@ -13,16 +13,16 @@ from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device
+from placement.devices.inspection import Outside
 from placement.devices.memory import DeviceMemory
-from placement.devices.outside import Outside
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.phases.reconciler import Reconciler
 from placement.phases.wrong_writes import WrongWrites
 from placement.planning import plan_checks
-from placement.planning.budget import check_fits, without_surplus
 from placement.planning.host_tier import host_tier_for
+from placement.planning.plan_checks import check_fits, without_surplus
 from placement.planning.planner import Planner
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle

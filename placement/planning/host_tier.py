@@ -1,20 +1,25 @@
-"""The limit on host memory of one manager: what is needed when, told to the keeper after each phase transition."""
+"""The limit on host memory of one manager: what is needed when, told to the keeper after each phase transition.
+
+Which host copies are needed next, and whether those that are needed at once can fit a limit on host memory.
+
+Which phases have begun, and which are expected next.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from placement.core.errors import HostMemoryError
 from placement.core.settings import Settings
 from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.devices.host.disk_file import check_directory
-from placement.devices.host.part import SlabPart
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import Slab, SlabPart
 from placement.devices.memory import HostSlab
-from placement.planning.budget import mib
-from placement.planning.host_need import HostShare, UseHistory, check_fits_host, host_table
+from placement.planning.plan_checks import mib
 from placement.registration.handle import Handle
 from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage
@@ -177,3 +182,122 @@ def _share(holding: ManagedStorage) -> HostShare:
     shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
     own = sum(r.host.nbytes for r in ranges if not r.is_shared)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
+
+
+class UseHistory:
+    """The handles whose host copies each recent phase transition has used (read or written), to tell which is used when."""
+
+    def __init__(self) -> None:
+        self._phases = PhaseHistory()
+        self._uses: deque[frozenset[str]] = deque(maxlen=MOST_PHASES)
+        """For each phase in the history, what was used since the one before it."""
+        self._upcoming: tuple[frozenset[str], ...] = ()
+        """The handles that coming phase transitions are expected to use, nearest first, up to the next one into the open phase."""
+        self._last: dict[str, int] = {}
+        """The number of the phase transition that used each handle last."""
+        self._count = 0
+
+    def note(self, phase: str, used: frozenset[str]) -> None:
+        """Note a phase transition.
+
+        Args:
+            phase: the phase that is open after it. `idle` is one, too: what leaves then needs its host copy.
+            used: the handles whose host copies were used since the last one was noted.
+        """
+        followed = len(self._phases.upcoming(phase))
+        self._upcoming = (*list(self._uses)[len(self._uses) - followed :], used)
+        self._phases.began(phase)
+        self._uses.append(used)
+        self._count += 1
+        self._last.update(dict.fromkeys(used, self._count))
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """The handles, soonest needed first.
+
+        A handle on the device needs its host copy when it is offloaded, and an offloaded one when it is loaded: each is one of the uses.
+        Handles that no coming phase transition is known to use come last, the least recently used at the very end.
+        """
+        first: dict[str, int] = {}
+        for distance, used in enumerate(self._upcoming):
+            for name in used:
+                first.setdefault(name, distance)
+        return sorted(names, key=lambda name: (first.get(name, len(self._upcoming)), -self._last.get(name, -1)))
+
+
+class HostShare(NamedTuple):
+    """The host memory of one handle."""
+
+    total_bytes: int
+    """Bytes of its host copy, wherever it is now, and what is reserved for state that is not created yet."""
+    fixed_bytes: int
+    """The part that cannot leave host memory: reserved, shared with other processes."""
+    held_bytes: int
+    """The part that is in host memory now."""
+
+
+def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mapping[str, HostShare], limit_bytes: int) -> None:
+    """Refuse a registration of which is certain that it cannot be offloaded within the limit.
+
+    What is needed at once is at least the handle itself and, for an optimizer, the modules that it steps, beside what cannot leave.
+
+    Args:
+        nbytes: host memory that the registration takes now, beside what the handle has in `shares` already.
+        owners: the modules that the handle steps.
+
+    Raises:
+        HostMemoryError: it does not fit; the message has a table of who holds what.
+    """
+    at_once = {name, *owners}
+    needed = nbytes + sum(share.total_bytes if each in at_once else share.fixed_bytes for each, share in shares.items())
+    if needed > limit_bytes:
+        together = f" together with {', '.join(owners)}, which it steps," if owners else ""
+        raise HostMemoryError(
+            f"{name!r}{together} needs {mib(needed)} of host memory at once, beside what cannot leave it; host_limit_bytes is "
+            f"{mib(limit_bytes)}.\n{host_table(name, nbytes, shares)}\nRaise host_limit_bytes, or shard the object over more ranks."
+        )
+
+
+def host_table(name: str, nbytes: int, shares: Mapping[str, HostShare]) -> str:
+    """A table of the host memory that each handle holds now and takes in all, largest first."""
+    known = shares.get(name, HostShare(0, 0, 0))
+    rows = {**shares, name: HostShare(known.total_bytes + nbytes, known.fixed_bytes, known.held_bytes)}
+    lines = [f"  {'handle':<24} {'in host memory':>18} {'host copy':>18}"]
+    for each, share in sorted(rows.items(), key=lambda row: -row[1].total_bytes):
+        lines.append(f"  {each:<24} {share.held_bytes:>18,} {share.total_bytes:>18,}")
+    return "\n".join(lines)
+
+
+MOST_PHASES = 64
+"""How far back a history goes."""
+
+
+class PhaseHistory:
+    """The phases that have begun, oldest first, as far back as 64 of them."""
+
+    def __init__(self) -> None:
+        self._phases: deque[str] = deque(maxlen=MOST_PHASES)
+        self._lengths: list[int] = []
+        """For each place in the history: how many phases up to it are the same as the last ones."""
+
+    def began(self, phase: str) -> None:
+        """Note that a phase is open now."""
+        was_full = len(self._phases) == MOST_PHASES
+        lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
+        self._phases.append(phase)
+        self._lengths = [*lengths, len(self._phases)][was_full:]
+
+    def upcoming(self, phase: str) -> tuple[str, ...]:
+        """The phases that are expected after this one, nearest first, for one whole cycle; empty if none has been seen.
+
+        What followed the last time is expected again. Where a phase has several places in the cycle, the one counts before which the same
+        phases were as here, for longest, and of equal ones the last. A phase that is not in the history (`idle`, or one that begins for
+        the first time) is taken as one that was put in after the last phase.
+        """
+        if phase in self._phases:
+            lengths = [0, *self._lengths]
+            after = max((lengths[i], i) for i, name in enumerate(self._phases) if name == phase)[1]
+        else:
+            length, after = max([(length, i) for i, length in enumerate(self._lengths[:-1])], default=(0, 0))
+            if not length:
+                return ()
+        return tuple(self._phases)[after + 1 :]

@@ -11,8 +11,8 @@ from placement.core.states import IDLE, HandleView, Plan, State, View
 from placement.devices.memory import DeviceMemory
 from placement.group.protocol import LeastBudget
 from placement.planning import plan_checks
-from placement.planning.budget import Budget
-from placement.planning.history import PhaseHistory
+from placement.planning.host_tier import PhaseHistory
+from placement.planning.plan_checks import Budget
 from placement.planning.reasons import Reasons
 from placement.registration.handle import Handle
 

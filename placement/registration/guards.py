@@ -22,12 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from placement.core.call_guard import CHECKS, CallGuard
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
-from placement.core.loaded_classes import is_a
+from placement.core.lazy_names import is_a
 from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.registration.initial_step import undo_initial_step
-from placement.registration.method_call import MethodCall
+from placement.registration.method_call import MethodCall, undo_initial_step
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown
 from placement.storage.layout import RANGES
 from placement.tensors.plain import plain_parts
@@ -141,7 +140,7 @@ class ForwardGuard(_Guard):
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             if self._is_off():
-                from placement.registration.refused_trace import refuse_while_compiling
+                from placement.registration.method_call import refuse_while_compiling
 
                 refuse_while_compiling(self._key)
             return

@@ -17,7 +17,7 @@ from placement.engines.base import Engine
 from placement.engines.residency import Residency
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.registration.initial_step import no_initial_step
+from placement.registration.method_call import no_initial_step
 from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
 

@@ -1,12 +1,30 @@
-"""A guard in front of a method of somebody else's object."""
+"""A guard in front of a method of somebody else's object.
+
+Raise an error to the caller of compiled code from within dynamo's trace of it.
+
+This module is imported only while dynamo traces: it needs dynamo, which takes a second to import.
+
+The step that torch makes to create an optimizer's state when it is asked for the state dict of an optimizer without state.
+
+`torch.distributed.checkpoint.state_dict` makes this step, and so does code built on it (VeOmni's `MultiOptimizer`). It gives every
+parameter a gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so
+training goes on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import _dynamo
+from torch._dynamo.exc import ShortenTraceback
+
+from placement.core.call_guard import CHECKS
+from placement.core.errors import NotResidentError
 from placement.tensors.plain import reference
 
 
@@ -76,3 +94,71 @@ class _Bound:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+class RefusedTrace(NotResidentError, ShortenTraceback):
+    """Ends a trace. Dynamo lets this error out because it is one of its own; any other it wraps. It keeps nothing of the trace."""
+
+    def __init__(self, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)
+        self._message = message
+
+    def remove_dynamo_frames(self) -> Any:
+        """The error that dynamo raises to the caller in place of this one.
+
+        Dynamo has attached its tracer to this one, and the position in the trace to its message.
+        """
+        return NotResidentError(self._message)
+
+    def __reduce__(self) -> tuple[type[NotResidentError], tuple[str]]:
+        return NotResidentError, (self._message,)
+
+
+@_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def refuse_while_compiling(key: str) -> None:
+    """Run a check. Dynamo calls this function instead of tracing it.
+
+    Args:
+        key: the check's key in `CHECKS`. It is a string because every version of dynamo takes a string for a constant.
+
+    Raises:
+        RefusedTrace: the check raised; the message is the same.
+    """
+    try:
+        CHECKS[key](None, ())
+    except NotResidentError as error:
+        raise RefusedTrace(str(error)) from None
+
+
+_MODULE, _NAME = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
+
+
+def undo_initial_step() -> bool:
+    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
+    code = getattr(getattr(sys.modules.get(_MODULE), _NAME, None), "__code__", None)
+    frame = sys._getframe()
+    while code is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            optimizer, rates = frame.f_locals["optim"], list(frame.f_locals["lrs"])
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = rates.pop(0)
+            optimizer.zero_grad(set_to_none=True)
+            return True
+    return False
+
+
+@contextmanager
+def no_initial_step() -> Iterator[None]:
+    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
+    module: Any = sys.modules.get(_MODULE)
+    plain = getattr(module, _NAME, None)
+    if plain is None:
+        yield
+        return
+    setattr(module, _NAME, lambda _: None)
+    try:
+        yield
+    finally:
+        setattr(module, _NAME, plain)

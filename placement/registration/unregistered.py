@@ -21,7 +21,7 @@ from placement.core.errors import PhaseError, PlacementError, RegistrationError
 from placement.core.states import State
 from placement.ownership.optimizer_state import find
 from placement.registration.guards import StepGuard, is_off, refuse
-from placement.registration.initial_step import undo_initial_step
+from placement.registration.method_call import undo_initial_step
 from placement.storage.layout import RANGES
 from placement.tensors.plain import plain_parts
 

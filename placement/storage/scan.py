@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
-from placement.devices.host.part import cut
+from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare

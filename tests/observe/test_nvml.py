@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import placement
-from placement.devices.outside import Outside
+from placement.devices.inspection import Outside
 from placement.observe import nvml
 from placement.observe.nvml import OtherProcesses
 from placement.testing import SimulatedDevice

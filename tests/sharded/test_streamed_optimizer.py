@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import placement
 from placement.ownership.partial_step import sliceable_state
 from placement.policies import Colocated
-from placement.registration.step_parts import StepParts
+from placement.registration.streamed_optimizer import StepParts
 from placement.testing import SimulatedDevice
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training

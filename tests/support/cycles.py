@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement import HandleView, Plan, State, View
-from placement.planning.early_room import Share, Wish, divide
-from placement.planning.history import PhaseHistory
+from placement.planning.host_tier import PhaseHistory
+from placement.planning.prefetcher import Share, Wish, divide
 from placement.policies import Colocated, Cyclic, Policy
 
 OFF, GPU, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.TRAINING

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import placement
 from placement import State
-from placement.planning.early_room import Share, Wish, divide
+from placement.planning.prefetcher import Share, Wish, divide
 from placement.testing import assert_nothing_resident
 from tests.faults.test_allocations import FAULTS
 from tests.support.early import Early

@@ -23,7 +23,7 @@ from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.job import OPTIMIZERS, state_of
 from placement.forecasting.models import module_of, parts_of
-from placement.forecasting.table import comparison, svg, table
+from placement.forecasting.report import comparison, svg, table
 from placement.testing import SimulatedDevice
 
 MIB = 1 << 20

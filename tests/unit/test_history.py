@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.planning.history import PhaseHistory
+from placement.planning.host_tier import PhaseHistory
 
 
 def after(*phases: str) -> PhaseHistory:

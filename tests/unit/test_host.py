@@ -12,8 +12,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
-from placement.devices.host.available import available_bytes, free_huge_bytes, left_in_cgroups
-from placement.devices.host.mapping import PAGE
+from placement.devices.host.mapping import PAGE, available_bytes, free_huge_bytes, left_in_cgroups
 from placement.devices.host.slab import Slab
 from tests.support.programs import Programs
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
 from placement.group.protocol import LeastBudget, Reached, Stage
-from placement.planning.budget import without_surplus
+from placement.planning.plan_checks import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Scripted

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from placement.devices.cuda import communicators
-from placement.devices.cuda.shared_tensors import SharedTensors
+from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.memory import Communicator
 from placement.testing import Faults, SimulatedDevice
 from tests.support.worker import CAPACITY, Worker

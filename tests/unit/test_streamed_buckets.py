@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.devices.host.part import cut
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import Slab, cut
 from placement.storage.transfer.streamed import AHEAD, Piece, buckets_of, most_buckets, window_of
 
 CHUNK = 4

@@ -16,11 +16,11 @@ from placement.devices.adoption import Adopter
 from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
+from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.cuda.driver import Driver, Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
-from placement.devices.cuda.shared_tensors import SharedTensors
 from placement.devices.host import numa
 from placement.devices.host.reserve import Register
 from placement.devices.host.shared_slab import MappedSlab

@@ -20,8 +20,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.background import BackgroundThread
-from placement.devices.host.available import available_bytes
-from placement.devices.host.mapping import PAGE, libc, round_up
+from placement.devices.host.mapping import PAGE, available_bytes, libc, round_up
 from placement.devices.host.reserve import promised_bytes
 from placement.devices.host.slab import Slab
 

@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.available import available_bytes
-from placement.devices.host.mapping import PAGE, READ_WRITE, map_for_life, round_up
+from placement.devices.host.mapping import PAGE, READ_WRITE, available_bytes, map_for_life, round_up
 from placement.devices.host.reserve import Register, Reservation, promised_bytes
 from placement.devices.host.slab import Place, check_span, populate, tensor_at
 from placement.devices.memory import SharedSlab

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from placement import DeviceMemoryError, Manager, PlacementError
-from placement.devices.simulated.device import SimulatedDevice
-from placement.devices.simulated.shared_capacity import SharedCapacity
+from placement.devices.simulated.device import SharedCapacity, SimulatedDevice
 from placement.integrations.verl.rollout import PlacedRollout
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.sglang_replica import BYTES, SglangReplica
