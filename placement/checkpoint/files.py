@@ -29,7 +29,6 @@ from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
-from placement.storage import nan_check
 from placement.storage.transfer.host_read_locks import HostReadLock
 from placement.storage.transfer.verification import mirror
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
@@ -210,8 +209,8 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
         for handle in _chosen(manager, only):
             if handle.is_built or only is not None:
                 found[handle.name] = _part(handle).state_dict()
-                if handle.holding is not None:
-                    nan_check.refuse(handle.holding)
+                if handle.holding is not None and handle.holding.on_device:
+                    handle.holding.nan_check.refuse()
         facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
     several = {key for each in facts for key, ranks in each.items() if any(other.get(key, ranks) != ranks for other in facts)}
     if several:

@@ -202,7 +202,7 @@ class Registry:
                 handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
             else:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
-            holding.nan_found.is_on = self._settings.nan_check
+            holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
                 self.admit(handle, holding.storages.expected_host_bytes())
                 holding.adopt()

@@ -37,7 +37,6 @@ from placement.ownership.partial_step import (
     sliceable_state,
 )
 from placement.registration.method_call import MethodCall
-from placement.storage import nan_check
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -172,7 +171,7 @@ class StreamedOptimizer:
             step = PartialStep(optimizer)
             if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
                 with without_modes():
-                    nan_check.refuse_gradients(self._holding, step.parameters)
+                    self._holding.nan_check.refuse_gradients(step.parameters)
             parts = [part for parameter in step.parameters for part in self._parts.of(optimizer, parameter)]
 
             def step_some(first: int, last: int) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -22,10 +21,10 @@ from placement.core.states import State
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
-from placement.storage import nan_check
 from placement.storage.base import Storage, check_ranges
 from placement.storage.gradients import Gradients
 from placement.storage.layout import RANGES
+from placement.storage.nan_check import NanCheck
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.pages import Behind, Side, fill
 from placement.storage.range import Range
@@ -91,7 +90,7 @@ class ManagedStorage(Storage):
         self.is_stepping = False
         """Whether a streamed step has begun and has not ended: see `StreamedStep`."""
         self._may_have_stray_references = True
-        self.nan_found = nan_check.NanFound()
+        self.nan_check = NanCheck(self.storages, device, adapter, readonly=readonly)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -369,7 +368,7 @@ class ManagedStorage(Storage):
         dead = self.storages.dead()
         if self.on_device:
             if any(not r.transient for r in dead):  # before they are dropped: they have the numbers of tensors that were replaced
-                nan_check.look_at_new(self, self.storages.rescan().stay)
+                self.nan_check.look_at_new(self.storages.rescan().stay)
             self.storages.offer_slab(dead)
         self.storages.drop(dead, chunk_pool)
 
@@ -379,7 +378,7 @@ class ManagedStorage(Storage):
         Args:
             drops: leave the gradients out, because they are dropped when the offload is committed.
         """
-        fresh, stays = self.storages.adopt_new(drops=drops, look=partial(nan_check.look_at_new, self))
+        fresh, stays = self.storages.adopt_new(drops=drops, look=self.nan_check.look_at_new)
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.storages.state_dict_tensors) or bool(self.stray_references())
         return fresh, stays
@@ -456,7 +455,7 @@ class ManagedStorage(Storage):
         self.storages.state_dict_tensors.point_to_host(self.storages.by_address, except_for=self.storages.moving_in)
         surplus = self.stray_references(before) if self._may_have_stray_references else {}
         self.storages.keep(before + fresh)
-        nan = nan_check.take(self)  # it names the time of the offload before
+        nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
         self.calls.refuse()

@@ -10,22 +10,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import torch
 
 from placement.core.errors import IntegrityError
+from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee
+from placement.storage.object_storages import ObjectStorages
 from placement.storage.point import Form, form_of, over
 from placement.storage.poison import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
 from placement.storage.range import PlacedStorage, Range
 from placement.storage.scan import Place
 from placement.tensors.plain import plain_parts
-
-if TYPE_CHECKING:
-    from placement.storage.managed import ManagedStorage
 
 _SAMPLES = 8
 _PIECE = 1 << 24
@@ -36,19 +34,6 @@ _CAUSES = (
     "a reset from it): do that in a phase that has both on the device. Or the training diverged: load a checkpoint, with the optimizer's "
     "state. nan_check=False in the manager's settings turns this check off."
 )
-
-
-@dataclass(slots=True)
-class NanFound:
-    """The tensors of one object that were found to be NaN throughout, until the offload that is committed next tells them."""
-
-    is_on: bool = True
-    """Whether anything is looked at (`Settings.nan_check`)."""
-    put_right: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """Tensors without earlier values."""
-    known: frozenset[str] = frozenset()
-    """Tensors in place that were left at the last look. They are told once."""
 
 
 class Samples:
@@ -84,100 +69,118 @@ Asked = Sequence[tuple[Range, Samples, Callable[[], torch.Tensor]]]
 _samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
 
 
-def ask(holding: ManagedStorage) -> Asked:
-    """Have the device read the samples of everything in place. Nothing waits for it. A readonly host copy is never replaced."""
-    asked = []
-    for r in holding.ranges if holding.nan_found.is_on and not holding.readonly else ():
-        if r.transient or r.claims is not None:
-            continue
-        samples = _samples.get(r)
-        if samples is None or samples.placed is not r.placed:
-            samples = _samples[r] = Samples(r, holding.storages.places([r]), holding.device.torch_device)
-        words = holding.device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
-        asked.append((r, samples, holding.device.ask(words[samples.words])))
-    return asked
+class NanCheck:
+    """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
 
-
-def put_right(holding: ManagedStorage, asked: Asked) -> None:
-    """Give tensors that were numbers and are NaN throughout the values of the host copy again, on the device."""
-    gone, found = _gone(holding, asked), holding.nan_found
-    lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
-    for name, place in gone.items():
-        if name not in lacking & found.known:
-            _go_back(found, name, _on_device(holding, place), place)
-    found.known = lacking
-
-
-def refuse(holding: ManagedStorage) -> None:
-    """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
-    gone = _gone(holding, ask(holding)) if holding.on_device else {}
-    if names := [name for name, place in gone.items() if not _lacks_values(place)]:
-        what = f"{listed(names)} of {holding.name!r} were numbers and are NaN throughout. No checkpoint was written."
-        raise IntegrityError(f"{what} {_CAUSES}")
-
-
-def refuse_gradients(holding: ManagedStorage, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
-    parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
-    if nan := [str(tuple(part.shape)) for part in parts if holding.nan_found.is_on and _is_gone(part)]:
-        raise IntegrityError(
-            f"{len(nan)} gradients of the parameters that {holding.name!r} steps are NaN throughout (shapes {listed(nan)}). Nothing was "
-            f"stepped. {_CAUSES}"
-        )
-
-
-def take(holding: ManagedStorage) -> str:
-    """Words for an error about all that was found in an object, which is forgotten; empty if nothing was."""
-    found, told = holding.nan_found, []
-    since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
-    if found.put_right:
-        told.append(
-            f"{listed(found.put_right)} of {holding.name!r} were numbers at its last offload ({since}) and are NaN throughout at this one. "
-            "They have the values of the last one again; every other tensor has its newest."
-        )
-    if found.left:
-        told.append(f"{listed(found.left)} of {holding.name!r} are NaN throughout, and there are no earlier values to go back to.")
-    found.put_right, found.left = [], []
-    return " ".join([*told, _CAUSES]) if told else ""
-
-
-def look_at_new(holding: ManagedStorage, adoptees: Sequence[Adoptee]) -> None:
-    """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
-
-    Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
+    Args:
+        storages: the object's ranges, and its tensors that have none yet.
+        readonly: whether the host copy is never replaced.
     """
-    owned = [each for adoptee in adoptees for each in adoptee.owned] if holding.nan_found.is_on else []
-    places = holding.storages.places(holding.ranges) if owned else {}
-    for each in owned:
-        place = places.get(each.name)
-        if place is not None or (holding.adapter.kind == "optimizer" and not holding.storages.writes.was_told(each.tensor)):
-            now = over(each.tensor.untyped_storage(), form_of(each.tensor))
-            if _is_gone(now) and (place is None or _was_numbers(place)):
-                _go_back(holding.nan_found, each.name, now, place)
 
+    def __init__(self, storages: ObjectStorages, device: Device, adapter: Adapter, *, readonly: bool) -> None:
+        self._storages, self._device, self._adapter, self._readonly = storages, device, adapter, readonly
+        self.is_on = True
+        """Whether anything is looked at (`Settings.nan_check`)."""
+        self._put_right: list[str] = []
+        self._left: list[str] = []
+        """Tensors without earlier values."""
+        self._known: frozenset[str] = frozenset()
+        """Tensors in place that were left at the last look. They are told once."""
 
-def _gone(holding: ManagedStorage, asked: Asked) -> dict[str, Place]:
-    """The tensors in place that are NaN throughout and were numbers, as far as is known.
+    def ask(self) -> Asked:
+        """Have the device read the samples of everything in place. Nothing waits for it."""
+        asked = []
+        for r in self._storages.ranges if self.is_on and not self._readonly else ():
+            if r.transient or r.claims is not None:
+                continue
+            samples = _samples.get(r)
+            if samples is None or samples.placed is not r.placed:
+                samples = _samples[r] = Samples(r, self._storages.places([r]), self._device.torch_device)
+            words = self._device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
+            asked.append((r, samples, self._device.ask(words[samples.words])))
+        return asked
 
-    Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
-    """
-    suspects = [name for _, samples, words in asked for name in samples.suspects(words())]
-    everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
-    places = {name: place for name, place in everything if not place.entry.ref.expired()}
-    likely = [name for name in suspects if name in places and _is_gone(_on_device(holding, places[name]))]
-    gone = {name: places[name] for name in likely if _was_numbers(places[name])}
-    for name, place in places.items() if gone else ():
-        if name not in gone and _has_nan(_on_device(holding, place)) and not _lacks_values(place) and not _has_nan(_on_host(place)):
-            gone[name] = place
-    return gone
+    def put_right(self, asked: Asked) -> None:
+        """Give tensors that were numbers and are NaN throughout the values of the host copy again, on the device."""
+        gone = self._gone(asked)
+        lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
+        for name, place in gone.items():
+            if name not in lacking & self._known:
+                self._go_back(name, self._on_device(place), place)
+        self._known = lacking
 
+    def refuse(self) -> None:
+        """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
+        if names := [name for name, place in self._gone(self.ask()).items() if not _lacks_values(place)]:
+            what = f"{listed(names)} of {self._storages.name!r} were numbers and are NaN throughout. No checkpoint was written."
+            raise IntegrityError(f"{what} {_CAUSES}")
 
-def _go_back(found: NanFound, name: str, now: torch.Tensor, place: Place | None) -> None:
-    if place is None or _lacks_values(place) or place.form[2] != now.size():
-        found.left.append(name)
-    else:
-        now.copy_(_on_host(place))
-        found.put_right.append(name)
+    def refuse_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
+        parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
+        if nan := [str(tuple(part.shape)) for part in parts if self.is_on and _is_gone(part)]:
+            raise IntegrityError(
+                f"{len(nan)} gradients of the parameters that {self._storages.name!r} steps are NaN throughout (shapes {listed(nan)}). "
+                f"Nothing was stepped. {_CAUSES}"
+            )
+
+    def take(self, since_timestamp_seconds: float) -> str:
+        """Words for an error about all that was found in the object, which is forgotten; empty if nothing was.
+
+        Args:
+            since_timestamp_seconds: when it was offloaded before.
+        """
+        name, told = self._storages.name, []
+        since = datetime.fromtimestamp(since_timestamp_seconds, UTC).isoformat(timespec="seconds")
+        if self._put_right:
+            told.append(
+                f"{listed(self._put_right)} of {name!r} were numbers at its last offload ({since}) and are NaN throughout at this one. "
+                "They have the values of the last one again; every other tensor has its newest."
+            )
+        if self._left:
+            told.append(f"{listed(self._left)} of {name!r} are NaN throughout, and there are no earlier values to go back to.")
+        self._put_right, self._left = [], []
+        return " ".join([*told, _CAUSES]) if told else ""
+
+    def look_at_new(self, adoptees: Sequence[Adoptee]) -> None:
+        """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
+
+        Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
+        """
+        owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
+        places = self._storages.places(self._storages.ranges) if owned else {}
+        for each in owned:
+            place = places.get(each.name)
+            if place is not None or (self._adapter.kind == "optimizer" and not self._storages.writes.was_told(each.tensor)):
+                now = over(each.tensor.untyped_storage(), form_of(each.tensor))
+                if _is_gone(now) and (place is None or _was_numbers(place)):
+                    self._go_back(each.name, now, place)
+
+    def _gone(self, asked: Asked) -> dict[str, Place]:
+        """The tensors in place that are NaN throughout and were numbers, as far as is known.
+
+        Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
+        """
+        suspects = [name for _, samples, words in asked for name in samples.suspects(words())]
+        everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
+        places = {name: place for name, place in everything if not place.entry.ref.expired()}
+        likely = [name for name in suspects if name in places and _is_gone(self._on_device(places[name]))]
+        gone = {name: places[name] for name in likely if _was_numbers(places[name])}
+        for name, place in places.items() if gone else ():
+            if name not in gone and _has_nan(self._on_device(place)) and not _lacks_values(place) and not _has_nan(_on_host(place)):
+                gone[name] = place
+        return gone
+
+    def _go_back(self, name: str, now: torch.Tensor, place: Place | None) -> None:
+        if place is None or _lacks_values(place) or place.form[2] != now.size():
+            self._left.append(name)
+        else:
+            now.copy_(_on_host(place))
+            self._put_right.append(name)
+
+    def _on_device(self, place: Place) -> torch.Tensor:
+        view = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
+        return over(view.untyped_storage(), place.form)
 
 
 def _is_gone(tensor: torch.Tensor) -> bool:
@@ -204,11 +207,6 @@ def _lacks_values(place: Place) -> bool:
 
 def _on_host(place: Place) -> torch.Tensor:
     return over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
-
-
-def _on_device(holding: ManagedStorage, place: Place) -> torch.Tensor:
-    view = holding.device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
-    return over(view.untyped_storage(), place.form)
 
 
 def _spots(entry: PlacedStorage, form: Form) -> list[int]:

@@ -45,6 +45,7 @@ from placement.devices.memory import Copy, HostSlab, Mark, SharedSlab
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, Owner, RangeLayout, prepare
 from placement.storage.managed import ManagedStorage
+from placement.storage.nan_check import NanCheck
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.pages import Behind
 from placement.storage.point import byte_view
@@ -407,6 +408,7 @@ class ReplicatedStorage(ManagedStorage):
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, readonly)
         self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks, readonly=readonly))
+        self.nan_check = NanCheck(self.storages, device, adapter, readonly=readonly)
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""

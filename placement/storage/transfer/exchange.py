@@ -24,7 +24,6 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
-from placement.storage import nan_check
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Side
 from placement.storage.range import Range
@@ -414,8 +413,8 @@ class Exchange:
             self._device.sync()
         for holding in (*leaving, *coming):
             holding.begin_move(self._chunk_pool)
-        for holding, asked in [(each, nan_check.ask(each)) for each in leaving]:
-            nan_check.put_right(holding, asked)
+        for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
+            holding.nan_check.put_right(asked)
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
