@@ -12,19 +12,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from placement.core.errors import IntegrityError
+from placement.devices.base import Device
+from placement.storage.object_storages import ObjectStorages
 from placement.storage.offloaded.changes import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
 from placement.storage.range import PlacedStorage, Range
 from placement.storage.range_layout import Claim
 from placement.storage.scanning.places import Form, Place, form_of
+from placement.tensors.owned import Adapter
 from placement.tensors.plain import plain_parts
-
-if TYPE_CHECKING:
-    from placement.storage.managed import ManagedStorage
 
 _SAMPLES = 8
 _PIECE = 1 << 24
@@ -48,6 +48,22 @@ class NanFound:
     """Tensors without earlier values."""
     known: frozenset[str] = frozenset()
     """Tensors in place that were left at the last look. They are told once."""
+
+
+class Holding(Protocol):
+    """The part of a `ManagedStorage` that is looked at here."""
+
+    name: str
+    device: Device
+    adapter: Adapter
+    storages: ObjectStorages
+    readonly: bool
+    on_device: bool
+    offloaded_timestamp_seconds: float
+    nan_found: NanFound
+
+    @property
+    def ranges(self) -> tuple[Range, ...]: ...
 
 
 class Samples:
@@ -83,7 +99,7 @@ Asked = Sequence[tuple[Range, Samples, Callable[[], torch.Tensor]]]
 _samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
 
 
-def ask(holding: ManagedStorage) -> Asked:
+def ask(holding: Holding) -> Asked:
     """Have the device read the samples of everything in place. Nothing waits for it. A readonly host copy is never replaced."""
     asked = []
     for r in holding.ranges if holding.nan_found.is_on and not holding.readonly else ():
@@ -97,7 +113,7 @@ def ask(holding: ManagedStorage) -> Asked:
     return asked
 
 
-def put_right(holding: ManagedStorage, asked: Asked) -> None:
+def put_right(holding: Holding, asked: Asked) -> None:
     """Give tensors that were numbers and are NaN throughout the values of the host copy again, on the device."""
     gone, found = _gone(holding, asked), holding.nan_found
     lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
@@ -107,7 +123,7 @@ def put_right(holding: ManagedStorage, asked: Asked) -> None:
     found.known = lacking
 
 
-def refuse(holding: ManagedStorage) -> None:
+def refuse(holding: Holding) -> None:
     """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
     gone = _gone(holding, ask(holding)) if holding.on_device else {}
     if names := [name for name, place in gone.items() if not _lacks_values(place)]:
@@ -115,7 +131,7 @@ def refuse(holding: ManagedStorage) -> None:
         raise IntegrityError(f"{what} {_CAUSES}")
 
 
-def refuse_gradients(holding: ManagedStorage, parameters: Sequence[torch.Tensor]) -> None:
+def refuse_gradients(holding: Holding, parameters: Sequence[torch.Tensor]) -> None:
     """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
     parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
     if nan := [str(tuple(part.shape)) for part in parts if holding.nan_found.is_on and _is_gone(part)]:
@@ -125,7 +141,7 @@ def refuse_gradients(holding: ManagedStorage, parameters: Sequence[torch.Tensor]
         )
 
 
-def take(holding: ManagedStorage) -> str:
+def take(holding: Holding) -> str:
     """Words for an error about all that was found in an object, which is forgotten; empty if nothing was."""
     found, told = holding.nan_found, []
     since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
@@ -140,7 +156,7 @@ def take(holding: ManagedStorage) -> str:
     return " ".join([*told, _CAUSES]) if told else ""
 
 
-def look_at_new(holding: ManagedStorage, claims: Sequence[Claim]) -> None:
+def look_at_new(holding: Holding, claims: Sequence[Claim]) -> None:
     """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
 
     Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
@@ -155,7 +171,7 @@ def look_at_new(holding: ManagedStorage, claims: Sequence[Claim]) -> None:
                 _go_back(holding.nan_found, each.name, now, place)
 
 
-def _gone(holding: ManagedStorage, asked: Asked) -> dict[str, Place]:
+def _gone(holding: Holding, asked: Asked) -> dict[str, Place]:
     """The tensors in place that are NaN throughout and were numbers, as far as is known.
 
     Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
@@ -205,7 +221,7 @@ def _on_host(place: Place) -> torch.Tensor:
     return _over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
 
 
-def _on_device(holding: ManagedStorage, place: Place) -> torch.Tensor:
+def _on_device(holding: Holding, place: Place) -> torch.Tensor:
     view = holding.device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
     return _over(view.untyped_storage(), place.form)
 
