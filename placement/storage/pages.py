@@ -55,7 +55,7 @@ class Behind(enum.Enum):
 
 @dataclass(slots=True)
 class Page:
-    """What is known of one page, beside its fingerprint (`Pages.prints`)."""
+    """A page: everything that is known of it, beside its fingerprint (`Pages.prints`)."""
 
     memory: Chunk | None = None
     behind: Behind = Behind.POISON
