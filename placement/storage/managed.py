@@ -340,6 +340,8 @@ class ManagedStorage(Storage):
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
 
+        Before an offload the device has been waited for.
+
         Raises:
             HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
             IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun.
@@ -350,6 +352,8 @@ class ManagedStorage(Storage):
             r.claim()  # before anything changes
         if self.on_device:
             self.host_read_locks.wait()  # the offload will overwrite the host copy
+            for r in self.ranges:
+                r.pages.note_idle()
         if not self.on_device and self.storages.dead():
             # Before the dead ranges are dropped: they may hold the only good values of tensors that were replaced.
             self.storages.writes.new_unless_changed()
@@ -459,6 +463,7 @@ class ManagedStorage(Storage):
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
         self.calls.refuse()
+        self._is_vacating = True  # also where nothing had memory
         self.on_device = False
         return MoveResult(
             stray_references=sum(surplus.values()),
@@ -624,6 +629,8 @@ class ManagedStorage(Storage):
         chunk_pool = ChunkPool(self.device)
         if self.on_device or any(r.pages.own_bytes for r in self.ranges):
             self.device.sync()
+            for r in self.ranges:
+                r.pages.note_idle()
         if self.on_device:
             self._have_back(chunk_pool)
         if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values

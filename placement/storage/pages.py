@@ -254,6 +254,11 @@ class Pages:
             page = self.table[index]
             page.newest, page.copied, page.mark = Side.BOTH, "to_device", None
 
+    def note_idle(self) -> None:
+        """The device has been waited for: no copy to or from pages behind the own addresses is under way."""
+        for index in self.at(Behind.OWN):
+            self.table[index].copied = self.table[index].mark = None
+
     def wait(self, indices: Iterable[int]) -> None:
         """Wait for the copies from and to these pages.
 

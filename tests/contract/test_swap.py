@@ -406,28 +406,6 @@ def test_what_comes_does_not_fit_although_the_budget_says_so() -> None:
         scene.check({"b"})
 
 
-def test_an_interrupt_while_memory_goes_back_keeps_it_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its traceback holds whatever the frames held that it passed through, for as long as somebody looks at it."""
-    scene = Scene({"a": 8 * CHUNK}, {"b": CHUNK}, 9 * CHUNK)
-    release, cut = scene.device.release, []
-
-    def interrupted(*chunks: Chunk) -> None:
-        if chunks and not cut:
-            cut.append(len(chunks))
-            raise KeyboardInterrupt
-        release(*chunks)
-
-    with scene.manager.phase(BEFORE) as phase:
-        scene.write(["a"])
-        monkeypatch.setattr(scene.device, "release", interrupted)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            phase.switch(AFTER)
-        scene.check({"a"})
-        assert cut[0] >= 7
-        assert caught.tb is not None
-    scene.check(())
-
-
 @pytest.mark.parametrize("operation", ["map", "copy", "sync"])
 def test_a_link_that_stays_dead_loses_nothing(operation: str) -> None:
     """Whatever cannot go back then says so, and is whole again when the device answers."""
