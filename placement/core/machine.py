@@ -125,7 +125,7 @@ class HandleMachine:
 
 
 def diagram() -> str:
-    """The Mermaid state diagram of the README, generated from the table."""
+    """The Mermaid state diagram of docs/concepts.md, generated from the table."""
     lines = ["stateDiagram-v2", f"    [*] --> {State.CPU_OFFLOADED}"]
     lines += [f"    {source} --> {target}: {trigger}" for trigger, source, target in TRANSITIONS]
     return "\n".join(lines)

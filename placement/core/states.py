@@ -62,7 +62,7 @@ TRANSITIONS: tuple[tuple[Trigger, State, State], ...] = (
     (Trigger.SYNC_TO_TRAIN, State.SYNCING, State.TRAINING),
     (Trigger.TRAIN_TO_SYNC, State.TRAINING, State.SYNCING),
 )
-"""The only table of state transitions. The machine, the README's diagram and the tests read it."""
+"""The only table of state transitions. The machine, the diagram in docs/concepts.md and the tests read it."""
 
 IDLE = "idle"
 PHASES: tuple[str, ...] = (

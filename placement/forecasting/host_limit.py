@@ -1,7 +1,7 @@
 """A limit on host memory in a forecast: which host copies wait on the disk, and the bytes that the disk writes and reads.
 
 A run has no bytes that a disk could take. So the disk is followed in numbers beside it, with the decisions of the real one
-(`planning.host_need`, `storage.disk.room`), and is taken to be quick enough to do its work while phases compute.
+(`planning.host_tier.check_fits_host`, `storage.disk.next_step`), and is taken to be quick enough to do its work while phases compute.
 """
 
 from __future__ import annotations

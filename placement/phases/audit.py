@@ -223,9 +223,10 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     for name, nbytes in drifted:
         detail = f"{name} ({nbytes:,} bytes) is no longer at its address: something outside placement moved or replaced it"
         yield Finding(handle=handle.name, what="drift", detail=detail)
-    if (detached := handle.detached_parameters()) > handle.strangers:
+    if (detached := handle.detached_parameters()) > handle.detached_at_registration:
+        more, owners = detached - handle.detached_at_registration, ", ".join(owner.name for owner in handle.owners)
         detail = (
-            f"it steps {detached - handle.strangers} parameter(s) that {', '.join(owner.name for owner in handle.owners)} no longer has: "
+            f"it steps {more} parameter(s) that {owners} no longer has: "
             "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make a new optimizer"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)

@@ -190,7 +190,7 @@ class PlanExecutor:
         except Exception as error:
             failures.append(error)
         if is_there:
-            self._reconciler.rest(self._handles, ahead)
+            self._reconciler.end_without_moves(self._handles, ahead)
         else:
             while_copying = self._device.compare_poison
             failures += self._reconciler.retreat(self._handles, within, while_copying=while_copying, ahead=ahead)
@@ -223,7 +223,7 @@ class PlanExecutor:
         self._work_seconds += time.monotonic() - began
 
     def give_up_early(self, name: str) -> None:
-        """Return the memory of all early chunks to the driver, and leave more room in the phase `name` from now on."""
+        """Return the memory of all pages aside to the driver, and leave more room in the phase `name` from now on."""
         self.prefetcher.give_up(name)
         self.planner.memory = self._device.memory()
 

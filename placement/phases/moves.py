@@ -39,7 +39,7 @@ _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 """The triggers that leave SYNCING and TRAINING with the bytes on the device."""
 _WHOLE = {Trigger.END_STREAM: Trigger.END_SYNC, Trigger.END_STREAMED_TRAIN: Trigger.END_TRAIN}
-"""For each trigger that ends the use of a host copy: the one that ends the same state on the device."""
+"""The trigger that ends the same state of a handle on the device, for each that ends the use of a host copy."""
 
 
 def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
@@ -95,7 +95,7 @@ class Transition:
     dropping: tuple[ManagedStorage, ...] = ()
     """The storages whose gradients the plan drops when they leave TRAINING."""
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes of storages that leave which stay as early chunks."""
+    """Device bytes of storages that leave which stay aside."""
     while_copying: Callable[[], None] = nothing
     """Called once, while bytes are being copied to the host."""
     began_seconds: float = field(default_factory=time.monotonic)
@@ -287,7 +287,7 @@ class Mover:
                     "registering, or send copies (clone())."
                 )
             )
-        if moved.stray_references and self._strict and self._last(handle):
+        if moved.stray_references and self._strict and self._still_has_strays(handle):
             self.transition.complaints.append(
                 IntegrityError(
                     f"{handle.stray_references} references to storages of {handle.name!r} were alive at its offload "
@@ -296,8 +296,8 @@ class Mover:
                 )
             )
 
-    def _last(self, handle: Handle) -> bool:
-        """Whether references to an offloaded handle's storages still exist when they are looked for again."""
+    def _still_has_strays(self, handle: Handle) -> bool:
+        """Look for references to an offloaded handle's storages again. Returns whether there are any."""
         handle.look_for_strays()
         return handle.stray_references > 0
 

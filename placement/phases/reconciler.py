@@ -48,7 +48,7 @@ def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
     return Reached(stage, lacks_engines)
 
 
-def _nobody_to_tell(_: str) -> None:
+def _tell_nobody(_: str) -> None:
     """The same, in place of the proposal of a further stage."""
 
 
@@ -74,7 +74,7 @@ class Reconciler:
         plan: Plan,
         room_bytes: int,
         agree: Agree | None = None,
-        go_on: Callable[[str], object] = _nobody_to_tell,
+        go_on: Callable[[str], object] = _tell_nobody,
         ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
@@ -95,14 +95,14 @@ class Reconciler:
                 back, in its target state.
         """
         if agree is None and self.is_there(handles, plan):
-            self.rest(handles, ahead)
+            self.end_without_moves(handles, ahead)
             return
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
         handles, engines = _apart(handles)
         if agree is None:
-            agree, go_on = _alone, _nobody_to_tell
+            agree, go_on = _alone, _tell_nobody
         sources = {handle.name: handle.node for handle in handles.values()}
         self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), ahead.staying)
         try:
@@ -161,14 +161,14 @@ class Reconciler:
                 holding.commit_load()
                 holding.make_consistent(self._mover.chunk_pool)
 
-    def rest(self, handles: Mapping[str, Handle], ahead: Ahead = NOTHING_AHEAD) -> None:
+    def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead = NOTHING_AHEAD) -> None:
         """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
         self._finish(handles.values())
         self._end(ahead)
 
     def _finish(self, handles: Iterable[Handle]) -> None:
-        """After the moves: drop gradients on the device that the plan drops, take in the state that they leave to offloaded optimizers, and
-        note new host copies for verification."""
+        """After the moves: drop gradients on the device that the plan drops, let offloaded optimizers adopt gradients that their modules
+        have dropped, and note new host copies for verification."""
         dropping = self._mover.transition.dropping
         for handle in handles if dropping else ():
             holding = handle.holding

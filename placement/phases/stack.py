@@ -214,9 +214,9 @@ class PhaseStack:
                 self._journal.stall_seconds[phase.name] += stalled()
 
     def give_up_early(self) -> None:
-        """Return the memory of all early chunks to the driver, because torch's allocator has found none. Any thread may call this.
+        """Return the memory of all pages aside to the driver, because torch's allocator has found none. Any thread may call this.
 
-        Does nothing while a phase transition is under way. The open phase gets less room for early chunks from now on.
+        Does nothing while a phase transition is under way. The open phase gets less room for pages aside from now on.
         """
         with self.lock.if_free() as is_free:
             if is_free:
@@ -346,4 +346,4 @@ def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
         try:
             living.give_up_early()
         except Exception as error:
-            logger.warning("early chunks could not be given up: %s", str(error))
+            logger.warning("pages aside could not be given up: %s", str(error))

@@ -1,6 +1,6 @@
-"""Prefetch: how much of what a plan wants early there is room for, and which early chunks must give up their place.
+"""Prefetch: how much of what a plan wants early there is room for, and which pages aside must give up their place.
 
-The room for early chunks: how much of it each handle gets at first, and how much in the end.
+`divide` cuts the room into shares: what each handle gets at once, and what it gets when earlier offloads are saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ahead:
     """The work that a phase transition does for later ones."""
 
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes of storages that leave which stay as early chunks."""
+    """Device bytes of storages that leave which stay aside."""
     begin: Callable[[ChunkPool], None] = _nothing
     """Called when everything is where it belongs, with the chunks that are free. Those that it leaves go back to the driver."""
 
@@ -67,7 +67,7 @@ class Prefetcher:
         self._prefetch.hold()
 
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
-        """Say what the coming phase transition does for later ones. First give up early chunks for which the plan has no use or no room.
+        """Say what the coming phase transition does for later ones. First give up pages aside for which the plan has no use or no room.
 
         Args:
             name: the phase of the plan.
@@ -90,7 +90,7 @@ class Prefetcher:
         return Ahead(staying, partial(self._begin, name, plan)), given
 
     def discard(self) -> int:
-        """Return the memory of all early chunks to the driver. Returns how many bytes."""
+        """Return the memory of all pages aside to the driver. Returns how many bytes."""
         self.hold()
         chunk_pool, given = ChunkPool(self._device), 0
         for handle in self._handles.values():
@@ -100,7 +100,7 @@ class Prefetcher:
         return given
 
     def give_up(self, name: str) -> None:
-        """Return the memory of all early chunks to the driver. The phase gets half as much from now on."""
+        """Return the memory of all pages aside to the driver. The phase gets half as much from now on."""
         if given := self.discard():
             self._most_bytes[name] = given // 2
             logger.warning("out of memory in phase %s: gave up %s early bytes; it gets half as many from now on", name, f"{given:,}")

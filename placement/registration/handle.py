@@ -68,7 +68,7 @@ class Handle:
         self.call_deadline_seconds = 0.0
         self.broken: str | None = None
         """Why the handle can go neither forward nor back; None while it is sound."""
-        self.strangers = 0
+        self.detached_at_registration = 0
         """For an optimizer: the number of parameters that were not its owners' own at registration (flat copies, other ranks')."""
         self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """For a module: the unregistered optimizers that have stepped its parameters."""
@@ -113,7 +113,7 @@ class Handle:
 
     @property
     def prefetched_bytes(self) -> int:
-        """The part of `resident_bytes` that arrived early: of an offloaded handle (`Plan.prefetch`), or for a step that streams state."""
+        """Device bytes of an offloaded handle that were prefetched (`Plan.prefetch`), or that its offload has left to be saved."""
         return self.storage.prefetched_bytes
 
     @property

@@ -1,9 +1,7 @@
 """Register objects: turn each into a handle whose storages have their places.
 
-Register one object on every rank of a group, so that the ranks share its host copy. Either all ranks register it or none does.
-
-It is one change of the group, as a phase transition is: the ranks propose it, carry it out and vote on it. A rank that cannot do its
-part ends the change for all, so no rank waits for one that has failed.
+`Replication` registers one object on all ranks of a group, which then share its host copy: all register it or none does. To the group this
+is one change, like a phase transition: the ranks propose it, carry it out and vote on it. A rank that cannot do its part ends it for all.
 """
 
 from __future__ import annotations
@@ -215,7 +213,7 @@ class Registry:
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
-        handle.strangers = handle.detached_parameters()
+        handle.detached_at_registration = handle.detached_parameters()
         handle.guards = guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))

@@ -54,7 +54,7 @@ class Storage(abc.ABC):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether an `unadopt` was interrupted. It must be called again then."""
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
         return False
 
     # --- bytes
@@ -71,12 +71,12 @@ class Storage(abc.ABC):
 
     @property
     def chunk_bytes(self) -> int:
-        """The part of `resident_bytes` that is in chunks: behind the ranges, or arrived early."""
+        """The part of `resident_bytes` that is in chunks: behind the ranges, or aside."""
         return 0
 
     @property
     def prefetched_bytes(self) -> int:
-        """The part of `resident_bytes` that arrived early, while the handle is offloaded."""
+        """Device bytes of an offloaded handle's pages that are aside: prefetched, or left there by its offload."""
         return 0
 
     @property

@@ -126,7 +126,7 @@ class Spill:
             self._keeper.bring(self)
 
     def claim_if_here(self) -> bool:
-        """Like `claim` where it need not wait. False where it would have to."""
+        """Claim the bytes without waiting for them. Returns whether they are here."""
         self.is_claimed = True
         return self._is_here_for_use()
 

@@ -68,7 +68,7 @@ class ManagedStorage(Storage):
     lost: str | None = None
     """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
     is_leaving = False
-    """Whether an `unadopt` has begun. If it was interrupted, it must be called again before anything moves."""
+    """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool) -> None:
         self.device = device
@@ -150,11 +150,11 @@ class ManagedStorage(Storage):
     @property
     def chunk_bytes(self) -> int:
         """Bytes of the memory behind the ranges, and of that aside."""
-        return self.storages.chunk_bytes + self.storages.early_bytes
+        return self.storages.chunk_bytes + self.storages.aside_bytes
 
     @property
     def prefetched_bytes(self) -> int:
-        return self.storages.early_bytes
+        return self.storages.aside_bytes
 
     @property
     def unadopted_bytes(self) -> int:
@@ -394,7 +394,7 @@ class ManagedStorage(Storage):
         """
         return fill(self.device, [(r.pages, indices)])
 
-    def own_host_copy(self, r: Range) -> None:
+    def make_host_copy_own(self, r: Range) -> None:
         """Called before chunks of a range's host copy are written: see `ReplicatedStorage`.
 
         Raises:
@@ -402,11 +402,11 @@ class ManagedStorage(Storage):
         """
 
     def hide(self, r: Range, indices: Sequence[int]) -> None:
-        """Put the memory of neighbouring pages that leave aside. `save_hidden` saves those that differ from the host copy."""
+        """Put the memory of neighbouring pages that leave aside. `save_aside` saves those that differ from the host copy."""
         self._is_vacating = True
         r.pages.hide(indices)
 
-    def save_hidden(self) -> None:
+    def save_aside(self) -> None:
         """Start saving what stays aside. Called after all of it has moved, because the driver is quick only while the link is idle."""
         for r in self.ranges:
             unsaved = [index for index in r.pages.at(Behind.ASIDE) if r.pages.table[index].newest is Side.DEVICE]
@@ -418,7 +418,7 @@ class ManagedStorage(Storage):
         """Device bytes of the pages that an offload has left aside, some of which may still be being saved."""
         return sum(r.pages.bytes_of(r.pages.left()) for r in self.ranges)
 
-    def show_hidden(self) -> int:
+    def show_aside(self) -> int:
         """Map what was prefetched, or left aside, behind the object's own addresses. Returns its bytes."""
         return sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in self.ranges)
 
@@ -500,7 +500,7 @@ class ManagedStorage(Storage):
         if self.on_device:
             for r in self.ranges:
                 if r.claims is not None:  # prepared for an offload that was not committed; the next one can use its slab
-                    self.storages.set_aside(r)
+                    self.storages.keep_slab_of(r)
             self.storages.drop([*(r for r in self.ranges if r.claims is not None), *self.storages.dead()], chunk_pool)
             self._have_back(chunk_pool)
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
@@ -522,7 +522,7 @@ class ManagedStorage(Storage):
                     r.pages.settle(Side.DEVICE, chunk_pool)
         except DeviceMemoryError:
             for r in self.ranges:
-                self.save_rest(r)
+                self.before_forced_offload(r)
             self.calls.refuse()
             self.on_device = False
 
@@ -561,8 +561,8 @@ class ManagedStorage(Storage):
         self._is_vacating = True
         r.pages.vacate(indices, chunk_pool)
 
-    def save_rest(self, r: Range) -> None:
-        """Called before an offload saves the pages of a range that memory lacks for: see `ReplicatedStorage`."""
+    def before_forced_offload(self, r: Range) -> None:
+        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
 
     # --- a streamed step, which the host copy stays authoritative over, except for pages that are newest on the device
 

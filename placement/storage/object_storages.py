@@ -89,7 +89,7 @@ class ObjectStorages:
         return sum([r.resident_bytes for r in self.by_address.ranges])
 
     @property
-    def early_bytes(self) -> int:
+    def aside_bytes(self) -> int:
         """Bytes of the memory that is aside."""
         return sum([r.pages.aside_bytes for r in self.by_address.ranges])
 
@@ -298,7 +298,7 @@ class ObjectStorages:
         """Forget what an offload has found; it was committed, or undone."""
         self._relocated, self.moving_in, self._scanner.spare = (), frozenset(), None
 
-    def set_aside(self, r: Range) -> None:
+    def keep_slab_of(self, r: Range) -> None:
         """Keep the slab of a range that nothing moved into for the next one."""
         self._scanner.reserved = r.host
 

@@ -4,15 +4,15 @@ A page is a chunk-sized piece of a range. Its memory is nowhere, behind the rang
 (`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
 (`POISON` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
-* `fetch`: memory, if there is none (`put`), and a copy to the device where the host copy is newest (`fill`).
+* `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest. `fetch`: both.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
 * `save`: a copy to the host where the device is newest.
 * `vacate`: wait for copies, poison, and the memory to the chunk pool.
 * `settle`: from any state to one side.
 
-A load is `show` for what was prefetched, and `fetch` for the rest; an offload is `save` and `vacate`, or `hide` where the memory may stay
-and be saved under the next phase. A swap puts what is vacated behind what is fetched. A prefetch fetches aside. A streamed step fetches
-two buckets ahead of the one that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
+A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory
+may stay and be saved under the next phase. A swap puts what is vacated behind what comes. A prefetch puts and fills aside. A streamed step
+puts and fills two buckets ahead of the one that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
 
 Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device.
 The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's
@@ -308,7 +308,7 @@ class Pages:
 
     # --- pages that are aside
 
-    def may_be_aside(self, stop: Callable[[int], None]) -> None:
+    def reserve_aside(self, stop: Callable[[int], None]) -> None:
         """Reserve addresses aside.
 
         Args:

@@ -196,10 +196,6 @@ class Range:
         """Whether pages of it are aside, or will be while the phase computes. Copies between them and the slab may begin at any time."""
         return bool(self.pages.aside_bytes) or self.pages.is_receiving
 
-    @property
-    def early_bytes(self) -> int:
-        return self.pages.aside_bytes
-
     def note_written(self) -> None:
         """The slab has changed, or is about to: forget its fingerprints, and do not use what was prefetched."""
         self.pages.prints = None

@@ -479,7 +479,7 @@ class ReplicatedStorage(ManagedStorage):
 
     # --- a host copy of this rank's own
 
-    def own_host_copy(self, r: Range) -> None:
+    def make_host_copy_own(self, r: Range) -> None:
         if isinstance(r, SharedRange) and r.is_shared:
             own = self.device.host(r.nbytes)
             own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
@@ -487,9 +487,9 @@ class ReplicatedStorage(ManagedStorage):
             r.leave_shared(own)
             self.storages.find_host_copies()
 
-    def save_rest(self, r: Range) -> None:
+    def before_forced_offload(self, r: Range) -> None:
         if r.is_shared and not self.readonly and self._has_changed(r):
-            self.own_host_copy(r)
+            self.make_host_copy_own(r)
         elif r.is_shared:
             r.pages.note_clean(r.pages.at(Behind.OWN))
 

@@ -293,7 +293,7 @@ class StateDictTensors:
     def note_held(self, places: RangesByAddress) -> None:
         """Note the same of views of such tensors: they are not known themselves, but their storages are.
 
-        Also of ranges that were shown since the last load (of a readonly object): early chunks do not have what was written there.
+        Also of ranges that were shown since the last load (of a readonly object): pages aside do not have what was written there.
         """
         held = self._held()
         for r in places.ranges:

@@ -79,7 +79,7 @@ class Scene:
 
     def make(self, states: tuple[Found, ...]) -> Pages:
         pages = Pages(self.device, self.addresses, SIZES, CHUNK + USED_TAIL, self.host)
-        pages.may_be_aside(lambda _: None)
+        pages.reserve_aside(lambda _: None)
         self.pool = ChunkPool(self.device)
         for index, state in enumerate(states):
             if state.behind is not None:

@@ -48,7 +48,7 @@ def spills_of(manager: Manager, name: str) -> list[Spill]:
 
 
 def _give_up_early(manager: Manager, names: Iterable[str]) -> None:
-    """Give up the early chunks of handles, for which their host copies are needed in host memory."""
+    """Give up the pages aside of handles, for which their host copies are needed in host memory."""
     chunk_pool = ChunkPool(manager._stack.executor._device)
     for handle in [manager.handles[name] for name in names]:
         if handle.prefetched_bytes and handle.holding is not None:

@@ -49,7 +49,7 @@ def end(worker: Worker, folder: Path) -> None:
     assert [*folder.iterdir()] == []
 
 
-# --- early chunks
+# --- pages aside
 
 
 def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path: Path) -> None:

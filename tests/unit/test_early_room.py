@@ -1,4 +1,4 @@
-"""The room for early chunks: what leaves keeps its memory until it is saved, and then what comes sooner gets it."""
+"""The room for pages aside: what leaves keeps its memory until it is saved, and then what comes sooner gets it."""
 
 from __future__ import annotations
 

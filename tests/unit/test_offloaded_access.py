@@ -87,7 +87,7 @@ class World:
 
 
 class EarlyWorld(World):
-    """The same while everything stays on the device as early chunks, which are being saved to the host copy."""
+    """The same while everything stays on the device as pages aside, which are being saved to the host copy."""
 
     def make_manager(self) -> placement.Manager:
         return placement.Manager(device=LateDevice(1 << 28, chunk_bytes=1 << 18), policy=AlwaysEarly())

@@ -39,7 +39,7 @@ class Reader(LateDevice):
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         super().map(addresses, chunks, start)
         owner: Any = RANGES.owner_of(addresses.base)
-        if isinstance(owner, ManagedStorage):  # nobody knows the addresses of early chunks
+        if isinstance(owner, ManagedStorage):  # nobody knows the addresses of pages aside
             (r,) = [r for r in owner.ranges if r.layout.addresses is addresses]
             self._look(r, start, start + sum(chunk.nbytes for chunk in chunks))
 

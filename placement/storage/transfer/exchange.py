@@ -72,7 +72,7 @@ class Leaving:
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
-    is_first: bool = False
+    has_new_state: bool = False
     """Whether new storages that are not transient were taken in. Torch caches their old memory now."""
     staying: list[tuple[Range, range]] = field(default_factory=list)
     """Neighbouring pages whose memory stays aside. Those that differ from the host copy are saved afterwards."""
@@ -95,7 +95,7 @@ class Leaving:
 
     def adopt_new(self) -> None:
         """Start saving the new storages."""
-        self.fresh, self.is_first = self.holding.adopt_new(drops=self.dropped is not None)
+        self.fresh, self.has_new_state = self.holding.adopt_new(drops=self.dropped is not None)
         self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
     def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
@@ -152,7 +152,7 @@ class Departures:
             pages.note_clean(range(first, last))
             pages.note_changed(dirty)
             if dirty:
-                holding.own_host_copy(r)
+                holding.make_host_copy_own(r)
                 r.prints = None
             if holds_back:
                 self._hold_back(leaving, r, range(first, last), wrong)
@@ -392,7 +392,7 @@ class Exchange:
             self._vacate(each, waits=True)
         mark = self._device.mark("to_host")
         for each in leaving:
-            each.holding.save_hidden()
+            each.holding.save_aside()
         interrupts.check()
         if leaving and (not self._staying or any(each.fresh for each in leaving)):
             self._device.wait(mark)  # the copies of new storages, which are in no batch
@@ -418,7 +418,7 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
-        self._arrived_early = {holding: holding.show_hidden() for holding in coming}
+        self._arrived_early = {holding: holding.show_aside() for holding in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `enqueue` of each storage. They are finished here if anything has to be copied.
@@ -490,7 +490,7 @@ class Exchange:
             each.fresh = ()  # the ranges' claims hold the storages, which would count as references below
         for each in leaving:
             each.holding.storages.count_uses()
-        if any(each.is_first for each in leaving):
+        if any(each.has_new_state for each in leaving):
             self._device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 

@@ -91,14 +91,14 @@ class Prefetch:
     def prepare(self, storage: ManagedStorage) -> None:
         """Reserve addresses aside for the ranges of a storage, as far as anything can be there."""
         for r in storage.ranges:
-            if _can_arrive_early(storage, r):
-                r.pages.may_be_aside(self.hold)
+            if _claim_for_prefetch(storage, r):
+                r.pages.reserve_aside(self.hold)
 
     def _add(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
         """Put memory aside for pages of a storage."""
         self.prepare(storage)
         for r in storage.ranges:
-            if not r.pages.can_be_aside or not _can_arrive_early(storage, r):
+            if not r.pages.can_be_aside or not _claim_for_prefetch(storage, r):
                 continue
             if r.pages.is_stale:
                 r.pages.discard(chunk_pool)
@@ -128,7 +128,7 @@ def _successive(shares: Mapping[ManagedStorage, tuple[int, int]]) -> Iterator[_B
     for storage, (_, last_bytes) in shares.items():
         room_bytes = last_bytes - storage.prefetched_bytes
         for r in storage.ranges:
-            if not r.pages.can_be_aside or not _can_arrive_early(storage, r):
+            if not r.pages.can_be_aside or not _claim_for_prefetch(storage, r):
                 continue
             for size, each in itertools.groupby(_lacking_within(r.pages, room_bytes), key=r.chunk_sizes.__getitem__):
                 indices = [*itertools.islice(each, len(sources[size]))]
@@ -139,8 +139,8 @@ def _successive(shares: Mapping[ManagedStorage, tuple[int, int]]) -> Iterator[_B
                     yield _Burst([(r.pages, now)], [(pages, [index for _, index in those]) for pages, those in by_range])
 
 
-def _can_arrive_early(storage: ManagedStorage, r: Range) -> bool:
-    """Whether the host copy has the range's bytes in host memory, for this process alone, and nobody may write there at any time."""
+def _claim_for_prefetch(storage: ManagedStorage, r: Range) -> bool:
+    """Claim the host copy. Returns whether it has the range's bytes in host memory, for this process alone, and nobody may write there."""
     is_exposed = r.is_shown and storage.storages.state_dict_tensors.are_held
     return not (r.is_shared or is_exposed or r.claims is not None) and (r.spill is None or r.spill.claim_if_here())
 

@@ -168,7 +168,7 @@ def mirror(holding: ManagedStorage) -> None:
         device_prints = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
         if changed:
-            holding.own_host_copy(r)
+            holding.make_host_copy_own(r)
             r.pages.save(changed)
         prints.append((r, device_prints))
     holding.device.wait(holding.device.mark("to_host"))
