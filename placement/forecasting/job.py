@@ -267,15 +267,16 @@ def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str,
     def state(shape: torch.Size, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         parameter.grad = torch.empty_like(parameter)
-        try:
-            made = cls([parameter], **given)
-        except Exception as error:
-            raise ValueError(f"optimizer {cls.__qualname__} cannot be made with options {given}: {error}") from error
-        try:
-            made.step()
-        except Exception as error:
-            known = ", ".join(OPTIMIZERS)
-            raise ValueError(f"the state of {cls.__qualname__} cannot be told without values; choose one of {known}") from error
+        with torch.device("cpu"):  # a default device of the caller would move the counters, whose values a step reads
+            try:
+                made = cls([parameter], **given)
+            except Exception as error:
+                raise ValueError(f"optimizer {cls.__qualname__} cannot be made with options {given}: {error}") from error
+            try:
+                made.step()
+            except Exception as error:
+                known = ", ".join(OPTIMIZERS)
+                raise ValueError(f"the state of {cls.__qualname__} cannot be told without values; choose one of {known}") from error
         return {name: value for name, value in made.state[parameter].items() if isinstance(value, torch.Tensor)}
 
     state(torch.Size((8, 8)), torch.float32)  # whoever cannot be stepped is refused now
