@@ -145,12 +145,12 @@ class ManagedStorage(Storage):
     @property
     def resident_bytes(self) -> int:
         """Bytes of the chunks behind the ranges and of those that arrived early, plus `unadopted_bytes`."""
-        return self.storages.chunk_bytes + self.prefetched_bytes + self.unadopted_bytes
+        return self.storages.chunk_bytes + self.unadopted_bytes
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of the memory behind the ranges, and of that aside."""
-        return self.storages.chunk_bytes + self.storages.aside_bytes
+        return self.storages.chunk_bytes
 
     @property
     def prefetched_bytes(self) -> int:

@@ -85,8 +85,8 @@ class ObjectStorages:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the chunks that are behind the ranges now."""
-        return sum([r.resident_bytes for r in self.by_address.ranges])
+        """Bytes of the memory behind the ranges, and of that aside."""
+        return sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.by_address.ranges])
 
     @property
     def aside_bytes(self) -> int:

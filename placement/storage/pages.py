@@ -99,8 +99,9 @@ class Pages:
         self.used_sizes = (*sizes[:-1], used_bytes - sum(sizes[:-1]))
         self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
         self.table = [Page() for _ in sizes]
-        self._bytes = dict.fromkeys(Behind, 0)
-        """Bytes of memory by where it shows."""
+        self.own_bytes = 0
+        """Bytes of memory behind the own addresses, or in hand between two mappings."""
+        self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
         """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
         self.is_stale = False
@@ -111,15 +112,6 @@ class Pages:
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of memory behind the own addresses, or in hand between two mappings."""
-        return self._bytes[Behind.OWN] + self._bytes[Behind.POISON]
-
-    @property
-    def aside_bytes(self) -> int:
-        return self._bytes[Behind.ASIDE]
 
     @property
     def can_be_aside(self) -> bool:
@@ -342,11 +334,14 @@ class Pages:
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
         page = self.table[index]
-        if page.memory is not None:
-            self._bytes[page.behind] -= self.sizes[index]
+        for each, place, sign in ((page.memory, page.behind, -1), (memory, behind, 1)):
+            if each is None:
+                continue
+            if place is Behind.ASIDE:
+                self.aside_bytes += sign * self.sizes[index]
+            else:
+                self.own_bytes += sign * self.sizes[index]
         page.memory, page.behind = memory, behind
-        if memory is not None:
-            self._bytes[behind] += self.sizes[index]
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
         """Put the memory of pages (ascending) behind other addresses than those where it is now."""

@@ -144,10 +144,6 @@ class Range:
         return self.claims is not None or any(not placed.ref.expired() for placed in self.placed)
 
     @property
-    def resident_bytes(self) -> int:
-        return self.pages.own_bytes
-
-    @property
     def slab(self) -> HostSlab:
         """The host copy, complete, for whoever uses its addresses: it stays in host memory until the next phase transition is over.
 

@@ -212,7 +212,7 @@ def check_sound(worker: FaultyWorker) -> None:
     """Nothing disagrees, and the ledger is what the handles hold."""
     worker.manager.check_integrity()
     holdings = [handle.holding for handle in worker.manager.handles.values() if handle.holding]
-    held = sum(r.resident_bytes + r.pages.aside_bytes for holding in holdings for r in holding.ranges)
+    held = sum(r.pages.own_bytes + r.pages.aside_bytes for holding in holdings for r in holding.ranges)
     assert worker.device.memory().chunk_bytes == held
     assert [name for name, handle in worker.manager.handles.items() if handle.broken] == []
 
