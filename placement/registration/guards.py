@@ -140,7 +140,7 @@ class ForwardGuard(_Guard):
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             if self._is_off():
-                from placement.registration.method_call import refuse_while_compiling
+                from placement.registration.refused_trace import refuse_while_compiling
 
                 refuse_while_compiling(self._key)
             return

@@ -1,0 +1,48 @@
+"""Raise an error to the caller of compiled code from within dynamo's trace of it.
+
+This module is imported only while dynamo traces: it needs dynamo, which takes a second to import.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import _dynamo
+from torch._dynamo.exc import ShortenTraceback
+
+from placement.core.call_guard import CHECKS
+from placement.core.errors import NotResidentError
+
+
+class RefusedTrace(NotResidentError, ShortenTraceback):
+    """Ends a trace. Dynamo lets this error out because it is one of its own; any other it wraps. It keeps nothing of the trace."""
+
+    def __init__(self, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)
+        self._message = message
+
+    def remove_dynamo_frames(self) -> Any:
+        """The error that dynamo raises to the caller in place of this one.
+
+        Dynamo has attached its tracer to this one, and the position in the trace to its message.
+        """
+        return NotResidentError(self._message)
+
+    def __reduce__(self) -> tuple[type[NotResidentError], tuple[str]]:
+        return NotResidentError, (self._message,)
+
+
+@_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def refuse_while_compiling(key: str) -> None:
+    """Run a check. Dynamo calls this function instead of tracing it.
+
+    Args:
+        key: the check's key in `CHECKS`. It is a string because every version of dynamo takes a string for a constant.
+
+    Raises:
+        RefusedTrace: the check raised; the message is the same.
+    """
+    try:
+        CHECKS[key](None, ())
+    except NotResidentError as error:
+        raise RefusedTrace(str(error)) from None
