@@ -3,7 +3,7 @@
 Importing torch takes two seconds, and code that only talks or displays (`placement status`) does
 not need it. Without torch such a process is back two seconds earlier after a restart.
 
-Look up classes of optional packages without importing those packages.
+`loaded_class` looks up classes of optional packages without importing those packages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The facts about a device and its machine that decide whether models can be moved on and off it fast: `inspect`.
 
-Device memory that neither torch's allocator nor a chunk holds, followed from one phase transition to the next.
+`Outside` follows, from one phase transition to the next, the device memory that neither torch's allocator nor a chunk holds.
 """
 
 from __future__ import annotations

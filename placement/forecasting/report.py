@@ -1,6 +1,6 @@
 """A forecast as data: immutable, and JSON by `model_dump_json()`.
 
-A forecast for people: as text, and as a picture of the device bytes in each phase against the budget.
+`table` and `svg` show a forecast to people: as text, and as a picture of the device bytes in each phase against the budget.
 """
 
 from __future__ import annotations

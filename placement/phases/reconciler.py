@@ -49,7 +49,7 @@ def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
 
 
 def _tell_nobody(_: str) -> None:
-    """The same, in place of the proposal of a further stage."""
+    """Used in place of `propose` where there is no group."""
 
 
 class Reconciler:
@@ -134,7 +134,8 @@ class Reconciler:
         self, handles: Collection[Handle], engines: Sequence[Handle], plan: Plan, agree: Agree, go_on: Callable[[str], object]
     ) -> Reached:
         """Offload engines and move the other handles, reversibly, until all ranks have done both."""
-        if True in [self._mover.engine_leaves(engine, plan) for engine in engines]:
+        have_left = [self._mover.engine_leaves(engine, plan) for engine in engines]
+        if any(have_left):
             agree(plan, "engines left", False)
             go_on(_AFTER_ENGINES)
         self._march(handles, lambda handle: target_of(handle, plan))

@@ -1,8 +1,7 @@
 """The limit on host memory of one manager: what is needed when, told to the keeper after each phase transition.
 
-Which host copies are needed next, and whether those that are needed at once can fit a limit on host memory.
-
-Which phases have begun, and which are expected next.
+`UseHistory` knows which host copies are needed next, by `PhaseHistory`, which knows what phases have begun and which are expected.
+`check_fits_host` says whether the host copies that are needed at once fit the limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Handles as a policy sees them, checks of the plan that a policy returns, and the meaning of `only=` and of keeps.
 
-The budget: how many device bytes all handles together may hold.
+`Budget` says how many device bytes all handles together may hold.
 """
 
 from __future__ import annotations

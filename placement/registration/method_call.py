@@ -1,7 +1,6 @@
 """A guard in front of a method of somebody else's object.
 
-The step that torch makes to create an optimizer's state when it is asked for the state dict of an optimizer without state.
-
+torch steps an optimizer without state to create its state, when it is asked for the optimizer's state dict.
 `torch.distributed.checkpoint.state_dict` makes this step, and so does code built on it (VeOmni's `MultiOptimizer`). It gives every
 parameter a gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so
 training goes on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.

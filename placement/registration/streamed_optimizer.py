@@ -3,9 +3,8 @@
 The call that stands in for `step` is put in place when a plan first wants the steps streamed; while it does not, it calls the method
 that was there. Step hooks, a closure and a learning rate scheduler see one step, as always; the state itself is offloaded for hooks, too.
 
-The parts in which a streamed step takes an optimizer's parameters, and where the state of each part lies.
-
-A part is a parameter, or a slice of one whose state is larger than a bucket.
+`StepParts` has the parts in which a streamed step takes the parameters, and where the state of each lies. A part is a parameter, or a
+slice of one whose state is larger than a bucket.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A process group makes its communicator at the first collective, or with `init_pr
 megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend
 and resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
 
-Tensors that other processes have opened by CUDA IPC, and whose memory torch keeps until somebody looks whether they dropped them.
+`SharedTensors` takes back memory of tensors that other processes have opened by CUDA IPC and dropped. torch keeps it until somebody looks.
 
 When a shared tensor dies here while another process still has it, torch puts its memory aside. It looks through what lies there only
 when another shared tensor dies, or when its allocator finds no free block. Until then the memory counts as allocated, and

@@ -6,7 +6,7 @@ A forked child gets none of the memory, because a child that touches it should c
 addresses taken. Everything of the parent's that it inherits names values by their addresses, so memory of its own at the same addresses
 would be mistaken for the parent's.
 
-The machine's memory that is left for this process: in all, and in huge pages.
+`available_bytes` says how much of the machine's memory is left for this process.
 """
 
 from __future__ import annotations

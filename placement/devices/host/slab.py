@@ -1,6 +1,6 @@
 """Host memory: slabs of exact size that live as long as the last tensor in them.
 
-A part of a slab: host memory that was reserved as a whole and is given to several ranges.
+A `SlabPart` is a piece of a slab that was reserved as a whole and is given to several ranges.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that piece behind addresses. Poison is
 the first piece of the file, mapped many times: see `simulated.ranges`.
 
-One capacity that simulated devices of several processes share through a file.
-
-The file is an array of fixed-size records. One call writes a whole record, so a process killed at any moment leaves the file intact. A
-record counts only while the process that wrote it lives.
+Simulated devices of several processes may share one capacity through another file (`SharedCapacity`): an array of fixed-size records. One
+call writes a whole record, so a process killed at any moment leaves the file intact. A record counts only while the process that wrote it
+lives.
 """
 
 from __future__ import annotations

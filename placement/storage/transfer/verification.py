@@ -3,7 +3,7 @@
 Verifying waits for every byte that it compares, so a load returns only when its last byte has arrived, and the CPU computes the host
 copy's fingerprints. This finds a bad memory module or link; it is no mode for training at full speed.
 
-Bring the host copy up to date while the bytes stay on the device, for a reader of the host copy (an asynchronous checkpoint).
+`mirror` brings the host copy up to date while the bytes stay on the device, for a reader of the host copy (an asynchronous checkpoint).
 """
 
 from __future__ import annotations
