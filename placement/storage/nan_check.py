@@ -16,13 +16,11 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import Device
-from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee
-from placement.storage.object_storages import ObjectStorages
 from placement.storage.point import Form, form_of, over
 from placement.storage.poison import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
-from placement.storage.range import PlacedStorage, Range
-from placement.storage.scan import Place
+from placement.storage.range import Place, PlacedStorage, Range
+from placement.storage.scan import StorageScanner
 from placement.tensors.plain import plain_parts
 
 _SAMPLES = 8
@@ -73,12 +71,12 @@ class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
 
     Args:
-        storages: the object's ranges, and its tensors that have none yet.
+        scanner: knows the object's ranges and the places of its tensors.
         readonly: whether the host copy is never replaced.
     """
 
-    def __init__(self, storages: ObjectStorages, device: Device, adapter: Adapter, *, readonly: bool) -> None:
-        self._storages, self._device, self._adapter, self._readonly = storages, device, adapter, readonly
+    def __init__(self, scanner: StorageScanner, device: Device, *, readonly: bool) -> None:
+        self._scanner, self._device, self._readonly = scanner, device, readonly
         self.is_on = True
         """Whether anything is looked at (`Settings.nan_check`)."""
         self._put_right: list[str] = []
@@ -90,12 +88,12 @@ class NanCheck:
     def ask(self) -> Asked:
         """Have the device read the samples of everything in place. Nothing waits for it."""
         asked = []
-        for r in self._storages.ranges if self.is_on and not self._readonly else ():
+        for r in self._scanner.ranges if self.is_on and not self._readonly else ():
             if r.transient or r.claims is not None:
                 continue
             samples = _samples.get(r)
             if samples is None or samples.placed is not r.placed:
-                samples = _samples[r] = Samples(r, self._storages.places([r]), self._device.torch_device)
+                samples = _samples[r] = Samples(r, self._scanner.places.within([r]), self._device.torch_device)
             words = self._device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
             asked.append((r, samples, self._device.ask(words[samples.words])))
         return asked
@@ -112,7 +110,7 @@ class NanCheck:
     def refuse(self) -> None:
         """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
         if names := [name for name, place in self._gone(self.ask()).items() if not _lacks_values(place)]:
-            what = f"{listed(names)} of {self._storages.name!r} were numbers and are NaN throughout. No checkpoint was written."
+            what = f"{listed(names)} of {self._scanner.name!r} were numbers and are NaN throughout. No checkpoint was written."
             raise IntegrityError(f"{what} {_CAUSES}")
 
     def refuse_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -120,7 +118,7 @@ class NanCheck:
         parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
         if nan := [str(tuple(part.shape)) for part in parts if self.is_on and _is_gone(part)]:
             raise IntegrityError(
-                f"{len(nan)} gradients of the parameters that {self._storages.name!r} steps are NaN throughout (shapes {listed(nan)}). "
+                f"{len(nan)} gradients of the parameters that {self._scanner.name!r} steps are NaN throughout (shapes {listed(nan)}). "
                 f"Nothing was stepped. {_CAUSES}"
             )
 
@@ -130,7 +128,7 @@ class NanCheck:
         Args:
             since_timestamp_seconds: when it was offloaded before.
         """
-        name, told = self._storages.name, []
+        name, told = self._scanner.name, []
         since = datetime.fromtimestamp(since_timestamp_seconds, UTC).isoformat(timespec="seconds")
         if self._put_right:
             told.append(
@@ -148,10 +146,11 @@ class NanCheck:
         Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
         """
         owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
-        places = self._storages.places(self._storages.ranges) if owned else {}
+        places = self._scanner.places.within(self._scanner.ranges) if owned else {}
         for each in owned:
             place = places.get(each.name)
-            if place is not None or (self._adapter.kind == "optimizer" and not self._storages.writes.was_told(each.tensor)):
+            is_told = each.tensor.untyped_storage()._cdata in self._scanner.told
+            if place is not None or (self._scanner.adapter.kind == "optimizer" and not is_told):
                 now = over(each.tensor.untyped_storage(), form_of(each.tensor))
                 if _is_gone(now) and (place is None or _was_numbers(place)):
                     self._go_back(each.name, now, place)

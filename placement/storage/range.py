@@ -1,10 +1,12 @@
-"""One range of a handle: addresses that last for the handle's life, a host slab of the same layout, and the storages in it."""
+"""The ranges of a handle: addresses that last for its life, host slabs of the same layout, and the storages and tensors in them."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,6 +16,17 @@ from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
 from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
 from placement.storage.pages import Pages
+from placement.storage.point import Form
+from placement.tensors.plain import Outline, Owned, is_wrapper
+
+_NAME = operator.attrgetter("name")
+_TENSOR = operator.attrgetter("tensor")
+_STORAGE = torch.Tensor.untyped_storage
+_ADDRESS = torch.UntypedStorage.data_ptr
+_DTYPE = operator.attrgetter("dtype")
+_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
+_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
+_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 if only weak references are left."""
@@ -45,18 +58,6 @@ class PlacedStorage:
     def uses(self) -> int:
         """References to the storage now; 0 when it is dead. Its Python object counts; the call creates it if it did not exist."""
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
-
-
-class RangesByAddress(AddressMap["Range"]):
-    """Finds the range that an address lies in. Both the device addresses of a range and its slab are looked up."""
-
-    def __init__(self, ranges: tuple[Range, ...]) -> None:
-        self.ranges = ranges
-        super().__init__((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
-
-    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The range that a tensor's storage lies in, and the storage's offset there; None where it lies in none."""
-        return self.at(tensor.untyped_storage().data_ptr())
 
 
 class Range:
@@ -214,3 +215,87 @@ class Range:
 
 RangeChunk = tuple[Range, int]
 """A chunk of a range, by its index."""
+
+
+class RangesByAddress:
+    """The ranges of one object. Both the device addresses of a range and its slab are looked up."""
+
+    def __init__(self, ranges: tuple[Range, ...] = ()) -> None:
+        self.set(ranges)
+
+    def set(self, ranges: tuple[Range, ...]) -> None:
+        self.ranges = ranges
+        self._map = AddressMap((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
+
+    def at(self, address: int) -> tuple[Range, int] | None:
+        """The range that an address lies in, and the offset there; None where it lies in none."""
+        return self._map.at(address)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The range that a tensor's storage lies in, and the storage's offset there; None where it lies in none."""
+        return self._map.at(tensor.untyped_storage().data_ptr())
+
+
+# --- the places of tensors
+
+
+class Place(NamedTuple):
+    """The range, the adopted storage and the form that belong to one name."""
+
+    range: Range
+    entry: PlacedStorage
+    form: Form
+
+
+class Places:
+    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self._forms: dict[str, tuple[int, Form]] = {}
+        """The address of the storage, and the form, by the tensor's name."""
+        self._outlines: dict[str, Outline] = {}
+        """The outlines of wrappers, by the names of their parts."""
+        self._other_names: Mapping[str, str] = {}
+
+    def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
+        """Replace everything known by these tensors, which are at their places now.
+
+        There may be tens of thousands, so functions implemented in C do the work.
+        """
+        self._forms, self._outlines, self._other_names = {}, {}, other_names
+        self._add(in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, in_place)))))
+
+    def add(self, fresh: Range) -> None:
+        """Add the tensors that are about to move into a new range."""
+        for adoptee, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
+            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
+
+    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
+        tensors = list(map(_TENSOR, found))
+        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
+        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
+        outlines: dict[int, Outline] = {}
+        for owned in found:
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
+                if id(owned.wrapper) not in outlines:
+                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
+                self._outlines[owned.name] = outlines[id(owned.wrapper)]
+
+    def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
+        """The places in these ranges, by the tensor's name."""
+        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
+        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
+        return {other: found[name] for other, name in self._others(found) if other not in found} | found
+
+    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
+        others: dict[str, list[str]] = {}
+        for other, first in self._other_names.items():
+            others.setdefault(first, []).append(other)
+        for name in names if others else ():
+            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
+                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+
+    def outlines(self) -> dict[str, Outline]:
+        """The outlines of wrappers, by the names of their parts."""
+        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines

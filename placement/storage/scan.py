@@ -25,30 +25,16 @@ from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare
-from placement.storage.point import Form, byte_view
-from placement.storage.range import PlacedStorage, Range, storage_use_count, used_bytes
-from placement.tensors.plain import Outline, Owned, is_wrapper
-from placement.tensors.sparse import is_sparse
+from placement.storage.point import byte_view
+from placement.storage.range import PlacedStorage, Places, Range, RangesByAddress, storage_use_count, used_bytes
+from placement.storage.state_dicts import StateDictTensors
+from placement.tensors.plain import Owned, align_all
+from placement.tensors.sparse import is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
-_NAME = operator.attrgetter("name")
-_TENSOR = operator.attrgetter("tensor")
 _STORAGE = torch.Tensor.untyped_storage
-_ADDRESS = torch.UntypedStorage.data_ptr
-_DTYPE = operator.attrgetter("dtype")
-_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
-_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
-_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
 """The waits for stray references to go away before they are reported, in processes with a process group."""
-
-
-class Place(NamedTuple):
-    """The range, the adopted storage and the form that belong to one name."""
-
-    range: Range
-    entry: PlacedStorage
-    form: Form
 
 
 class Relocated(NamedTuple):
@@ -68,67 +54,9 @@ class Scan(NamedTuple):
     relocated: list[Relocated]
     in_place: Sequence[Owned] | None = None
     """The tensors that are at their places; None where a quick look has shown that nothing changed."""
-    other_names: Mapping[str, str] = {}
-    """See `Adapter.other_names`."""
 
     def __bool__(self) -> bool:
         return bool(self.stay or self.transient or self.relocated)
-
-
-class Places:
-    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
-
-    def __init__(self) -> None:
-        self._forms: dict[str, tuple[int, Form]] = {}
-        """The address of the storage, and the form, by the tensor's name."""
-        self._outlines: dict[str, Outline] = {}
-        """The outlines of wrappers, by the names of their parts."""
-        self._other_names: Mapping[str, str] = {}
-
-    def note(self, born: Scan) -> None:
-        """Replace everything known by the tensors that are at their places now.
-
-        There may be tens of thousands, so functions implemented in C do the work.
-        """
-        if born.in_place is None:
-            return
-        self._forms, self._outlines, self._other_names = {}, {}, born.other_names
-        self._add(born.in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, born.in_place)))))
-
-    def add(self, fresh: Range) -> None:
-        """Add the tensors that are about to move into a new range."""
-        for adoptee, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
-            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
-
-    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
-        tensors = list(map(_TENSOR, found))
-        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
-        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
-        outlines: dict[int, Outline] = {}
-        for owned in found:
-            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
-                if id(owned.wrapper) not in outlines:
-                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
-                self._outlines[owned.name] = outlines[id(owned.wrapper)]
-
-    def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        """The places in these ranges, by the tensor's name."""
-        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
-        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
-        return {other: found[name] for other, name in self._others(found) if other not in found} | found
-
-    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
-        others: dict[str, list[str]] = {}
-        for other, first in self._other_names.items():
-            others.setdefault(first, []).append(other)
-        for name in names if others else ():
-            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
-                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
-
-    def outlines(self) -> dict[str, Outline]:
-        """The outlines of wrappers, by the names of their parts."""
-        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
 
 
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
@@ -169,7 +97,7 @@ def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
 
 def stepped() -> Iterator[torch.Tensor]:
     """The parameters that registered optimizers step. An optimizer holds them even when their module is gone."""
-    return (tensor for scanner in _SCANNERS for tensor in scanner.stepped())
+    return (tensor for scanner in _SCANNERS for tensor in scanner.adapter.stepped())
 
 
 def lent_gradients() -> set[int]:
@@ -289,17 +217,21 @@ class _Walk:
 
 
 class StorageScanner:
-    """Finds and adopts the new storages of one object: at registration, at its offloads, and when it is loaded.
+    """Knows the storages of one object: its ranges, what lies in them, and what lies outside. Makes ranges for new storages.
 
     Args:
-        owner: the owner of the new ranges in the process's table (`RANGES`).
+        owner: the owner of the ranges in the process's table (`RANGES`).
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
         self._device = device
-        self._adapter = adapter
-        self._name = name
+        self.adapter = adapter
+        self.name = name
         self._owner = weakref.ref(owner)
+        self.by_address = RangesByAddress()
+        self.places = Places()
+        """The place of each tensor, as of the last offload."""
+        self.state_dict_tensors = StateDictTensors(device, name, adapter, self.by_address, self.places)
         self.versions = Versions({}, {})
         """The counters of the adopted storages, as of the last look. A write raises them."""
         self.aliases: dict[int, int] = {}
@@ -308,6 +240,8 @@ class StorageScanner:
         """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
         self.discovered: frozenset[int] = frozenset()
         """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
+        self.told: dict[int, StorageWeakRef] = {}
+        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._known_unadopted: tuple[tuple[Range, ...], object, int] | None = None
@@ -315,8 +249,6 @@ class StorageScanner:
         self._unadopted: tuple[list[int], list[int], list[int]] | None = None
         """The last measurement of what lies in torch's own memory, if a quick look can tell that it holds: each tensor's storage and
         address, and which of them lie there, by number."""
-        self.places = Places()
-        """The place of each tensor, as of the last offload."""
         self.reserved: HostSlab | None = None
         """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
@@ -325,33 +257,30 @@ class StorageScanner:
         copying to it."""
         _SCANNERS.add(self)
 
-    def stepped(self) -> Iterator[torch.Tensor]:
-        """See `Adapter.stepped`."""
-        return self._adapter.stepped()
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return self.by_address.ranges
 
     def lent_gradients(self) -> set[int]:
         """See `Adapter.lent_gradients`. Looks at the state if a quick look cannot tell that nothing changed."""
-        if self._adapter.kind == "optimizer" and self._adapter.unchanged() is None:
-            deque(self._adapter.owned(), maxlen=0)
-        return self._adapter.lent_gradients()
+        if self.adapter.kind == "optimizer" and self.adapter.unchanged() is None:
+            deque(self.adapter.owned(), maxlen=0)
+        return self.adapter.lent_gradients()
 
     def tensors_now(self) -> list[torch.Tensor]:
         """The object's tensors that can be moved, also where it has got some that cannot."""
-        before, self._adapter.hands_back = self._adapter.hands_back, True
+        before, self.adapter.hands_back = self.adapter.hands_back, True
         try:
-            return [owned.tensor for owned in self._adapter.owned()]
+            return [owned.tensor for owned in self.adapter.owned()]
         finally:
-            self._adapter.hands_back = before
+            self.adapter.hands_back = before
 
-    def rescan(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> Scan:
-        """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
-
-        Args:
-            shares_addresses: see `StateDictTensors`.
-        """
-        if self._is_as_before(ranges, shares_addresses):
+    def rescan(self) -> Scan:
+        """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places."""
+        ranges = self.ranges
+        if self._is_as_before():
             return Scan([], [], [])
-        walk = _Walk(self._adapter.owned(), ranges)
+        walk = _Walk(self.adapter.owned(), ranges)
         lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
@@ -360,8 +289,8 @@ class StorageScanner:
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = Versions(walk.sums, walk.counts), walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
-        self._note(ranges, walk.storages if len(walk.in_place) == len(walk.storages) else ())
-        for tensor in state_dict_tensors:
+        self._note(walk.storages if len(walk.in_place) == len(walk.storages) else ())
+        for tensor in self.state_dict_tensors:
             key = tensor.untyped_storage()._cdata
             if (found := walk.new.get(key) or walk.elsewhere.get(key)) is not None:
                 found.state_dict_tensors.append(tensor)
@@ -369,33 +298,53 @@ class StorageScanner:
         relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in walk.elsewhere.items()]
         new = [(each.owned[0].transient, each.adoptee()) for each in walk.new.values() if each.owned[0].tensor.numel()]
         stay, goes = [adoptee for transient, adoptee in new if not transient], [adoptee for transient, adoptee in new if transient]
-        return Scan(stay, goes, relocated, walk.in_place, self._adapter.other_names())
+        return Scan(stay, goes, relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
-        borrowed = {id(tensor): tensor for tensor in self._adapter.borrowed()}
+        borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         _BORROWED.update(borrowed.values())
         bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
-        stepped = {id(each) for each in self._adapter.stepped()} if bases else ()
+        stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
-    def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
+    def movable_new(self) -> Scan:
+        """Look anew, after sparse gradients have got storages that nothing else uses, so that everything new can be moved."""
+        born = self.rescan()
+        if not (sparse := list(self.adapter.sparse())):
+            return born
+        del born  # its tensors use the sparse gradients' storages, too
+        for tensor in sparse:
+            own_storages(tensor)
+        return self.rescan()
+
+    def note_places(self, born: Scan) -> None:
+        """Remember the places of the tensors that a look has found there."""
+        if born.in_place is not None:
+            self.places.note(born.in_place, self.adapter.other_names())
+
+    def align_wrappers(self) -> None:
+        """Correct the device that each wrapper names, where its parts were rebound to another one."""
+        if self.adapter.unchanged() is None:  # else the last walk found none
+            align_all(self.adapter.owned())
+
+    def _note(self, storages: Sequence[int]) -> None:
         """Remember the look for the next one, if it found every tensor at its place."""
         self._last = None
-        if storages and (found := self._adapter.unchanged()) is not None:
-            self._last = ranges, storages, found.addresses, found.versions
+        if storages and (found := self.adapter.unchanged()) is not None:
+            self._last = self.ranges, storages, found.addresses, found.versions
 
-    def _is_as_before(self, ranges: tuple[Range, ...], shares_addresses: bool) -> bool:
+    def _is_as_before(self) -> bool:
         """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
-        if self._last is None or self._last[0] is not ranges or (found := self._adapter.unchanged()) is None:
+        if self._last is None or self._last[0] is not self.ranges or (found := self.adapter.unchanged()) is None:
             return False
-        _, storages, addresses, last_versions = self._last
+        ranges, storages, addresses, last_versions = self._last
         versions = found.versions
         if found.addresses != addresses:
             return False
         # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
         # between lies at the same addresses, in storages that are not adopted.
-        if shares_addresses and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages:
+        if self.state_dict_tensors.shares_addresses and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages:
             return False
         if versions == last_versions:
             return True
@@ -417,10 +366,10 @@ class StorageScanner:
         owners = {key: RANGES.owner_of(each.storage.data_ptr()) for key, each in found.items()}
         theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
         modules: Collection[Owner] = ()
-        if self._adapter.kind == "optimizer" and found and not self._adapter.hands_back:
-            steps = {RANGES.owner_of(each.untyped_storage().data_ptr()) for each in self._adapter.stepped()}
+        if self.adapter.kind == "optimizer" and found and not self.adapter.hands_back:
+            steps = {RANGES.owner_of(each.untyped_storage().data_ptr()) for each in self.adapter.stepped()}
             modules = [each for each in steps if each is not None and each is not self._owner()]
-        for other in _SCANNERS if found and not self._adapter.hands_back else ():
+        for other in _SCANNERS if found and not self.adapter.hands_back else ():
             owner = other._owner()
             shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
             if owner is None or other is self or not (owner in modules or shares):
@@ -429,38 +378,34 @@ class StorageScanner:
             theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.discovered) and key not in theirs}
         for key, owner in theirs.items():
             first = next((owned for owned in found[key].owned if not owned.held), found[key].owned[0])
-            is_left = self._adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
+            is_left = self.adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
             if not is_left and not all(owned.held for owned in found[key].owned):
-                return [], _refusal(first, self._name, self._adapter.kind, owner.name)
+                return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
-    def unadopted_bytes(self, ranges: tuple[Range, ...], rescan: Callable[[], Scan]) -> int:
+    def unadopted_bytes(self) -> int:
         """Bytes of the object's storages in torch's own memory, quickly where nothing has changed.
 
         State that steps have created lies there until an offload, and a policy that never offloads asks after each training.
-
-        Args:
-            ranges: the object's ranges.
-            rescan: finds the storages that are not at their places, by a walk of all tensors.
         """
-        known = self._known_unadopted
-        if known is not None and known[0] is ranges and known[1] is not None and self._adapter.standing() == known[1]:
+        known, standing = self._known_unadopted, self.adapter.standing()
+        if known is not None and known[0] is self.ranges and standing is not None and standing == known[1]:
             return known[2]
-        nbytes = self._measured_unadopted(rescan)
-        self._known_unadopted = ranges, self._adapter.standing(), nbytes
+        nbytes = self._measured_unadopted()
+        self._known_unadopted = self.ranges, self.adapter.standing(), nbytes
         return nbytes
 
-    def _measured_unadopted(self, rescan: Callable[[], Scan]) -> int:
-        found = self._adapter.unchanged()
+    def _measured_unadopted(self) -> int:
+        found = self.adapter.unchanged()
         if self._unadopted is not None and found is not None:
             keys, addresses, numbers = self._unadopted
             # An offload would have given what lies there other addresses. A storage at a freed one's address may be larger, or another one.
             if found.addresses == addresses and list(map(_CDATA, storages := list(map(_STORAGE, found.tensors)))) == keys:
                 return sum({storages[number]._cdata: storages[number].nbytes() for number in numbers}.values())
         self._unadopted = None
-        new = rescan()
+        new = self.rescan()
         sizes = {adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}
-        if sizes and (found := self._adapter.unchanged()) is not None:
+        if sizes and (found := self.adapter.unchanged()) is not None:
             keys = list(map(_CDATA, map(_STORAGE, found.tensors)))
             self._unadopted = keys, found.addresses, [number for number, key in enumerate(keys) if key in sizes]
         return sum(sizes.values())

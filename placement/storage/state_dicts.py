@@ -29,8 +29,7 @@ from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
 from placement.storage.point import form_of, over
 from placement.storage.poison import has_nan
-from placement.storage.range import Range, RangesByAddress
-from placement.storage.scan import Places
+from placement.storage.range import Places, Range, RangesByAddress
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
 from placement.tensors.sparse import is_sparse, made_of
 
@@ -105,19 +104,25 @@ def _span(tensor: torch.Tensor) -> _Span:
 
 
 class StateDictTensors:
-    """The living tensors of all state dicts of one object."""
+    """The living tensors of all state dicts of one object.
 
-    def __init__(self, device: Device, name: str, adapter: Adapter, registered: Places | None = None) -> None:
+    Args:
+        ranges: the ranges of the object.
+        places: the places of its registered tensors.
+    """
+
+    def __init__(self, device: Device, name: str, adapter: Adapter, ranges: RangesByAddress, places: Places) -> None:
         self._device = device
         self._name = name
         self._adapter = adapter
-        self._registered = registered or Places()
+        self._ranges = ranges
+        self._places = places
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         """Plain tensors, by identity: those that were handed out themselves, and the parts of wrappers."""
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage over each address that was handed out, while anybody holds it."""
-        self.host_versions = HostVersions()
+        self._versions = HostVersions()
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -196,7 +201,7 @@ class StateDictTensors:
 
     # --- where they point
 
-    def hand_out(self, tensor: torch.Tensor, places: RangesByAddress, *, from_host: bool) -> torch.Tensor:
+    def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
         """The tensor that a state dict may show for a live tensor of the object. For a sparse one it is a copy of the present values.
 
         Args:
@@ -205,38 +210,38 @@ class StateDictTensors:
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
-            indices, values = (self._now(part, places, from_host) for part in (tensor._indices(), tensor._values()))
+            indices, values = (self._now(part, from_host) for part in (tensor._indices(), tensor._values()))
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
             # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was gathered and cut for this state dict.
             is_ours = is_plain_type(type(tensor)) and has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
-            return self._hand_out_plain(tensor, places, from_host) if is_ours else tensor
+            return self._hand_out_plain(tensor, from_host) if is_ours else tensor
         with torch.no_grad():
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
-            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, places, from_host)).requires_grad_(False)
+            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, from_host)).requires_grad_(False)
         self._wrappers = _add(self._wrappers, shown)
         if from_host:
-            self.host_versions.watch(shown)
+            self._versions.watch(shown)
         return shown
 
-    def _now(self, part: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
+    def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
         """A copy of a sparse tensor's part with its present values: a sparse tensor cannot be pointed elsewhere, so it cannot follow."""
-        host = self.over_host(part, places) if from_host and part.numel() else None
+        host = self.over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
-    def _hand_out_plain(self, tensor: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
+    def _hand_out_plain(self, tensor: torch.Tensor, from_host: bool) -> torch.Tensor:
         if not has_storage(tensor):
             return tensor
-        host = self.readable(tensor, places) if from_host else None
+        host = self.readable(tensor) if from_host else None
         if host is not None:
-            self.note_shown(places, [host])
+            self.note_shown([host])
         elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor must name the same device as the others
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
         self._tensors = _add(self._tensors, found)
         return found
 
-    def readable(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, even if it was relocated. None where it has no place.
 
         Raises:
@@ -245,11 +250,11 @@ class StateDictTensors:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if (place := places.at(storage.data_ptr()) or _registered_place(storage, places)) is not None:
+        if (place := self._ranges.at(storage.data_ptr()) or self._registered_place(storage)) is not None:
             return self._over_host(tensor, *place)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
-            if name not in self._registered.within(places.ranges):
+            if name not in self._places.within(self._ranges.ranges):
                 how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."
             raise IntegrityError(
                 f"{name} of {self._name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from poison "
@@ -257,50 +262,55 @@ class StateDictTensors:
             )
         return None
 
+    def _registered_place(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
+        """The place of a storage that was relocated: its bytes are there, although it is not."""
+        found = ((r, r.place_of(storage)) for r in self._ranges.ranges)
+        return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
+
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
         """The name of the object's tensor in this storage. None for a tensor that a hook has just computed: it belongs to nobody."""
         names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
         return next(names, None)
 
-    def over_host(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
+    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a range.
 
         Its storage has the size of the original's, so that saving the tensor writes no more bytes.
         """
-        place = places.find(tensor)
+        place = self._ranges.find(tensor)
         return None if place is None else self._over_host(tensor, *place)
 
     def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
         r.wait_until_saved()  # also where a tensor over the place is alive already
         host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
-        return self.host_versions.counting(host, version_of(tensor))
+        return self._versions.counting(host, version_of(tensor))
 
-    def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
+    def _over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""
-        place = places.find(tensor)
+        place = self._ranges.find(tensor)
         if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
             return None
         addresses, offset = place[0].layout.addresses, place[1]
         return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
-    def note_shown(self, places: RangesByAddress, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Note that holders of these tensors (None: of all) can write into the host copy from now on."""
-        for tensor in self if tensors is None else tensors:
-            place = places.find(tensor)
-            if place is not None:
+    def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that holders of these tensors can write into the host copy from now on."""
+        for tensor in tensors:
+            if (place := self._ranges.find(tensor)) is not None:
                 place[0].note_shown()
 
-    def note_held(self, places: RangesByAddress) -> None:
-        """Note the same of views of such tensors: they are not known themselves, but their storages are.
+    def note_all_shown(self) -> None:
+        """Note the same of all tensors that were handed out, and of views of them, which are known by their storages.
 
         Also of ranges that were shown since the last load (of a readonly object): pages aside do not have what was written there.
         """
+        self.note_shown(self)
         held = self._held()
-        for r in places.ranges:
+        for r in self._ranges.ranges:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
                 r.note_shown()
 
-    def point_to_host(self, places: RangesByAddress, except_for: Collection[int] = ()) -> None:
+    def point_to_host(self, except_for: Collection[int] = ()) -> None:
         """Point every living tensor to the host copy, except tensors in storages that follow by themselves. Idempotent.
 
         Args:
@@ -310,39 +320,40 @@ class StateDictTensors:
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
-            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor, places)
+            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor)
 
         self._point_to(find)
 
-    def point_to_device(self, places: RangesByAddress) -> None:
+    def point_to_device(self) -> None:
         """Point every living tensor to the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
                 return torch.empty_like(tensor, device=self._device.torch_device)
-            return self._over_device(tensor, places)
+            return self._over_device(tensor)
 
         self._point_to(find)
 
-    def left_on_host(self, places: RangesByAddress) -> list[tuple[Range, str]]:
+    def left_on_host(self) -> list[tuple[Range, str]]:
         """The storages over the host copy that somebody still holds after `point_to_device`, by range and name.
 
         They are those of views that were taken of tensors while these showed the host copy. A view cannot be pointed elsewhere.
         """
         held = self._held()
-        return [(r, entry.name) for r in places.ranges for entry in r.placed if held and r.host.address + entry.offset in held]
+        return [(r, entry.name) for r in self._ranges.ranges if held for entry in r.placed if r.host.address + entry.offset in held]
 
-    def leave(self, places: RangesByAddress | None = None) -> None:
-        """Give every living tensor memory of its own with its present values, because the ranges are about to go.
+    def raise_written(self) -> None:
+        """Raise the version counters of the object's tensors whose host copies were written since the last load."""
+        self._versions.raise_written(self._adapter, self._ranges, are_held=self.are_held)
 
-        Args:
-            places: do it only for tensors in these ranges, in host memory, because nothing else has their values. None: for all tensors,
-                each on its present device.
-        """
-        if places is None:
-            self._point_to(lambda tensor: tensor.detach().clone())
-        else:
-            self._point_to(lambda tensor: None if places.find(tensor) is None else tensor.detach().to("cpu", copy=True))
+    def leave(self) -> None:
+        """Give every living tensor memory of its own with its present values, on its present device, because the ranges are about to go."""
+        self._point_to(lambda tensor: tensor.detach().clone())
+
+    def leave_ranges(self, gone: Sequence[Range]) -> None:
+        """Give those tensors host memory of their own that lie in these ranges, because nothing else has their values."""
+        places = RangesByAddress(tuple(gone))
+        self._point_to(lambda tensor: None if places.find(tensor) is None else tensor.detach().to("cpu", copy=True))
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""
@@ -366,12 +377,6 @@ def handed_out() -> list[StateDictTensors]:
 def was_handed_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor was handed out, by whichever object."""
     return any(each.knows(tensor) for each in _IN_USE)
-
-
-def _registered_place(storage: torch.UntypedStorage, places: RangesByAddress) -> tuple[Range, int] | None:
-    """The place of a storage that was relocated: its bytes are there, although it is not."""
-    found = ((r, r.place_of(storage)) for r in places.ranges)
-    return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
 
 
 def _parts(wrapper: torch.Tensor) -> list[int]:

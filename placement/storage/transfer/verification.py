@@ -103,7 +103,7 @@ class Verifier:
         """
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
-            bad = _different(holding.storages.fingerprint(r, first, last).cpu(), wanted, first)
+            bad = _different(holding.fingerprint(r, first, last).cpu(), wanted, first)
             if not bad:
                 continue
             spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
@@ -122,7 +122,7 @@ class Verifier:
 
 def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
     """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
-    found = [holding.storages.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+    found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
     if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
         holding.device.copy(r.pages.copies(bad), "to_host")
         holding.device.wait(holding.device.mark("to_host"))
@@ -165,7 +165,7 @@ def mirror(holding: ManagedStorage) -> None:
             continue
         _ = r.slab  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
         host_prints = None if r.prints is None else r.prints.cpu()
-        device_prints = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+        device_prints = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
         if changed:
             holding.make_host_copy_own(r)
