@@ -22,7 +22,7 @@ from placement.core.torch_modes import without_modes
 from placement.registration.method_call import MethodCall
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.storage.poison import has_nan
+from placement.storage.nan_check import has_nan
 from placement.tensors.plain import (
     SEQUENCES,
     has_bytes,

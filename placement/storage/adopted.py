@@ -49,11 +49,11 @@ class AdoptedStorage(Storage):
         self.name = name
         self.readonly = readonly
         self.scanner = scanner or StorageScanner(device, adapter, name, self)
-        self.by_address = self.scanner.by_address
+        self.by_address = self.scanner.ranges
         self.state_dict_tensors = self.scanner.state_dict_tensors
         self.gradients = Gradients(adapter)
         self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
-        self.nan_check = NanCheck(self.scanner, device, readonly=readonly)
+        self.nan_check = NanCheck(self.by_address, device, adapter.kind, readonly=readonly)
         self.calls = NO_CALLS
         """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
         self.host_read_locks = HostReadLocks()
@@ -77,7 +77,7 @@ class AdoptedStorage(Storage):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return self.by_address.ranges
+        return self.by_address.all
 
     @property
     def is_offloaded(self) -> bool:
@@ -323,7 +323,7 @@ class AdoptedStorage(Storage):
         """Make these the object's ranges, and enter their addresses into the process's table."""
         for r in ranges:
             if r.claims is not None:
-                self.scanner.places.add(r)
+                self.by_address.places.add(r)
             RANGES.add(self, r.layout.addresses.base, r.nbytes)
         self.by_address.set(ranges)
 

@@ -14,9 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
+from placement.storage.layout import AddressMap, Adoptee, Form, RangeLayout, chunk_sizes
 from placement.storage.pages import Pages
-from placement.storage.point import Form
 from placement.tensors.plain import Outline, Owned, is_wrapper
 
 _NAME = operator.attrgetter("name")
@@ -217,28 +216,6 @@ RangeChunk = tuple[Range, int]
 """A chunk of a range, by its index."""
 
 
-class RangesByAddress:
-    """The ranges of one object. Both the device addresses of a range and its slab are looked up."""
-
-    def __init__(self, ranges: tuple[Range, ...] = ()) -> None:
-        self.set(ranges)
-
-    def set(self, ranges: tuple[Range, ...]) -> None:
-        self.ranges = ranges
-        self._map = AddressMap((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
-
-    def at(self, address: int) -> tuple[Range, int] | None:
-        """The range that an address lies in, and the offset there; None where it lies in none."""
-        return self._map.at(address)
-
-    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The range that a tensor's storage lies in, and the storage's offset there; None where it lies in none."""
-        return self._map.at(tensor.untyped_storage().data_ptr())
-
-
-# --- the places of tensors
-
-
 class Place(NamedTuple):
     """The range, the adopted storage and the form that belong to one name."""
 
@@ -299,3 +276,30 @@ class Places:
     def outlines(self) -> dict[str, Outline]:
         """The outlines of wrappers, by the names of their parts."""
         return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
+
+
+class ObjectRanges:
+    """The ranges of one object, and the places of its tensors there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.places = Places()
+        self.told: dict[int, StorageWeakRef] = {}
+        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
+        self.set(())
+
+    def set(self, ranges: tuple[Range, ...]) -> None:
+        self.all = ranges
+        self._map = AddressMap((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
+
+    def at(self, address: int) -> tuple[Range, int] | None:
+        """The range that an address lies in, behind its own addresses or in its slab, and the offset there; None for no range."""
+        return self._map.at(address)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The same of the beginning of a tensor's storage."""
+        return self._map.at(tensor.untyped_storage().data_ptr())
+
+    def named_places(self) -> dict[str, Place]:
+        """The place of each tensor, by name."""
+        return self.places.within(self.all)

@@ -43,10 +43,9 @@ from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, HostSlab, Mark, SharedSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee, Owner, RangeLayout, prepare
+from placement.storage.layout import Adoptee, Owner, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind
-from placement.storage.point import byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -244,7 +243,7 @@ class SharedScanner(StorageScanner):
             GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
         """
         device, ranks, shares = self._device, self._ranks, self._ranks.shares
-        layout = prepare(device, adoptees, self._addresses)
+        layout = RangeLayout(device, adoptees, self._addresses)
         nbytes = used_bytes(layout.nbytes)
         prints = _fingerprints(adoptees)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))

@@ -24,9 +24,8 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare
-from placement.storage.point import byte_view
-from placement.storage.range import PlacedStorage, Places, Range, RangesByAddress, storage_use_count, used_bytes
+from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, RangeLayout, byte_view, expected_bytes
+from placement.storage.range import ObjectRanges, PlacedStorage, Range, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import Owned, align_all
 from placement.tensors.sparse import is_sparse, own_storages
@@ -228,10 +227,8 @@ class StorageScanner:
         self.adapter = adapter
         self.name = name
         self._owner = weakref.ref(owner)
-        self.by_address = RangesByAddress()
-        self.places = Places()
-        """The place of each tensor, as of the last offload."""
-        self.state_dict_tensors = StateDictTensors(device, name, adapter, self.by_address, self.places)
+        self.ranges = ObjectRanges(name)
+        self.state_dict_tensors = StateDictTensors(device, adapter, self.ranges)
         self.versions = Versions({}, {})
         """The counters of the adopted storages, as of the last look. A write raises them."""
         self.aliases: dict[int, int] = {}
@@ -240,8 +237,6 @@ class StorageScanner:
         """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
         self.discovered: frozenset[int] = frozenset()
         """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
-        self.told: dict[int, StorageWeakRef] = {}
-        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._known_unadopted: tuple[tuple[Range, ...], object, int] | None = None
@@ -256,10 +251,6 @@ class StorageScanner:
         """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than
         copying to it."""
         _SCANNERS.add(self)
-
-    @property
-    def ranges(self) -> tuple[Range, ...]:
-        return self.by_address.ranges
 
     def lent_gradients(self) -> set[int]:
         """See `Adapter.lent_gradients`. Looks at the state if a quick look cannot tell that nothing changed."""
@@ -277,7 +268,7 @@ class StorageScanner:
 
     def rescan(self) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places."""
-        ranges = self.ranges
+        ranges = self.ranges.all
         if self._is_as_before():
             return Scan([], [], [])
         walk = _Walk(self.adapter.owned(), ranges)
@@ -321,7 +312,7 @@ class StorageScanner:
     def note_places(self, born: Scan) -> None:
         """Remember the places of the tensors that a look has found there."""
         if born.in_place is not None:
-            self.places.note(born.in_place, self.adapter.other_names())
+            self.ranges.places.note(born.in_place, self.adapter.other_names())
 
     def align_wrappers(self) -> None:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""
@@ -332,11 +323,11 @@ class StorageScanner:
         """Remember the look for the next one, if it found every tensor at its place."""
         self._last = None
         if storages and (found := self.adapter.unchanged()) is not None:
-            self._last = self.ranges, storages, found.addresses, found.versions
+            self._last = self.ranges.all, storages, found.addresses, found.versions
 
     def _is_as_before(self) -> bool:
         """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
-        if self._last is None or self._last[0] is not self.ranges or (found := self.adapter.unchanged()) is None:
+        if self._last is None or self._last[0] is not self.ranges.all or (found := self.adapter.unchanged()) is None:
             return False
         ranges, storages, addresses, last_versions = self._last
         versions = found.versions
@@ -389,10 +380,10 @@ class StorageScanner:
         State that steps have created lies there until an offload, and a policy that never offloads asks after each training.
         """
         known, standing = self._known_unadopted, self.adapter.standing()
-        if known is not None and known[0] is self.ranges and standing is not None and standing == known[1]:
+        if known is not None and known[0] is self.ranges.all and standing is not None and standing == known[1]:
             return known[2]
         nbytes = self._measured_unadopted()
-        self._known_unadopted = self.ranges, self.adapter.standing(), nbytes
+        self._known_unadopted = self.ranges.all, self.adapter.standing(), nbytes
         return nbytes
 
     def _measured_unadopted(self) -> int:
@@ -429,7 +420,7 @@ class StorageScanner:
         """
         if not adoptees:
             return None
-        layout = prepare(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
+        layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
         fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         copies = []

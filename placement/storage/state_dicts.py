@@ -27,9 +27,9 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
-from placement.storage.point import form_of, over
-from placement.storage.poison import has_nan
-from placement.storage.range import Places, Range, RangesByAddress
+from placement.storage.layout import form_of, over
+from placement.storage.nan_check import has_nan
+from placement.storage.range import ObjectRanges, Range
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
 from placement.tensors.sparse import is_sparse, made_of
 
@@ -74,7 +74,7 @@ class HostVersions:
             if wrapper() is None or counter._version:
                 del self._wrappers[key]
 
-    def raise_written(self, adapter: Adapter, places: RangesByAddress, *, are_held: bool) -> None:
+    def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
         """Raise the counters of the object's tensors whose bytes in the host copy were written since the last load.
 
         Args:
@@ -90,7 +90,7 @@ class HostVersions:
         self._tensors.update((span, (counter, counter._version)) for span, (counter, _) in counters if are_held)
         starts, ends = [start for start, _ in written], [*itertools.accumulate((end for _, end in written), max)]
         for owned in adapter.owned():
-            if (place := places.find(owned.tensor)) is not None and not owned.tensor.is_inference():
+            if (place := ranges.find(owned.tensor)) is not None and not owned.tensor.is_inference():
                 to_host = place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
                 first, last = _span(owned.tensor)
                 before = bisect.bisect_left(starts, last + to_host)
@@ -104,19 +104,12 @@ def _span(tensor: torch.Tensor) -> _Span:
 
 
 class StateDictTensors:
-    """The living tensors of all state dicts of one object.
+    """The living tensors of all state dicts of one object."""
 
-    Args:
-        ranges: the ranges of the object.
-        places: the places of its registered tensors.
-    """
-
-    def __init__(self, device: Device, name: str, adapter: Adapter, ranges: RangesByAddress, places: Places) -> None:
+    def __init__(self, device: Device, adapter: Adapter, ranges: ObjectRanges) -> None:
         self._device = device
-        self._name = name
         self._adapter = adapter
         self._ranges = ranges
-        self._places = places
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         """Plain tensors, by identity: those that were handed out themselves, and the parts of wrappers."""
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -254,17 +247,17 @@ class StateDictTensors:
             return self._over_host(tensor, *place)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
-            if name not in self._places.within(self._ranges.ranges):
+            if name not in self._ranges.named_places():
                 how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."
             raise IntegrityError(
-                f"{name} of {self._name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from poison "
-                f"(NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
+                f"{name} of {self._ranges.name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from "
+                f"poison (NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
             )
         return None
 
     def _registered_place(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
         """The place of a storage that was relocated: its bytes are there, although it is not."""
-        found = ((r, r.place_of(storage)) for r in self._ranges.ranges)
+        found = ((r, r.place_of(storage)) for r in self._ranges.all)
         return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
 
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
@@ -306,7 +299,7 @@ class StateDictTensors:
         """
         self.note_shown(self)
         held = self._held()
-        for r in self._ranges.ranges:
+        for r in self._ranges.all:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
                 r.note_shown()
 
@@ -340,7 +333,7 @@ class StateDictTensors:
         They are those of views that were taken of tensors while these showed the host copy. A view cannot be pointed elsewhere.
         """
         held = self._held()
-        return [(r, entry.name) for r in self._ranges.ranges if held for entry in r.placed if r.host.address + entry.offset in held]
+        return [(r, entry.name) for r in self._ranges.all if held for entry in r.placed if r.host.address + entry.offset in held]
 
     def raise_written(self) -> None:
         """Raise the version counters of the object's tensors whose host copies were written since the last load."""
@@ -352,8 +345,12 @@ class StateDictTensors:
 
     def leave_ranges(self, gone: Sequence[Range]) -> None:
         """Give those tensors host memory of their own that lie in these ranges, because nothing else has their values."""
-        places = RangesByAddress(tuple(gone))
-        self._point_to(lambda tensor: None if places.find(tensor) is None else tensor.detach().to("cpu", copy=True))
+
+        def find(tensor: torch.Tensor) -> torch.Tensor | None:
+            place = self._ranges.find(tensor)
+            return None if place is None or place[0] not in gone else tensor.detach().to("cpu", copy=True)
+
+        self._point_to(find)
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""

@@ -21,9 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError, PlacementError
 from placement.devices.base import Device
 from placement.storage.gradients import Gradients
-from placement.storage.layout import Adoptee
-from placement.storage.point import Form, exchange, form_of, over, point
-from placement.storage.poison import has_nan, is_poison, listed
+from placement.storage.layout import Adoptee, Form, exchange, form_of, over, point
+from placement.storage.nan_check import has_nan, is_poison, listed
 from placement.storage.range import Place
 from placement.storage.scan import Relocated, Scan, StorageScanner, Versions
 from placement.tensors.plain import Outline, parts_of, restore
@@ -129,13 +128,13 @@ class WritesWhileOffloaded:
 
         `zero_grad()` writes nothing here: while offloaded, its call zeroes the host copies (see `ZeroCall`).
         """
-        if not any(r.transient and r.is_alive for r in self._scanner.ranges):
+        if not any(r.transient and r.is_alive for r in self._scanner.ranges.all):
             return []
         with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
             self._scanner.rescan()
         names = self._written(transient=True)
         if names:
-            values = {entry.ref.cdata for r in self._scanner.ranges if not r.transient for entry in r.placed}
+            values = {entry.ref.cdata for r in self._scanner.ranges.all if not r.transient for entry in r.placed}
             self._noted = self._scanner.versions.but(self._noted, among=values)
         return names
 
@@ -143,7 +142,7 @@ class WritesWhileOffloaded:
         if self._is_allowed and not transient:
             return []
         written = self._scanner.versions.written_since(self._noted)
-        ranges = [r for r in self._scanner.ranges if r.transient is transient] if written else []
+        ranges = [r for r in self._scanner.ranges.all if r.transient is transient] if written else []
         return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in written]
 
     def forget(self) -> None:
@@ -165,7 +164,7 @@ class WritesWhileOffloaded:
         if not changes and not names:
             return born
         message = changes.message(scanner.name)
-        scanner.told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}
+        scanner.ranges.told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}
         del born, changes  # so that an error that somebody keeps does not keep tensors
         scanner.rescan()  # the tensors that were put back have other storages now, which were never counted
         self.forget()
@@ -182,16 +181,16 @@ class WritesWhileOffloaded:
         if not born:
             return Changes()
         scanner = self._scanner
-        places = scanner.places.within(scanner.ranges)
+        places = scanner.ranges.named_places()
         self._bring_back(born.relocated, places)
         stay, transient = (
-            [c for c in adoptees if c.storage._cdata not in scanner.told or any(owned.name in places for owned in c.owned)]
+            [c for c in adoptees if c.storage._cdata not in scanner.ranges.told or any(owned.name in places for owned in c.owned)]
             for adoptees in (born.stay, born.transient)
         )
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
             gradients = [adoptee for adoptee in changes.gradients if any(owned.name in places for owned in adoptee.owned)]
-            if self._put_back([*changes.replaced, *gradients], places, self._scanner.places.outlines()):
+            if self._put_back([*changes.replaced, *gradients], places, scanner.ranges.places.outlines()):
                 changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in scanner.adapter.frameworks)), None))
             scanner.align_wrappers()
             _renew_empty(scanner.adapter.with_gradients())

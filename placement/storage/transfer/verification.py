@@ -16,8 +16,8 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
+from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.point import byte_view
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import changed_chunks, fingerprints
 
