@@ -18,8 +18,8 @@ from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.gradients import Gradients
-from placement.storage.layout import RANGES, expected_bytes
+from placement.storage.gradients import Gradients, dense_parts
+from placement.storage.layout import RANGES, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind
 from placement.storage.range import Range
@@ -29,8 +29,7 @@ from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.storage.writes import WritesWhileOffloaded
-from placement.tensors.plain import has_storage, is_plain_type, parts_of
-from placement.tensors.sparse import is_sparse, sparse_parts
+from placement.tensors.plain import has_storage, is_plain_type
 
 
 class AdoptedStorage(Storage):
@@ -171,7 +170,7 @@ class AdoptedStorage(Storage):
     def follow_groups(self) -> bool:
         """Update `unborn_bytes` if the object is an offloaded optimizer that steps other parameters than before. Returns whether it is.
 
-        Looks at every parameter. On the device, the next `measure_unadopted` or offload does the same.
+        On the device, the next `measure_unadopted` or offload does the same.
         """
         if self.on_device or not self.adapter.follow_groups():
             return False
@@ -220,8 +219,7 @@ class AdoptedStorage(Storage):
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
 
-        While the object is on the device, a new tensor is no drift. But a module's new tensor with the name of an adopted one is: it was
-        put in its place. An optimizer's is not, because loading a state dict replaces its state.
+        On the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state.
         """
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
@@ -279,8 +277,7 @@ class AdoptedStorage(Storage):
         address = r.host.address + offset
         if address not in storages:
             storages[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
-        data = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return data.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return over(storages[address], form_of(tensor))
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
@@ -295,12 +292,14 @@ class AdoptedStorage(Storage):
 
     def _owner_of(self, tensor: torch.Tensor) -> AdoptedStorage:
         """The storage in whose memory a tensor of the object lies: this one, or another object's (state that is a parameter)."""
-        for _, part in sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, ""):
+        for _, part in dense_parts(tensor):
             if is_plain_type(type(part)) and has_storage(part) and not self.has_place(part):
                 owner = RANGES.owner_of(part.untyped_storage().data_ptr())
-                if isinstance(owner, AdoptedStorage) and owner.lost is not None:
+                if not isinstance(owner, AdoptedStorage):
+                    return self
+                if owner.lost is not None:
                     raise BrokenHandleError(f"a tensor of {self.name!r} lies in {owner.name!r}, which is broken: {owner.lost}")
-                return owner if isinstance(owner, AdoptedStorage) else self
+                return owner
         return self
 
     def views_left_on_host(self) -> list[str]:
@@ -329,7 +328,7 @@ class AdoptedStorage(Storage):
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device."""
-        born = self.scanner.movable_new()
+        born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
         fresh = self.scanner.adopt_first(born.stay)
         if (gradients := self.scanner.adopt(born.transient, transient=True)) is not None:
@@ -344,7 +343,7 @@ class AdoptedStorage(Storage):
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
 
         Args:
-            drops: leave the gradients out, because they are dropped when the offload is committed.
+            drops: leave the gradients out: the commit drops them.
         """
         fresh, stays = self._adopt_leaving(drops)  # in a call of its own, as above
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
@@ -352,7 +351,7 @@ class AdoptedStorage(Storage):
         return fresh, stays
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
-        born = self.scanner.movable_new()
+        born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.stay)
         self.scanner.note_places(born)
         self._relocated = born.relocated
@@ -374,11 +373,10 @@ class AdoptedStorage(Storage):
         """
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
-        for transient, adoptees in enumerate((born.stay, born.transient)):
+        for transient, adoptees in ((False, born.stay), (True, born.transient)):
             here += sum(c.nbytes for c in adoptees if c.storage.device == self.device.torch_device)
             away = [c for c in adoptees if c.storage.device != self.device.torch_device]
-            fresh = self.scanner.adopt(away, transient=bool(transient))
-            if fresh is not None:
+            if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
                 self.keep((*self.ranges, fresh))
                 fresh.move_in()
         if len(self.ranges) > len(before):
@@ -395,8 +393,7 @@ class AdoptedStorage(Storage):
         return self.scanner.adopt(adoptees, in_parts=in_parts)
 
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
-        """Start copying state that a streamed step has created in torch's memory to the host. Returns the range into which it has still to
-        move.
+        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move.
 
         None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
 
@@ -412,10 +409,7 @@ class AdoptedStorage(Storage):
     # --- dropping ranges
 
     def dead(self) -> list[Range]:
-        """The ranges that nobody uses: every adopted storage has died, and no tensor of the object, or lent to another, lies in them.
-
-        A tensor lies in a range without having been adopted there where a state dict was loaded back: that keeps the range.
-        """
+        """The ranges that nobody uses: every adopted storage has died, and no state dict that was loaded back has left a tensor there."""
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []

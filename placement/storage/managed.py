@@ -20,14 +20,15 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityE
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.storage.adopted import AdoptedStorage
+from placement.storage.gradients import dense_parts
 from placement.storage.layout import RANGES, move_out
 from placement.storage.pages import Behind, Side, fill
 from placement.storage.range import Range
 from placement.storage.scan import StorageScanner, borrowed, note_borrowed, stepped, tensors_of_all_objects
 from placement.storage.state_dicts import handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.tensors.plain import Owned, align_all, has_storage, is_leaf, is_plain_type, parts_of
-from placement.tensors.sparse import follow, is_sparse, sparse_parts
+from placement.tensors.plain import Owned, align_all, has_storage, is_leaf, is_plain_type
+from placement.tensors.sparse import follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class ManagedStorage(AdoptedStorage):
         """
 
     def hide(self, r: Range, indices: Sequence[int]) -> None:
-        """Put the memory of neighbouring pages that leave aside. `save_aside` saves those that differ from the host copy."""
+        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy."""
         self._is_vacating = True
         r.pages.hide(indices)
 
@@ -345,11 +346,9 @@ class ManagedStorage(AdoptedStorage):
         self.is_stepping = False
 
     def _distrust_host_copies_with_views(self) -> None:
-        """Let the next offload copy every chunk of ranges whose host copy somebody may still write, through a view that a state dict's
-        tensor has.
+        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view.
 
-        The host copy of a readonly object stays as they leave it, because nothing is copied back. So its ranges count as shown until the
-        next load, which takes the fingerprints anew.
+        The host copy of a readonly object stays as they leave it: the next load takes the fingerprints anew.
         """
         for r, _ in self.state_dict_tensors.left_on_host():
             if self.readonly:
@@ -413,16 +412,13 @@ _InRange = tuple[torch.UntypedStorage, Range, int]
 
 
 class Unadoption:
-    """Gives the tensors of one object ordinary memory, on the device or on the host.
-
-    Args:
-        on_device: whether the values are on the device, and stay there.
-    """
+    """Gives the tensors of one object ordinary memory, on the device or on the host."""
 
     def __init__(self, scanner: StorageScanner, device: Device, *, on_device: bool) -> None:
         self._scanner = scanner
         self._device = device
         self._on_device = on_device
+        self._target = device.torch_device if on_device else torch.device("cpu")
         self._homes: dict[int, torch.UntypedStorage] = {}
         """The new memory of storages, by their old addresses."""
 
@@ -440,9 +436,9 @@ class Unadoption:
         # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from,
         # and a shard of an optimizer in the module's buffer.
         own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-        self._move_out([*self._placed(), *self._loaded_back(everything)], (*own, *borrowed()))
+        self._move_out(self._placed() + self._loaded_back(everything), (*own, *borrowed()))
         others: list[Owned] = []
-        if left := [*self._placed(), *self._in_range(scanner.state_dict_tensors.shown())]:
+        if left := self._placed() + self._in_range(scanner.state_dict_tensors.shown()):
             # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
             # takes tens of milliseconds, so nobody is asked before.
             others = _users_in_the_process({storage._cdata for storage, _, _ in left})
@@ -457,36 +453,30 @@ class Unadoption:
 
         Drops the list's content, so that a storage that nobody else uses is gone afterwards.
         """
-        device = self._device
         aliases: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
         while placed:
             storage, r, offset = placed.pop()
-            nbytes = storage.nbytes()
-            bytes_now = device.view(r.layout.addresses, offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
-            target = device.torch_device if self._on_device else torch.device("cpu")
+            nbytes, base = storage.nbytes(), r.layout.addresses
+            bytes_now = self._device.view(base, offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
             users = [*aliases.get(storage._cdata, {}).values()]
-            move_out(device, storage, users, target, partial(_fill, bytes_now), self._homes)
+            move_out(self._device, storage, users, self._target, partial(_fill, bytes_now), self._homes)
 
-    def _placed(self) -> Iterator[_InRange]:
+    def _placed(self) -> list[_InRange]:
         """The adopted storages that are alive and at their places."""
-        for r in self._scanner.ranges.all:
-            for entry in r.placed:
-                storage = entry.storage()
-                if storage is not None and storage.data_ptr() == r.layout.addresses.base + entry.offset:
-                    yield storage, r, entry.offset
+        entries = [(entry.storage(), r, entry.offset) for r in self._scanner.ranges.all for entry in r.placed]
+        return [(s, r, offset) for s, r, offset in entries if s is not None and s.data_ptr() == r.layout.addresses.base + offset]
 
-    def _loaded_back(self, owned: Iterable[Owned]) -> Iterator[_InRange]:
+    def _loaded_back(self, owned: Iterable[Owned]) -> list[_InRange]:
         """Storages of the object that lie in a range without having been adopted there: a state dict showed them, and was loaded back."""
         placed = {storage._cdata for storage, _, _ in self._placed()}
-        yield from self._in_range({s._cdata: s for each in owned if (s := each.tensor.untyped_storage())._cdata not in placed}.values())
+        storages = {storage._cdata: storage for storage in (each.tensor.untyped_storage() for each in owned)}
+        return self._in_range(storage for key, storage in storages.items() if key not in placed)
 
-    def _in_range(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[_InRange]:
-        for storage in storages:
-            place = self._scanner.ranges.at(storage.data_ptr())
-            if place is not None and storage.data_ptr() == place[0].layout.addresses.base + place[1]:
-                yield storage, *place
+    def _in_range(self, storages: Iterable[torch.UntypedStorage]) -> list[_InRange]:
+        places = [(storage, *place) for storage in storages if (place := self._scanner.ranges.at(storage.data_ptr())) is not None]
+        return [(s, r, offset) for s, r, offset in places if s.data_ptr() == r.layout.addresses.base + offset]
 
 
 def _fill(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -499,7 +489,7 @@ def _users_in_the_process(storages: Collection[int]) -> list[Owned]:
     with torch._C.DisableTorchFunctionSubclass():  # the subclasses that anybody made would run code of theirs at each question
         for tensor in _tensors_of_the_process():
             with suppress(Exception):  # somebody's wrapper that cannot name its parts must not keep this object's values
-                for path, part in sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, ""):
+                for path, part in dense_parts(tensor):
                     wrapper = None if part is tensor else tensor
                     if _can_be_rebound(part) and part.untyped_storage()._cdata in storages:
                         found += [Owned(path, each, wrapper=wrapper) for each in (part, part._base) if each is not None]

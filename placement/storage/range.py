@@ -145,9 +145,7 @@ class Range:
 
     @property
     def slab(self) -> HostSlab:
-        """The host copy, complete, for whoever uses its addresses: it stays in host memory until the next phase transition is over.
-
-        This waits for bytes that are still on their way there, from the device or from a disk.
+        """The host copy, complete: it stays in host memory until the next phase transition is over. Waits for bytes on their way there.
 
         Raises:
             HostMemoryError: there is not enough memory for bytes that are on disk.
@@ -204,12 +202,8 @@ class Range:
 
     def outside(self) -> list[PlacedStorage]:
         """The relocated storages: alive, but not at their place, because somebody changed their pointer."""
-        found = []
-        for entry in self.placed:
-            storage = entry.storage()
-            if storage is not None and storage.data_ptr() != self.layout.addresses.base + entry.offset:
-                found.append(entry)
-        return found
+        base, alive = self.layout.addresses.base, [(entry, entry.storage()) for entry in self.placed]
+        return [entry for entry, storage in alive if storage is not None and storage.data_ptr() != base + entry.offset]
 
 
 RangeChunk = tuple[Range, int]

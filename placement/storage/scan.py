@@ -64,20 +64,14 @@ _BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
 
 
 def alias_tables() -> list[dict[int, int]]:
-    """For each registered object: how many of its tensors use each storage (`_cdata`), as of the last look at the object.
-
-    No table is ever changed: a look that finds other numbers makes another table.
-    """
+    """The `aliases` of each registered object. No table is ever changed: a look that finds other numbers makes another."""
     return [scanner.aliases for scanner in _SCANNERS]
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
-    """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object.
-
-    A storage may have tensors of several objects: an optimizer has a main shard in its module's buffer.
-    """
+    """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object."""
     total = [0] * len(storages)
-    for table in alias_tables():  # an offload asks for tens of thousands of storages, so functions implemented in C do the work
+    for table in alias_tables():
         total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
 
@@ -115,8 +109,10 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
             f"{owned.name!r} of {name!r} is registered in another manager of this process, as {owner!r} too; a storage has "
             "one owner. Use that manager, or unregister it there first (close() does that for all handles of a manager)."
         )
-    advice = "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk. "
-    advice += "Else give it a copy (clone())."
+    advice = (
+        "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk. "
+        "Else give it a copy (clone())."
+    )
     if kind == "optimizer":
         advice = (
             "State may lie in the modules that its optimizer steps; give it a copy of anything else (clone()). Register optimizers that "
@@ -131,7 +127,7 @@ class Versions(NamedTuple):
     """The version counters of an object's tensors at one look, by storage (`_cdata`)."""
 
     sums: Mapping[int, int]
-    """The sum over all tensors in the storage. Views share a counter, but a tensor bound by `.data =` has its own."""
+    """Over all tensors in the storage: views share a counter, but a tensor bound by `.data =` has its own."""
     counts: Mapping[int, int]
     """How many tensors the sum is over."""
 
@@ -157,44 +153,35 @@ class _Found:
         self.state_dict_tensors: list[torch.Tensor] = []
 
     def add(self, owned: Owned) -> None:
-        """Add a tensor. The first one names the storage, so a tensor without elements is not left in front of one that has some."""
-        if self.owned and not self.owned[0].tensor.numel():
-            self.owned.insert(0, owned)
-        else:
-            self.owned.append(owned)
+        """The first tensor names the storage, so one without elements is not left in front of one that has some."""
+        self.owned.insert(0 if self.owned and not self.owned[0].tensor.numel() else len(self.owned), owned)
 
     def adoptee(self) -> Adoptee:
-        return Adoptee(
-            self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.state_dict_tensors), tuple(self.owned)
-        )
+        aliases = (*(each.tensor for each in self.owned), *self.state_dict_tensors)
+        return Adoptee(self.owned[0].name, self.storage, aliases, tuple(self.owned))
 
 
 class _Walk:
-    """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`).
-
-    Attributes:
-        storages: the storage of each tensor, in the adapter's order.
-        in_place: the tensors whose storages are adopted and at their places.
-        elsewhere: adopted storages that are not at their places.
-        new: storages that are not adopted and not empty.
-        aliases: how many tensors use each storage.
-        sums, counts: see `Versions`; of adopted storages.
-        references: weak references to the keys of `aliases`.
-    """
+    """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`)."""
 
     def __init__(self, tensors: Iterable[Owned], ranges: Sequence[Range]) -> None:
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
         addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
         places = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         # There may be tens of thousands of tensors, so the loop has local names.
-        storages: list[int] = []
-        in_place: list[Owned] = []
-        references = [entry.ref for r in ranges for entry in r.placed]
-        sums: dict[int, int] = {}
-        counts: dict[int, int] = {}
-        aliases: dict[int, int] = {}
-        new: dict[int, _Found] = {}
-        elsewhere: dict[int, _Found] = {}
+        self.storages = storages = list[int]()
+        """The storage of each tensor, in the adapter's order."""
+        self.in_place = in_place = list[Owned]()
+        """The tensors whose storages are adopted and at their places."""
+        self.elsewhere = elsewhere = dict[int, _Found]()
+        """Adopted storages that are not at their places."""
+        self.new = new = dict[int, _Found]()
+        """Storages that are not adopted and not empty."""
+        self.aliases = aliases = dict[int, int]()
+        """How many tensors use each storage."""
+        self.references = references = [entry.ref for r in ranges for entry in r.placed]
+        """Weak references to the keys of `aliases`."""
+        sums, counts = dict[int, int](), dict[int, int]()
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
@@ -211,8 +198,7 @@ class _Walk:
                 in_place.append(owned)
             else:
                 elsewhere.setdefault(key, _Found(storage)).add(owned)
-        self.storages, self.in_place, self.references, self.new, self.elsewhere = storages, in_place, references, new, elsewhere
-        self.sums, self.counts, self.aliases = sums, counts, aliases
+        self.versions = Versions(sums, counts)
 
 
 class StorageScanner:
@@ -266,29 +252,43 @@ class StorageScanner:
         finally:
             self.adapter.hands_back = before
 
-    def rescan(self) -> Scan:
-        """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places."""
-        ranges = self.ranges.all
+    def rescan(self, *, movable: bool = False) -> Scan:
+        """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
+
+        Args:
+            movable: give sparse gradients storages that nothing else uses, so that everything new can be moved.
+        """
         if self._is_as_before():
             return Scan([], [], [])
+        ranges = self.ranges.all
         walk = _Walk(self.adapter.owned(), ranges)
+        if movable and (sparse := list(self.adapter.sparse())):
+            del walk  # its tensors use the sparse gradients' storages, too
+            for tensor in sparse:
+                own_storages(tensor)
+            walk = _Walk(self.adapter.owned(), ranges)
         lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         _BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
-        self.versions, self._alive = Versions(walk.sums, walk.counts), walk.references + hosts
+        self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
-        self._note(walk.storages if len(walk.in_place) == len(walk.storages) else ())
+        self._last = None
+        if walk.storages and len(walk.in_place) == len(walk.storages) and (seen := self.adapter.unchanged()) is not None:
+            self._last = ranges, walk.storages, seen.addresses, seen.versions
         for tensor in self.state_dict_tensors:
             key = tensor.untyped_storage()._cdata
             if (found := walk.new.get(key) or walk.elsewhere.get(key)) is not None:
                 found.state_dict_tensors.append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
         relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in walk.elsewhere.items()]
-        new = [(each.owned[0].transient, each.adoptee()) for each in walk.new.values() if each.owned[0].tensor.numel()]
-        stay, goes = [adoptee for transient, adoptee in new if not transient], [adoptee for transient, adoptee in new if transient]
+        stay: list[Adoptee] = []
+        goes: list[Adoptee] = []
+        for each in walk.new.values():
+            if each.owned[0].tensor.numel():
+                (goes if each.owned[0].transient else stay).append(each.adoptee())
         return Scan(stay, goes, relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
@@ -299,16 +299,6 @@ class StorageScanner:
         stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
-    def movable_new(self) -> Scan:
-        """Look anew, after sparse gradients have got storages that nothing else uses, so that everything new can be moved."""
-        born = self.rescan()
-        if not (sparse := list(self.adapter.sparse())):
-            return born
-        del born  # its tensors use the sparse gradients' storages, too
-        for tensor in sparse:
-            own_storages(tensor)
-        return self.rescan()
-
     def note_places(self, born: Scan) -> None:
         """Remember the places of the tensors that a look has found there."""
         if born.in_place is not None:
@@ -318,12 +308,6 @@ class StorageScanner:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""
         if self.adapter.unchanged() is None:  # else the last walk found none
             align_all(self.adapter.owned())
-
-    def _note(self, storages: Sequence[int]) -> None:
-        """Remember the look for the next one, if it found every tensor at its place."""
-        self._last = None
-        if storages and (found := self.adapter.unchanged()) is not None:
-            self._last = self.ranges.all, storages, found.addresses, found.versions
 
     def _is_as_before(self) -> bool:
         """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
@@ -375,10 +359,7 @@ class StorageScanner:
         return [*theirs], None
 
     def unadopted_bytes(self) -> int:
-        """Bytes of the object's storages in torch's own memory, quickly where nothing has changed.
-
-        State that steps have created lies there until an offload, and a policy that never offloads asks after each training.
-        """
+        """Bytes of the object's storages in torch's own memory. Quick where nothing changed: a policy that never offloads asks often."""
         known, standing = self._known_unadopted, self.adapter.standing()
         if known is not None and known[0] is self.ranges.all and standing is not None and standing == known[1]:
             return known[2]
@@ -416,7 +397,7 @@ class StorageScanner:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
 
         Args:
-            in_parts: take only a part of the host memory that is reserved, because more storages will come.
+            in_parts: more will come (bucket by bucket), so only a part of the reserved host memory is taken.
         """
         if not adoptees:
             return None
@@ -438,10 +419,7 @@ class StorageScanner:
         return used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT) if sizes else 0
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
-
-        Args:
-            parts: how many ranges they may come to lie in, one after the other.
+        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
 
         Raises:
             HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
@@ -490,15 +468,12 @@ def count_uses(ranges: Iterable[Range]) -> None:
 def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
 
-    An offload asks for tens of thousands of storages at a time, so functions implemented in C do the work. Little is left of it where all
-    counts are those of the last time.
-
     Args:
         lasting: storages (`_cdata`) that a framework may hold as often as it likes.
     """
     found: dict[str, int] = {}
     tables = alias_tables()
-    for r in ranges:
+    for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work
         if r.counted is None:
             continue
         storages, uses = r.counted
@@ -514,10 +489,7 @@ def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[
 
 
 def lasting_stray_references(look: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """The stray references that `look` still finds after a short wait.
-
-    A process group's thread drops its references to what it sent a moment after the collective, so without one there is no wait.
-    """
+    """The stray references that `look` still finds after a process group's thread has had time to drop its own to what it sent."""
     for seconds in _WAITS_SECONDS:
         if not (found := look()) or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return found
