@@ -110,22 +110,18 @@ class StateDictTensors:
         self._device = device
         self._adapter = adapter
         self._ranges = ranges
-        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Plain tensors, by identity: those that were handed out themselves, and the parts of wrappers."""
-        self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
+        """Plain tensors: those that were handed out themselves, and the parts of wrappers."""
+        self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage over each address that was handed out, while anybody holds it."""
         self._versions = HostVersions()
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides whose bytes are at another address.
+        """A tensor of the same type, shape and strides over a storage at another address, which `make` makes if there is none yet.
 
         Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
-
-        Args:
-            address: the first address of the new storage. Storages at one address have one size.
-            make: makes a tensor over the new storage, if there is none yet.
         """
         with torch.no_grad():
             known = self._storages.get(address)
@@ -141,35 +137,32 @@ class StateDictTensors:
         State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in.
         """
         for other in _IN_USE if storages else ():
-            found = {id(tensor) for tensor in other if tensor.untyped_storage()._cdata in storages}
+            found = {id(tensor): tensor for tensor in other if tensor.untyped_storage()._cdata in storages}
             if other is self or not found:
                 continue
-            wrappers = {key: ref for key, ref in other._wrappers.items() if (w := ref()) is not None and not found.isdisjoint(_parts(w))}
-            self._tensors = self._tensors | {key: other._tensors[key] for key in found}
-            self._wrappers = self._wrappers | wrappers
-            other._tensors = {key: ref for key, ref in other._tensors.items() if key not in found}
+            self._tensors.update(found.values())
+            self._wrappers.update(wrapper for wrapper in other._wrappers if not found.keys().isdisjoint(_parts(wrapper)))
+            for tensor in found.values():
+                other._tensors.discard(tensor)
 
     def disown(self, live: Iterable[torch.Tensor]) -> None:
         """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the tensors that it is given."""
-        if self._tensors:
-            own = {id(tensor) for tensor in live}
-            self._tensors = {key: ref for key, ref in self._tensors.items() if ref() is not None and key not in own}
-            kept = [(ref, wrapper) for ref in self._wrappers.values() if (wrapper := ref()) is not None]
-            self._wrappers = {id(w): ref for ref, w in kept if own.isdisjoint(_parts(w))}
+        own = {id(tensor) for tensor in live} if self._tensors else set()
+        for known in (self._tensors, self._wrappers):
+            for each in known if own else ():
+                if not own.isdisjoint((id(each), *_parts(each))):
+                    known.discard(each)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or a wrapper, was handed out here."""
-        return any((ref := known.get(id(tensor))) is not None and ref() is tensor for known in (self._tensors, self._wrappers))
+        return tensor in self._tensors or tensor in self._wrappers
 
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
     @property
     def shares_addresses(self) -> bool:
-        """Whether storages may be alive that show a place and are not the ones adopted there.
-
-        An object that such tensors were loaded back into lies at the addresses that it lay at before, in other storages.
-        """
+        """Whether storages may be alive that show a place and are not the ones adopted there: those of tensors that were loaded back."""
         return bool(self._storages)
 
     @property
@@ -181,24 +174,20 @@ class StateDictTensors:
         """The storages that were made for such tensors, on either side, as far as anybody holds them, by address."""
         return {address: storage for address, storage in [*self._storages.items()] if not storage.expired()}
 
-    def shown(self) -> Iterator[torch.UntypedStorage]:
+    def shown(self) -> list[torch.UntypedStorage]:
         """The same storages."""
-        return (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values())
+        return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values()]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
-        for ref in [*self._tensors.values()]:
-            tensor = ref()
-            if tensor is not None:
-                yield tensor
+        return iter(self._tensors)
 
     # --- where they point
 
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live tensor of the object. For a sparse one it is a copy of the present values.
+        """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not.
 
-        Args:
-            from_host: whether the values are in the host copy now.
+        For a sparse one it is a copy of the present values.
         """
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
@@ -212,7 +201,7 @@ class StateDictTensors:
         with torch.no_grad():
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
             shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, from_host)).requires_grad_(False)
-        self._wrappers = _add(self._wrappers, shown)
+        self._wrappers.add(shown)
         if from_host:
             self._versions.watch(shown)
         return shown
@@ -231,7 +220,7 @@ class StateDictTensors:
         elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor must name the same device as the others
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
-        self._tensors = _add(self._tensors, found)
+        self._tensors.add(found)
         return found
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -266,10 +255,7 @@ class StateDictTensors:
         return next(names, None)
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same plain tensor with its bytes in the host copy; None where its storage is not in a range.
-
-        Its storage has the size of the original's, so that saving the tensor writes no more bytes.
-        """
+        """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""
         place = self._ranges.find(tensor)
         return None if place is None else self._over_host(tensor, *place)
 
@@ -293,10 +279,8 @@ class StateDictTensors:
                 place[0].note_shown()
 
     def note_all_shown(self) -> None:
-        """Note the same of all tensors that were handed out, and of views of them, which are known by their storages.
-
-        Also of ranges that were shown since the last load (of a readonly object): pages aside do not have what was written there.
-        """
+        """Note the same of all tensors that were handed out, of views of them, which are known by their storages, and of ranges that were
+        shown since the last load (of a readonly object): pages aside do not have what was written there."""
         self.note_shown(self)
         held = self._held()
         for r in self._ranges.all:
@@ -304,11 +288,7 @@ class StateDictTensors:
                 r.note_shown()
 
     def point_to_host(self, except_for: Collection[int] = ()) -> None:
-        """Point every living tensor to the host copy, except tensors in storages that follow by themselves. Idempotent.
-
-        Args:
-            except_for: these storages (`_cdata`).
-        """
+        """Point every living tensor to the host copy, but those in these storages (`_cdata`), which follow by themselves. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
@@ -328,10 +308,8 @@ class StateDictTensors:
         self._point_to(find)
 
     def left_on_host(self) -> list[tuple[Range, str]]:
-        """The storages over the host copy that somebody still holds after `point_to_device`, by range and name.
-
-        They are those of views that were taken of tensors while these showed the host copy. A view cannot be pointed elsewhere.
-        """
+        """The storages over the host copy, by range and name, that somebody still holds after `point_to_device`: a view that was taken of a
+        tensor cannot be pointed elsewhere."""
         held = self._held()
         return [(r, entry.name) for r in self._ranges.all if held for entry in r.placed if r.host.address + entry.offset in held]
 
@@ -356,13 +334,10 @@ class StateDictTensors:
         """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""
         with torch.no_grad():
             for tensor in self:
-                there = find(tensor)
-                if there is not None:
+                if (there := find(tensor)) is not None:
                     tensor.data = there
-            for wrapper in [*self._wrappers.values()]:
-                if (alive := wrapper()) is not None:
-                    align(alive)
-        self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
+            for wrapper in self._wrappers:
+                align(wrapper)
         self._storages = self._held()
 
 
@@ -378,17 +353,6 @@ def was_handed_out(tensor: torch.Tensor) -> bool:
 
 def _parts(wrapper: torch.Tensor) -> list[int]:
     return [id(part) for _, part in parts_of(wrapper, "")]
-
-
-def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:
-    """Remember a tensor, which must be an object that only state dicts hold. Dead entries are removed now and then."""
-    living = _living(known) if len(known) % 256 == 255 else known
-    living[id(tensor)] = weakref.ref(tensor)
-    return living
-
-
-def _living(known: dict[int, weakref.ref[torch.Tensor]]) -> dict[int, weakref.ref[torch.Tensor]]:
-    return {key: ref for key, ref in known.copy().items() if ref() is not None}
 
 
 _IN_USE: WeakIdSet[StateDictTensors] = WeakIdSet()
