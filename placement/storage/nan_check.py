@@ -61,9 +61,9 @@ def are_poison(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
-    """Whether any element of a tensor is NaN (`throughout`: whether all are). False for a type without NaN.
+    """Whether any element of a tensor is NaN. False for a type without NaN.
 
-    With `throughout`, one element in eight may be a number. float8 poison, and values computed from it, read so: see `POISON_WORD`.
+    With `throughout`, whether all are, but for one in eight: float8 poison, and values computed from it, read so (see `POISON_WORD`).
     """
     if not tensor.numel():
         return False
@@ -177,11 +177,7 @@ class NanCheck:
             )
 
     def take(self, since_timestamp_seconds: float) -> str:
-        """Words for an error about all that was found in the object, which is forgotten; empty if nothing was.
-
-        Args:
-            since_timestamp_seconds: when it was offloaded before.
-        """
+        """Words for an error about all that was found since the last offload, which is forgotten; empty if nothing was."""
         name, told = self._ranges.name, []
         since = datetime.fromtimestamp(since_timestamp_seconds, UTC).isoformat(timespec="seconds")
         if self._put_right:

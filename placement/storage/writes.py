@@ -51,8 +51,8 @@ class Changes:
         if self.moved:
             told.append(
                 f"{_names(self.moved)} of {name!r} were moved to other memory while it was offloaded (share_memory(), a "
-                "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN), which offloaded tensors read. They have "
-                "their places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
+                "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN). They have their places and their "
+                "registered values again. Share memory before registering, or send copies of handle.state_dict()."
             )
         if self.replaced:
             told.append(
@@ -69,12 +69,9 @@ class Changes:
         if self.gradients and not self.replaced:
             told.append(
                 f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from poison (NaN), which offloaded tensors "
-                "read: a backward ran outside a phase. Its gradients were dropped, as zero_grad() does. Call backward() inside "
-                "manager.phase('train')."
+                "read: a backward ran outside a phase. They were dropped, as zero_grad() does. Call backward() in manager.phase('train')."
             )
-        if self.lost is not None:
-            told.append(f"But {self.lost}.")
-        return " ".join(told)
+        return " ".join([*told, f"But {self.lost}."] if self.lost is not None else told)
 
 
 def _names(adoptees: Sequence[Adoptee]) -> str:
@@ -124,10 +121,7 @@ class WritesWhileOffloaded:
         return self._written(transient=False)
 
     def take_gradients(self) -> list[str]:
-        """Names of the gradients that were written since. They are not reported again.
-
-        `zero_grad()` writes nothing here: while offloaded, its call zeroes the host copies (see `ZeroCall`).
-        """
+        """Names of the gradients that were written since, other than by `zero_grad()` (see `ZeroCall`). They are not reported again."""
         if not any(r.transient and r.is_alive for r in self._scanner.ranges.all):
             return []
         with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
@@ -175,8 +169,7 @@ class WritesWhileOffloaded:
     def put_back(self, born: Scan) -> Changes:
         """Undo changes to registered tensors of the offloaded object, and return them.
 
-        Gradients are put back only together with replaced values. Gradients that changed alone come from a backward, and the earlier ones
-        may have been dropped on purpose: then all gradients of this backward are dropped.
+        Gradients are put back only together with replaced values. Those that changed alone come from a backward, and are dropped.
         """
         if not born:
             return Changes()
@@ -239,19 +232,15 @@ class WritesWhileOffloaded:
 
 
 def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]) -> Changes:
-    """Find out which of these tensors, all new since the offload, were computed from poison.
-
-    Args:
-        stay: adoptees of parameters, buffers and optimizer state.
-        transient: adoptees of gradients.
-        places: the places of the registered tensors, by name.
-    """
+    """Find out which of these tensors, all new since the offload, were computed from poison. The transient ones are gradients."""
     placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
     # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
     values = [adoptee for adoptee in stay if _has_nan(adoptee, throughout=not placed[id(adoptee)])]
     gradients = [adoptee for adoptee in transient if _has_nan(adoptee, throughout=False)]
     # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
-    values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
+    values += [
+        c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and is_poison(c.aliases[0].detach())
+    ]
     if values:  # a tensor with its registered values, such as padding of zeros, was replaced by the same call: put it back, too
         known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
