@@ -148,7 +148,7 @@ class DiskTier(HostTier):
                 spill = self._spills[slab] = Spill(slab, holding, handle.name, self._directory, handle.counters, self._keeper)
             for r in having:
                 r.spill = spill
-            is_sound = holding.is_consistent and holding.lost is None and all(r.claims is None for r in having)
+            is_sound = holding.is_consistent and holding.lost is None and all(r.moving_in is None for r in having)
             spill.drops = holding.on_device and (not holding.readonly or all(r.transient for r in having))
             spill.can_leave = is_sound and not slab.has_views and not any(r.has_early for r in having)
             spills.append(spill)

@@ -208,8 +208,8 @@ class AdoptedStorage(Storage):
                 )
             if r.host.nbytes < r.nbytes:
                 raise IntegrityError(f"{name!r}: range {number} has {r.nbytes} bytes, but its host slab has only {r.host.nbytes}")
-            if r.claims is not None:
-                raise IntegrityError(f"{name!r}: {len(r.claims)} storages were never moved into range {number}")
+            if r.moving_in is not None:
+                raise IntegrityError(f"{name!r}: {len(r.moving_in)} storages were never moved into range {number}")
 
     @property
     def leftovers(self) -> str | None:
@@ -269,7 +269,7 @@ class AdoptedStorage(Storage):
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
         place = self.by_address.find(tensor)
-        if place is None or (self.on_device and (place[0].transient or place[0].claims is not None)):
+        if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
             return None
         r, offset = place
         r.wait_until_saved()
@@ -321,7 +321,7 @@ class AdoptedStorage(Storage):
     def keep(self, ranges: tuple[Range, ...]) -> None:
         """Make these the object's ranges, and enter their addresses into the process's table."""
         for r in ranges:
-            if r.claims is not None:
+            if r.moving_in is not None:
                 self.by_address.places.add(r)
             RANGES.add(self, r.layout.addresses.base, r.nbytes)
         self.by_address.set(ranges)

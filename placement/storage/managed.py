@@ -275,7 +275,7 @@ class ManagedStorage(AdoptedStorage):
         if self.is_consistent:
             return
         if self.on_device:
-            pending = [r for r in self.ranges if r.claims is not None]  # prepared for an offload that was not committed
+            pending = [r for r in self.ranges if r.moving_in is not None]  # prepared for an offload that was not committed
             for r in pending:
                 self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
@@ -295,7 +295,7 @@ class ManagedStorage(AdoptedStorage):
         """Have every page on the device. Where memory for that is gone, decide that the object is offloaded."""
         try:
             for r in self.ranges:
-                if r.claims is None:
+                if r.moving_in is None:
                     r.pages.settle(Side.DEVICE, chunk_pool)
         except DeviceMemoryError:
             for r in self.ranges:

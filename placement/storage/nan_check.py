@@ -143,7 +143,7 @@ class NanCheck:
         """Have the device read the samples of everything in place. Nothing waits for it."""
         asked = []
         for r in self._ranges.all if self.is_on and not self._readonly else ():
-            if r.transient or r.claims is not None:
+            if r.transient or r.moving_in is not None:
                 continue
             samples = _samples.get(r)
             if samples is None or samples.placed is not r.placed:

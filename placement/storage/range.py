@@ -62,7 +62,7 @@ class PlacedStorage:
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
-    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Adoptee, ...], transient: bool) -> None:
+    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
@@ -72,7 +72,7 @@ class Range:
         self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
-        self.claims: tuple[Adoptee, ...] | None = claims
+        self.moving_in: tuple[Adoptee, ...] | None = moving_in
         """The storages that have still to move in; None once every storage has its place."""
         self.placed: tuple[PlacedStorage, ...] = ()
         self._by_storage: dict[int, PlacedStorage] | None = None
@@ -106,15 +106,15 @@ class Range:
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""
-        if self.claims is None:
+        if self.moving_in is None:
             return
-        for index in range(len(self.claims)):
+        for index in range(len(self.moving_in)):
             self.layout.move_in(index)
         placed = []
-        for claim, offset in zip(self.claims, self.layout.offsets, strict=True):
-            ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # not claim.storage: rebinding has given the aliases another one
-            placed.append(PlacedStorage(claim.name, ref, offset, claim.nbytes))
-        self.placed, self.claims, self._by_storage = tuple(placed), None, None
+        for each, offset in zip(self.moving_in, self.layout.offsets, strict=True):
+            ref = StorageWeakRef(each.aliases[0].untyped_storage())  # not each.storage: rebinding has given the aliases another one
+            placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
+        self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
         self.layout.forget_adoptees()
 
     def forget(self, entry: PlacedStorage) -> None:
@@ -141,7 +141,7 @@ class Range:
     @property
     def is_alive(self) -> bool:
         """Whether any tensor still lies in the range, or is about to move in."""
-        return self.claims is not None or any(not placed.ref.expired() for placed in self.placed)
+        return self.moving_in is not None or any(not placed.ref.expired() for placed in self.placed)
 
     @property
     def slab(self) -> HostSlab:
@@ -238,7 +238,7 @@ class Places:
 
     def add(self, fresh: Range) -> None:
         """Add the tensors that are about to move into a new range."""
-        for adoptee, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
+        for adoptee, offset in zip(fresh.moving_in or (), fresh.layout.offsets, strict=True):
             self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
 
     def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ class Leaving:
     def adopt_new(self) -> None:
         """Start saving the new storages."""
         self.fresh, self.has_new_state = self.holding.adopt_new(drops=self.dropped is not None)
-        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
+        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.moving_in or ())
 
     def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
         """The part of `chosen` among neighbouring pages."""
@@ -487,7 +487,7 @@ class Exchange:
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
-            each.fresh = ()  # the ranges' claims hold the storages, which would count as references below
+            each.fresh = ()  # what moves into the ranges holds the storages, which would count as references below
         for each in leaving:
             each.holding.count_uses()
         if any(each.has_new_state for each in leaving):

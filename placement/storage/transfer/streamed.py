@@ -290,7 +290,7 @@ class StreamedStep:
             if bucket.unborn_bytes:
                 with without_modes():
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
-                    copied = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
+                    copied = {claim.storage._cdata for r in leaving for claim in r.moving_in or ()}
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)

@@ -54,7 +54,7 @@ class Verifier:
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
-                    if r.prints is None and not holding.on_device and r.claims is None:
+                    if r.prints is None and not holding.on_device and r.moving_in is None:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
@@ -82,12 +82,12 @@ class Verifier:
         Raises:
             IntegrityError: the bytes differ; the storages stay where they are.
         """
-        arrived = [(r, index) for r in fresh for index in range(len(r.claims or ()))] if self._mode != "off" else []
+        arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))] if self._mode != "off" else []
         if self._mode == "sample" and arrived:
             arrived = [self._random.choice(arrived)]
         for r, index in arrived:
-            assert r.claims is not None
-            claim = r.claims[index]
+            assert r.moving_in is not None
+            claim = r.moving_in[index]
             if not byte_view(claim.storage).cpu().equal(r.view(r.layout.offsets[index], claim.nbytes)):
                 raise IntegrityError(
                     f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
@@ -161,7 +161,7 @@ def mirror(holding: ManagedStorage) -> None:
     holding.device.sync()
     prints: list[tuple[Range, torch.Tensor]] = []
     for r in holding.ranges:
-        if r.transient or r.claims is not None:
+        if r.transient or r.moving_in is not None:
             continue
         _ = r.slab  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
         host_prints = None if r.prints is None else r.prints.cpu()
