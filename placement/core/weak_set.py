@@ -37,5 +37,8 @@ class WeakIdSet(Generic[T]):
     def __contains__(self, value: T) -> bool:
         return id(value) in self._references
 
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
     def __iter__(self) -> Iterator[T]:
         return iter([value for reference in list(self._references.values()) if (value := reference()) is not None])

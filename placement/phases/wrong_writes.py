@@ -40,7 +40,7 @@ class WrongWrites:
     def look_at_gradients(self) -> None:
         """Look at the version counters of gradients. Call it before anything is loaded: a load forgets them."""
         for handle, holding in self._offloaded():
-            if names := holding.take_written_gradients():
+            if names := holding.writes.take_gradients():
                 self._note_values(handle.name, names)
 
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
@@ -50,9 +50,9 @@ class WrongWrites:
         if is_damaged or at_counters:
             for handle, holding in self._offloaded():
                 with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
-                    if names := holding.written():
+                    if names := holding.writes.found():
                         self._note_values(handle.name, names)
-                        holding.forget_writes()
+                        holding.writes.forget()
         if is_damaged:
             self._note_damage(self._device.written_poison())
 
@@ -122,7 +122,7 @@ def _changed(holding: ManagedStorage) -> str:
     """The text of an error about tensors put in place of others or beside them, so that one error tells all; empty for none."""
     with suppress(PlacementError):  # as above
         try:
-            holding.storages.writes.new_unless_changed()
+            holding.writes.new_unless_changed()
         except IntegrityError as error:
             return str(error)
     return ""

@@ -136,7 +136,7 @@ class DiskTier(HostTier):
         ranges: dict[HostSlab, list[Range]] = {}
         for r in holding.ranges:
             ranges.setdefault(_whole(r.host), []).append(r)
-        aside, fixed_bytes, spills = holding.storages.reserved, 0, []
+        aside, fixed_bytes, spills = holding.scanner.reserved, 0, []
         if aside is not None and _whole(aside) not in ranges:
             fixed_bytes += aside.held_bytes
         for slab, having in ranges.items():
@@ -148,7 +148,7 @@ class DiskTier(HostTier):
                 spill = self._spills[slab] = Spill(slab, holding, handle.name, self._directory, handle.counters, self._keeper)
             for r in having:
                 r.spill = spill
-            is_sound = holding.is_consistent and holding.lost is None and all(r.claims is None for r in having)
+            is_sound = holding.is_consistent and holding.lost is None and all(r.moving_in is None for r in having)
             spill.drops = holding.on_device and (not holding.readonly or all(r.transient for r in having))
             spill.can_leave = is_sound and not slab.has_views and not any(r.has_early for r in having)
             spills.append(spill)
@@ -177,7 +177,7 @@ def _whole(slab: HostSlab) -> HostSlab:
 
 
 def _share(holding: ManagedStorage) -> HostShare:
-    ranges, reserved = holding.ranges, holding.storages.reserved_bytes
+    ranges, reserved = holding.ranges, holding.reserved_bytes
     shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
     own = sum(r.host.nbytes for r in ranges if not r.is_shared)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)

@@ -151,7 +151,7 @@ class Prefetcher:
         for name, most_bytes in plan.prefetch.items():
             storage = self._handles[name].holding if name in self._handles else None
             if storage is not None and storage.can_prefetch and not plan.on_device(name):
-                nbytes = storage.storages.device_bytes
+                nbytes = storage.device_bytes
                 yield storage, Wish(min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes)
 
 

@@ -232,8 +232,8 @@ class LoadGuard(_Guard):
             # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads. The error below reports these writes, so the next
             # phase transition must not report them again.
             holding.device.heal_poison()
-            holding.written()  # the look whose writes are forgotten
-            holding.forget_writes()
+            holding.writes.found()  # the look whose writes are forgotten
+            holding.writes.forget()
             advice += ". The values that torch wrote before this error are lost, and every value is as it was"
         refuse(handle, "given a state dict", advice)
 

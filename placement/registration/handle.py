@@ -20,6 +20,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import no_initial_step
 from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
+from placement.storage.scan import lasting_stray_references
 
 if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter
@@ -314,7 +315,7 @@ class Handle:
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""
         if (holding := self.holding) is not None and self.stray_references and holding.is_offloaded:
-            found = holding.lasting_stray_references()
+            found = lasting_stray_references(holding.stray_references)
             self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 
     def check_integrity(self) -> None:

@@ -202,7 +202,7 @@ class Registry:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
             holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
-                self.admit(handle, holding.storages.expected_host_bytes())
+                self.admit(handle, holding.expected_host_bytes())
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
@@ -243,8 +243,8 @@ class Registry:
         sizes = adapter.expected_sizes()
         parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         try:
-            self.admit(handle, holding.storages.host_bytes_for(sizes or (), parts))
-            holding.storages.reserve(sizes or (), parts)
+            self.admit(handle, holding.scanner.host_bytes_for(sizes or (), parts))
+            holding.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()
             raise

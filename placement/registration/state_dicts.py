@@ -22,7 +22,7 @@ from placement.core.torch_modes import without_modes
 from placement.registration.method_call import MethodCall
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.storage.poison import has_nan
+from placement.storage.nan_check import has_nan
 from placement.tensors.plain import (
     SEQUENCES,
     has_bytes,
@@ -49,12 +49,7 @@ _WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
 
 
 class StateDictCall(MethodCall):
-    """Stands in for `state_dict` of a module, a submodule or an optimizer.
-
-    Args:
-        handle: returns the handle; None once it is gone.
-        name: the method's name.
-    """
+    """Stands in for `state_dict` of a module, a submodule or an optimizer. `handle` returns None once the handle is gone."""
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str = "state_dict") -> None:
         super().__init__(handle, target, name)
@@ -130,11 +125,7 @@ def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
 
 
 def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut, *, is_inside: bool = False) -> Any:
-    """The value with readable tensors, also in attributes of objects in it.
-
-    Args:
-        is_inside: whether the value is inside such an object. Objects inside that one are left as they are.
-    """
+    """The value with readable tensors, also in attributes of objects in it, but not of objects inside these (`is_inside`)."""
     if isinstance(value, torch.Tensor):
         return hand_out(holding, value)
     if isinstance(value, dict):
@@ -162,18 +153,13 @@ def is_stateless(optimizer: Any) -> bool:
 
 def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
     """Whether a state dict has tensors in the ranges of the object, which means that it holds the object's own tensors."""
-    bases = [(r.layout.addresses.base, r.nbytes) for r in holding.ranges]
     tensors = [value for value in (state_dict.values() if isinstance(state_dict, Mapping) else ()) if isinstance(value, torch.Tensor)]
-    parts = [part.untyped_storage().data_ptr() for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
-    return any(0 <= address - base < nbytes for address in parts for base, nbytes in bases)
+    parts = [part for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
+    return any(RANGES.owner_of(part.untyped_storage().data_ptr()) is holding for part in parts)
 
 
 def _refuse_poison(handle: Handle, found: Any) -> None:
-    """Raise if a value was computed from poison, by code that reads past torch (a kernel given an address, another thread).
-
-    Raises:
-        NotResidentError: there is NaN among the computed values, but none in the host copies.
-    """
+    """Raise NotResidentError if there is NaN among the computed values, but none in the host copies: code has read past torch."""
     storages = [each.storage for each in (handle, *handle.owners)]
     computed = [
         (name, part)

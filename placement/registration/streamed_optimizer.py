@@ -186,11 +186,11 @@ class StreamedOptimizer:
         """Finish what an interrupted step has left, and report values that were written while they were offloaded."""
         holding, chunk_pool = self._holding, ChunkPool(self._holding.device)
         if self._adapter.follow_groups():
-            holding.storages.look_at_unborn()
+            holding.look_at_unborn()
         try:
             holding.make_consistent(chunk_pool)
-            holding.storages.writes.new_unless_changed()
-            holding.storages.drop(holding.storages.dead(), chunk_pool)
+            holding.writes.new_unless_changed()
+            holding.drop(holding.dead(), chunk_pool)
         finally:
             chunk_pool.release()
 
@@ -265,7 +265,7 @@ class StepParts:
 
     def _between(self, tensor: torch.Tensor, address: int, nbytes: int) -> Iterator[RangeChunk]:
         """The chunks behind bytes of a tensor's storage; none where it has its bytes in torch's own memory."""
-        found = self._holding.storages.by_address.find(tensor)
+        found = self._holding.by_address.find(tensor)
         if found is None or not nbytes:
             return
         r, base = found[0], found[0].layout.addresses.base

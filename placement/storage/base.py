@@ -7,21 +7,19 @@ Every handle has one storage from registration to its end, of one of four kinds:
 * `ExternalStorage`: the object's framework places the bytes; placement measures and guards them and never moves them.
 * `NotBuilt`: there is no object yet (the factory of a `Lazy` was not called), or the object is gone.
 
-Callers use this contract alone. Its defaults are the answers of a storage without host copy, ranges and tags.
+The defaults are the answers of a storage without host copy, ranges and tags.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from placement.core.errors import IntegrityError
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
-from placement.storage.pages import Behind
 
 if TYPE_CHECKING:
     from placement.storage.range import Range
@@ -29,6 +27,13 @@ if TYPE_CHECKING:
 
 class Storage(abc.ABC):
     """Where the bytes of one handle are. Any thread may read it; changing it needs the manager's lock."""
+
+    lost: str | None = None
+    """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
+    is_leaving = False
+    """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
+    kept_by_framework: tuple[tuple[str, int], ...] = ()
+    """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload."""
 
     # --- where the bytes are
 
@@ -44,17 +49,7 @@ class Storage(abc.ABC):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether values must be read from the host copy, because they are offloaded or about to be."""
-        return False
-
-    @property
-    def lost(self) -> str | None:
-        """Which values are lost, and since when; None while no value is lost."""
-        return None
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
+        """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
         return False
 
     # --- bytes
@@ -114,13 +109,8 @@ class Storage(abc.ABC):
         """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
 
-    @property
-    def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload."""
-        return ()
-
     def framework_memory(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of the same memory, asked of the framework now."""
+        """Like `kept_by_framework`, asked now, with what is found only by looking everywhere. For audits."""
         return iter(())
 
     def measure(self) -> None:
@@ -131,10 +121,12 @@ class Storage(abc.ABC):
 
     # --- tags, for engines that place their own memory
 
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """The parts that can be loaded and offloaded independently."""
-        return ()
+    tags: tuple[str, ...] = ()
+    """The parts that can be loaded and offloaded independently."""
+    keeps_weights = True
+    """Whether the weights survive an offload."""
+    stale: str | None = None
+    """Why the weights are invalid until they are published again; None while they are valid."""
 
     @property
     def resident_tags(self) -> frozenset[str]:
@@ -149,16 +141,6 @@ class Storage(abc.ABC):
     def bytes_by_tag(self) -> Mapping[str, int]:
         """Device bytes of each tag; 0 while the figure is not known."""
         return NO_TAGS
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the weights survive an offload."""
-        return True
-
-    @property
-    def stale(self) -> str | None:
-        """Why the weights are invalid until they are published again; None while they are valid."""
-        return None
 
     # --- the host copy
 
@@ -231,7 +213,7 @@ class Storage(abc.ABC):
 
 
 class NotBuilt(Storage):
-    """The storage of a handle without an object."""
+    """The storage of a handle without an object, with which nothing can disagree."""
 
     on_device = False
     num_bytes = 0
@@ -240,8 +222,7 @@ class NotBuilt(Storage):
     def is_consistent_in(self, state: State) -> bool:
         return True
 
-    def check(self, name: str, state: State) -> None:
-        """Do nothing: without an object nothing can disagree."""
+    def check(self, name: str, state: State) -> None: ...
 
 
 class ExternalStorage(Storage):
@@ -255,42 +236,19 @@ class ExternalStorage(Storage):
     """Always true: the framework places the bytes. The handle's states say what the user may do, not where the bytes are."""
     num_bytes = 0
     """Always 0: placement does not have to free memory for the object."""
+    resident_bytes = 0
+    """Bytes of the object's tensors on the device, as of the last `measure`."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._resident_bytes = 0
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the object's tensors on the device, as of the last `measure`."""
-        return self._resident_bytes
 
     def measure(self) -> None:
         """Count the bytes that the object has on an accelerator now, each torch storage once."""
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
-        self._resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
+        self.resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
 
     def is_consistent_in(self, state: State) -> bool:
         return True
 
     def check(self, name: str, state: State) -> None:
         """Do nothing: the framework answers for its own bytes."""
-
-
-def check_ranges(name: str, state: State, ranges: Sequence[Range], *, on_device: bool) -> None:
-    """Compare the memory behind ranges with what the state needs: every chunk on the device, or none.
-
-    Raises:
-        IntegrityError: a range has other chunks, a slab that is too short, or storages that never moved in.
-    """
-    for index, r in enumerate(ranges):
-        sizes = tuple(chunk.nbytes for index in r.pages.at(Behind.OWN) if (chunk := r.pages.table[index].memory) is not None)
-        wanted = r.chunk_sizes if on_device else ()
-        if sizes != wanted:
-            raise IntegrityError(
-                f"{name!r} is {state}, so range {index} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
-            )
-        if r.host.nbytes < r.nbytes:
-            raise IntegrityError(f"{name!r}: range {index} has {r.nbytes} bytes, but its host slab has only {r.host.nbytes}")
-        if r.claims is not None:
-            raise IntegrityError(f"{name!r}: {len(r.claims)} storages were never moved into range {index}")

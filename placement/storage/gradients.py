@@ -15,9 +15,9 @@ from placement.tensors.plain import parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
 
 
-def _parts(gradient: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The dense tensors that hold a gradient's bytes."""
-    return sparse_parts(gradient, "") if is_sparse(gradient) else parts_of(gradient, "")
+def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The paths and dense tensors that hold a tensor's bytes."""
+    return sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, "")
 
 
 class Gradients:
@@ -30,14 +30,14 @@ class Gradients:
         """The tensors that hold the gradients' bytes, by identity."""
         gradients = [owner.grad for owner in self._adapter.with_gradients() if owner.grad is not None]
         gradients += itertools.chain.from_iterable(each.unreduced_gradients() for each in self._adapter.frameworks)
-        return {id(part): part for gradient in gradients for _, part in _parts(gradient)}
+        return {id(part): part for gradient in gradients for _, part in dense_parts(gradient)}
 
     def besides(self, adoptees: Iterable[Adoptee]) -> list[Adoptee]:
         """The adoptees, among these transient ones, that hold anything but gradients."""
         dead = self.tensors()
         # A sparse gradient's parts are new objects at each access, so they are known by their storages, which nothing else uses.
         owners = self._adapter.with_gradients()
-        sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in _parts(owner.grad)]
+        sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in dense_parts(owner.grad)]
         theirs = {part.untyped_storage()._cdata for part in sparse}
         lent = lent_gradients()
         return [
@@ -72,7 +72,7 @@ class Gradients:
     def drop_in(self, storages: Set[int]) -> None:
         """Set the gradients that lie in these storages (`_cdata`) to None."""
         for owner in self._adapter.with_gradients():
-            if owner.grad is not None and any(part.untyped_storage()._cdata in storages for _, part in _parts(owner.grad)):
+            if owner.grad is not None and any(part.untyped_storage()._cdata in storages for _, part in dense_parts(owner.grad)):
                 owner.grad = None
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:

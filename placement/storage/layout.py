@@ -21,11 +21,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices.adoption import Adopter, Pool, Way
+from placement.devices.adoption import Adopter, Pool, Way, can_swap
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
-from placement.storage.point import point_all
-from placement.tensors.plain import Owned
+from placement.tensors.plain import Owned, as_lazy_as
 
 ALIGNMENT = 512
 """The alignment of storages, in bytes from the beginning of a range."""
@@ -57,7 +56,15 @@ class Adoptee:
 
 
 class RangeLayout:
-    """Places for storages in a new range, with poison behind it. Made by `prepare`, which moves nothing yet.
+    """Places for storages in a new range, with poison behind it. Making it touches no tensor.
+
+    Args:
+        reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
+
+    Raises:
+        RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be rebound;
+            a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
+        DeviceMemoryError: no addresses are left.
 
     Attributes:
         addresses: the range.
@@ -66,7 +73,7 @@ class RangeLayout:
         ways: the way in which each adoptee gets to its place.
     """
 
-    def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses]) -> None:
+    def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> None:
         self._device = device
         self._adoptees = tuple(adoptees)
         self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
@@ -78,7 +85,7 @@ class RangeLayout:
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
         used = device.adopter.pooled_bytes([self._sizes[i] for i in pooled])
         places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
-        self.addresses: Addresses = reserve(self.nbytes)
+        self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
         self._pool: Pool | None = None
         self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
@@ -116,20 +123,6 @@ class RangeLayout:
     def forget_adoptees(self) -> None:
         """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
         self._adoptees = ()
-
-
-def prepare(device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> RangeLayout:
-    """Reserve a place for every storage, with poison behind it. No tensor is touched.
-
-    Args:
-        reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
-
-    Raises:
-        RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be rebound;
-            a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
-        DeviceMemoryError: no addresses are left.
-    """
-    return RangeLayout(device, adoptees, reserve or device.reserve)
 
 
 class Sizing(Protocol):
@@ -187,6 +180,93 @@ def _refuse_unknown(adoptee: Adoptee) -> None:
             f"{adoptee.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
             "state dict, a detached copy, a live graph), or move the object to the device before you register it."
         )
+
+
+# --- pointing tensors and storages to memory
+
+
+Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+"""Dtype, storage offset, size and strides of a tensor."""
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+
+def over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
+    """A new tensor of this form over a storage."""
+    dtype, offset, size, stride = form
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A uint8 tensor over a whole storage."""
+    return over(storage, (torch.uint8, 0, torch.Size((storage.nbytes(),)), (1,)))
+
+
+def point(tensor: torch.Tensor, home: torch.UntypedStorage, form: Form) -> None:
+    """Point one tensor to a part of a storage by `.data =`. It stays an inference tensor if it is one."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # torch gives an inference tensor nothing but another one's data
+        tensor.data = as_lazy_as(tensor, over(home, form))
+
+
+def point_all(tensors: Iterable[torch.Tensor], home: torch.UntypedStorage) -> None:
+    """Point tensors to a storage, each in its present form. Idempotent."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() != home.data_ptr():
+                point(tensor, home, form_of(tensor))
+
+
+def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
+    """Give a storage, for everybody who uses it, the memory of another one of any size. False where torch cannot."""
+    if storage.device != home.device or not can_swap():
+        return False
+    if storage.nbytes() != home.nbytes():  # torch swaps only storages of one size, or with an empty one
+        storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
+    storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+    return True
+
+
+def move_out(
+    device: Device,
+    storage: torch.UntypedStorage,
+    aliases: Sequence[torch.Tensor],
+    target: torch.device,
+    fill: Callable[[torch.Tensor], None],
+    homes: dict[int, torch.UntypedStorage] | None = None,
+) -> None:
+    """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
+
+    If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a
+    tensor that is not among them stays in the range.
+
+    Args:
+        fill: writes the bytes into a uint8 tensor of the storage's size on `target`.
+        homes: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
+
+    Raises:
+        torch.OutOfMemoryError: no memory on the target; nothing changed.
+    """
+    nbytes = storage.nbytes()
+    if nbytes == 0:
+        return
+    follows = storage.device == target == device.torch_device
+    if follows and device.adopter.way(storage) == "pool":
+        device.adopter.reallocate(storage)
+        fill(byte_view(storage))
+        return
+    homes = {} if homes is None else homes
+    home = homes.get(storage.data_ptr())
+    if home is None:
+        home = torch.UntypedStorage(nbytes, device=target)
+        fill(byte_view(home))
+    if not (follows and exchange(storage, home)):
+        homes[storage.data_ptr()] = home
+        point_all(aliases, home)
+
+
+# --- who owns an address
 
 
 T = TypeVar("T")

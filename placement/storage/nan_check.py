@@ -15,16 +15,20 @@ from datetime import UTC, datetime
 import torch
 
 from placement.core.errors import IntegrityError
-from placement.devices.base import Device
-from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee
-from placement.storage.object_storages import ObjectStorages
-from placement.storage.point import Form, form_of, over
-from placement.storage.poison import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
-from placement.storage.range import PlacedStorage, Range
-from placement.storage.scan import Place
+from placement.devices.base import POISON_WORD, Device
+from placement.storage.layout import Adoptee, Form, form_of, over
+from placement.storage.range import ObjectRanges, Place, PlacedStorage, Range
 from placement.tensors.plain import plain_parts
 
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMBERS = sorted(
+    {
+        int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
+        for width in SIGNED
+        for start in range(0, len(POISON_WORD), width)
+    }
+)
+"""The signed integers that poison reads as, in every width, and as which they come out of a conversion (to a narrower type: -1)."""
 _SAMPLES = 8
 _PIECE = 1 << 24
 """The elements that are looked at together. It bounds the memory that a look in full takes."""
@@ -36,6 +40,54 @@ _CAUSES = (
     "a reset from it): do that in a phase that has both on the device. Or the training diverged: load a checkpoint, with the optimizer's "
     "state. nan_check=False in the manager's settings turns this check off."
 )
+
+
+# --- poison as a program reads it: NaN in every type that has it, else a few numbers
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a type that has no NaN, or one byte, has the numbers of poison and no others."""
+    if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
+        return False
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(SIGNED[tensor.dtype.itemsize])
+    return bool(are_poison(numbers).all().item())
+
+
+def are_poison(numbers: torch.Tensor) -> torch.Tensor:
+    """Whether each of these signed integers is one of those that poison reads as."""
+    found = torch.zeros_like(numbers, dtype=torch.bool)
+    for number in _NUMBERS:
+        if number >= torch.iinfo(numbers.dtype).min:
+            found |= numbers == number
+    return found
+
+
+def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
+    """Whether any element of a tensor is NaN. False for a type without NaN.
+
+    With `throughout`, whether all are, but for one in eight: float8 poison, and values computed from it, read so (see `POISON_WORD`).
+    """
+    if not tensor.numel():
+        return False
+    nan = are_nan(tensor)
+    if throughout:
+        return tensor.numel() - int(nan.sum().item()) <= (tensor.numel() + 1) // 8
+    return bool(nan.any().item())
+
+
+def are_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether each element is NaN; none is in a type without NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is torch.float4_e2m1fn_x2:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    return (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# --- the look at an object
 
 
 class Samples:
@@ -75,12 +127,12 @@ class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
 
     Args:
-        storages: the object's ranges, and its tensors that have none yet.
+        kind: the object's kind.
         readonly: whether the host copy is never replaced.
     """
 
-    def __init__(self, storages: ObjectStorages, device: Device, adapter: Adapter, *, readonly: bool) -> None:
-        self._storages, self._device, self._adapter, self._readonly = storages, device, adapter, readonly
+    def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool) -> None:
+        self._ranges, self._device, self._kind, self._readonly = ranges, device, kind, readonly
         self.is_on = True
         """Whether anything is looked at (`Settings.nan_check`)."""
         self._put_right: list[str] = []
@@ -92,12 +144,12 @@ class NanCheck:
     def ask(self) -> Asked:
         """Have the device read the samples of everything in place. Nothing waits for it."""
         asked = []
-        for r in self._storages.ranges if self.is_on and not self._readonly else ():
-            if r.transient or r.claims is not None:
+        for r in self._ranges.all if self.is_on and not self._readonly else ():
+            if r.transient or r.moving_in is not None:
                 continue
             samples = _samples.get(r)
             if samples is None or samples.placed is not r.placed:
-                samples = _samples[r] = Samples(r, self._storages.places([r]), self._device.torch_device)
+                samples = _samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
             words = self._device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
             asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
         return asked
@@ -114,7 +166,7 @@ class NanCheck:
     def refuse(self) -> None:
         """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
         if names := [name for name, place in self._gone(self.ask()).items() if not _lacks_values(place)]:
-            what = f"{listed(names)} of {self._storages.name!r} were numbers and are NaN throughout. No checkpoint was written."
+            what = f"{listed(names)} of {self._ranges.name!r} were numbers and are NaN throughout. No checkpoint was written."
             raise IntegrityError(f"{what} {_CAUSES}")
 
     def refuse_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -122,17 +174,13 @@ class NanCheck:
         parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
         if nan := [str(tuple(part.shape)) for part in parts if self.is_on and _is_gone(part)]:
             raise IntegrityError(
-                f"{len(nan)} gradients of the parameters that {self._storages.name!r} steps are NaN throughout (shapes {listed(nan)}). "
+                f"{len(nan)} gradients of the parameters that {self._ranges.name!r} steps are NaN throughout (shapes {listed(nan)}). "
                 f"Nothing was stepped. {_CAUSES}"
             )
 
     def take(self, since_timestamp_seconds: float) -> str:
-        """Words for an error about all that was found in the object, which is forgotten; empty if nothing was.
-
-        Args:
-            since_timestamp_seconds: when it was offloaded before.
-        """
-        name, told = self._storages.name, []
+        """Words for an error about all that was found since the last offload, which is forgotten; empty if nothing was."""
+        name, told = self._ranges.name, []
         since = datetime.fromtimestamp(since_timestamp_seconds, UTC).isoformat(timespec="seconds")
         if self._put_right:
             told.append(
@@ -150,10 +198,11 @@ class NanCheck:
         Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
         """
         owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
-        places = self._storages.places(self._storages.ranges) if owned else {}
+        places = self._ranges.named_places() if owned else {}
         for each in owned:
             place = places.get(each.name)
-            if place is not None or (self._adapter.kind == "optimizer" and not self._storages.writes.was_told(each.tensor)):
+            is_told = each.tensor.untyped_storage()._cdata in self._ranges.told
+            if place is not None or (self._kind == "optimizer" and not is_told):
                 now = over(each.tensor.untyped_storage(), form_of(each.tensor))
                 if _is_gone(now) and (place is None or _was_numbers(place)):
                     self._go_back(each.name, now, place)

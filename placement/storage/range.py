@@ -1,10 +1,12 @@
-"""One range of a handle: addresses that last for the handle's life, a host slab of the same layout, and the storages in it."""
+"""The ranges of a handle: addresses that last for its life, host slabs of the same layout, and the storages and tensors in them."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,8 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
+from placement.storage.layout import AddressMap, Adoptee, Form, RangeLayout, chunk_sizes
 from placement.storage.pages import Pages
+from placement.tensors.plain import Outline, Owned, is_wrapper
+
+_NAME = operator.attrgetter("name")
+_TENSOR = operator.attrgetter("tensor")
+_STORAGE = torch.Tensor.untyped_storage
+_ADDRESS = torch.UntypedStorage.data_ptr
+_DTYPE = operator.attrgetter("dtype")
+_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
+_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
+_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 if only weak references are left."""
@@ -47,22 +59,10 @@ class PlacedStorage:
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
-class RangesByAddress(AddressMap["Range"]):
-    """Finds the range that an address lies in. Both the device addresses of a range and its slab are looked up."""
-
-    def __init__(self, ranges: tuple[Range, ...]) -> None:
-        self.ranges = ranges
-        super().__init__((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
-
-    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The range that a tensor's storage lies in, and the storage's offset there; None where it lies in none."""
-        return self.at(tensor.untyped_storage().data_ptr())
-
-
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
-    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Adoptee, ...], transient: bool) -> None:
+    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
@@ -72,7 +72,7 @@ class Range:
         self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
-        self.claims: tuple[Adoptee, ...] | None = claims
+        self.moving_in: tuple[Adoptee, ...] | None = moving_in
         """The storages that have still to move in; None once every storage has its place."""
         self.placed: tuple[PlacedStorage, ...] = ()
         self._by_storage: dict[int, PlacedStorage] | None = None
@@ -106,15 +106,15 @@ class Range:
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""
-        if self.claims is None:
+        if self.moving_in is None:
             return
-        for index in range(len(self.claims)):
+        for index in range(len(self.moving_in)):
             self.layout.move_in(index)
         placed = []
-        for claim, offset in zip(self.claims, self.layout.offsets, strict=True):
-            ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # not claim.storage: rebinding has given the aliases another one
-            placed.append(PlacedStorage(claim.name, ref, offset, claim.nbytes))
-        self.placed, self.claims, self._by_storage = tuple(placed), None, None
+        for each, offset in zip(self.moving_in, self.layout.offsets, strict=True):
+            ref = StorageWeakRef(each.aliases[0].untyped_storage())  # not each.storage: rebinding has given the aliases another one
+            placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
+        self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
         self.layout.forget_adoptees()
 
     def forget(self, entry: PlacedStorage) -> None:
@@ -141,13 +141,11 @@ class Range:
     @property
     def is_alive(self) -> bool:
         """Whether any tensor still lies in the range, or is about to move in."""
-        return self.claims is not None or any(not placed.ref.expired() for placed in self.placed)
+        return self.moving_in is not None or any(not placed.ref.expired() for placed in self.placed)
 
     @property
     def slab(self) -> HostSlab:
-        """The host copy, complete, for whoever uses its addresses: it stays in host memory until the next phase transition is over.
-
-        This waits for bytes that are still on their way there, from the device or from a disk.
+        """The host copy, complete: it stays in host memory until the next phase transition is over. Waits for bytes on their way there.
 
         Raises:
             HostMemoryError: there is not enough memory for bytes that are on disk.
@@ -204,13 +202,98 @@ class Range:
 
     def outside(self) -> list[PlacedStorage]:
         """The relocated storages: alive, but not at their place, because somebody changed their pointer."""
-        found = []
-        for entry in self.placed:
-            storage = entry.storage()
-            if storage is not None and storage.data_ptr() != self.layout.addresses.base + entry.offset:
-                found.append(entry)
-        return found
+        base, alive = self.layout.addresses.base, [(entry, entry.storage()) for entry in self.placed]
+        return [entry for entry, storage in alive if storage is not None and storage.data_ptr() != base + entry.offset]
 
 
 RangeChunk = tuple[Range, int]
 """A chunk of a range, by its index."""
+
+
+class Place(NamedTuple):
+    """The range, the adopted storage and the form that belong to one name."""
+
+    range: Range
+    entry: PlacedStorage
+    form: Form
+
+
+class Places:
+    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self._forms: dict[str, tuple[int, Form]] = {}
+        """The address of the storage, and the form, by the tensor's name."""
+        self._outlines: dict[str, Outline] = {}
+        """The outlines of wrappers, by the names of their parts."""
+        self._other_names: Mapping[str, str] = {}
+
+    def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
+        """Replace everything known by these tensors, which are at their places now.
+
+        There may be tens of thousands, so functions implemented in C do the work.
+        """
+        self._forms, self._outlines, self._other_names = {}, {}, other_names
+        self._add(in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, in_place)))))
+
+    def add(self, fresh: Range) -> None:
+        """Add the tensors that are about to move into a new range."""
+        for adoptee, offset in zip(fresh.moving_in or (), fresh.layout.offsets, strict=True):
+            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
+
+    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
+        tensors = list(map(_TENSOR, found))
+        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
+        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
+        outlines: dict[int, Outline] = {}
+        for owned in found:
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
+                if id(owned.wrapper) not in outlines:
+                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
+                self._outlines[owned.name] = outlines[id(owned.wrapper)]
+
+    def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
+        """The places in these ranges, by the tensor's name."""
+        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
+        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
+        return {other: found[name] for other, name in self._others(found) if other not in found} | found
+
+    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
+        others: dict[str, list[str]] = {}
+        for other, first in self._other_names.items():
+            others.setdefault(first, []).append(other)
+        for name in names if others else ():
+            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
+                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+
+    def outlines(self) -> dict[str, Outline]:
+        """The outlines of wrappers, by the names of their parts."""
+        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
+
+
+class ObjectRanges:
+    """The ranges of one object, and the places of its tensors there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.places = Places()
+        self.told: dict[int, StorageWeakRef] = {}
+        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
+        self.set(())
+
+    def set(self, ranges: tuple[Range, ...]) -> None:
+        self.all = ranges
+        self._map = AddressMap((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
+
+    def at(self, address: int) -> tuple[Range, int] | None:
+        """The range that an address lies in, behind its own addresses or in its slab, and the offset there; None for no range."""
+        return self._map.at(address)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The same of the beginning of a tensor's storage."""
+        return self._map.at(tensor.untyped_storage().data_ptr())
+
+    def named_places(self) -> dict[str, Place]:
+        """The place of each tensor, by name."""
+        return self.places.within(self.all)

@@ -43,12 +43,9 @@ from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, HostSlab, Mark, SharedSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee, Owner, RangeLayout, prepare
+from placement.storage.layout import Adoptee, Owner, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import NanCheck
-from placement.storage.object_storages import ObjectStorages
 from placement.storage.pages import Behind
-from placement.storage.point import byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -221,10 +218,10 @@ class SharedScanner(StorageScanner):
         shared, own = self._divide(adoptees)
         if not shared:
             raise RegistrationError(
-                f"{self._name!r} has no frozen parameters, so there is nothing to share; add readonly=True if it never changes on any "
+                f"{self.name!r} has no frozen parameters, so there is nothing to share; add readonly=True if it never changes on any "
                 "rank, or register it without replicated=True"
                 if own
-                else f"{self._name!r} has no tensors, so there is nothing to share; register it without replicated=True"
+                else f"{self.name!r} has no tensors, so there is nothing to share; register it without replicated=True"
             )
         return self._adopt_together(shared), *super().adopt_first(own)
 
@@ -246,7 +243,7 @@ class SharedScanner(StorageScanner):
             GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
         """
         device, ranks, shares = self._device, self._ranks, self._ranks.shares
-        layout = prepare(device, adoptees, self._addresses)
+        layout = RangeLayout(device, adoptees, self._addresses)
         nbytes = used_bytes(layout.nbytes)
         prints = _fingerprints(adoptees)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))
@@ -273,7 +270,7 @@ class SharedScanner(StorageScanner):
             return opened_file(path)
         except (OSError, ValueError) as error:
             raise RegistrationError(
-                f"{self._name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on one "
+                f"{self.name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on one "
                 "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
             ) from error
 
@@ -294,7 +291,7 @@ class SharedScanner(StorageScanner):
         others = _minority(layouts)
         if others:
             raise RegistrationError(
-                f"{self._name!r} cannot be replicated: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} "
+                f"{self.name!r} cannot be replicated: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} "
                 f"has other tensors than the rest (names, shapes, dtypes, device, order). Build the same model on every "
                 "rank and on the same kind of device, or register it without replicated=True."
             )
@@ -303,7 +300,7 @@ class SharedScanner(StorageScanner):
         for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
             others = _minority(table[:, column].tolist())
             raise RegistrationError(
-                f"{self._name!r} cannot be replicated: {names[column]!r} has other bytes on rank{'s' if len(others) > 1 else ''} "
+                f"{self.name!r} cannot be replicated: {names[column]!r} has other bytes on rank{'s' if len(others) > 1 else ''} "
                 f"{', '.join(map(str, others))} than on the rest. Load the same values on every rank before you register it, or register "
                 "it without replicated=True."
             )
@@ -317,12 +314,12 @@ class SharedScanner(StorageScanner):
             self._ranks.gather(out)
         except RuntimeError as error:
             raise RegistrationError(
-                f"{self._name!r} cannot be replicated: an all-gather on {self._device.torch_device} failed: {error}. The process group "
+                f"{self.name!r} cannot be replicated: an all-gather on {self._device.torch_device} failed: {error}. The process group "
                 "needs a backend for that device (nccl for CUDA, gloo for the CPU)."
             ) from error
         if (found := out.tolist()) != [*range(shares.world_size)]:
             raise RegistrationError(
-                f"{self._name!r} cannot be replicated: the process group has the ranks in another order than the manager's group: {found}. "
+                f"{self.name!r} cannot be replicated: the process group has the ranks in another order than the manager's group: {found}. "
                 "Pass replicated=a process group whose ranks are in the same order."
             )
 
@@ -406,9 +403,7 @@ class ReplicatedStorage(ManagedStorage):
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks) -> None:
-        super().__init__(device, adapter, name, readonly)
-        self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks, readonly=readonly))
-        self.nan_check = NanCheck(self.storages, device, adapter, readonly=readonly)
+        super().__init__(device, adapter, name, readonly, SharedScanner(device, adapter, name, self, ranks, readonly=readonly))
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
@@ -485,7 +480,7 @@ class ReplicatedStorage(ManagedStorage):
             own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
             self._give_up(f"its frozen parameters changed on this rank, which has a host copy of {r.nbytes:,} bytes of its own from now on")
             r.leave_shared(own)
-            self.storages.find_host_copies()
+            self.by_address.set(self.ranges)
 
     def before_forced_offload(self, r: Range) -> None:
         if r.is_shared and not self.readonly and self._has_changed(r):
@@ -497,7 +492,7 @@ class ReplicatedStorage(ManagedStorage):
         """Whether any chunk that a range has on the device differs from the host copy."""
         prints = None if r.prints is None else r.prints.cpu()
         held = r.pages.at(Behind.OWN)
-        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)
+        return prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)
 
     # --- who takes part
 

@@ -24,31 +24,16 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare
-from placement.storage.point import Form, byte_view
-from placement.storage.range import PlacedStorage, Range, storage_use_count, used_bytes
-from placement.tensors.plain import Outline, Owned, is_wrapper
-from placement.tensors.sparse import is_sparse
+from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, RangeLayout, byte_view, expected_bytes
+from placement.storage.range import ObjectRanges, PlacedStorage, Range, storage_use_count, used_bytes
+from placement.storage.state_dicts import StateDictTensors
+from placement.tensors.plain import Owned, align_all
+from placement.tensors.sparse import is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
-_NAME = operator.attrgetter("name")
-_TENSOR = operator.attrgetter("tensor")
 _STORAGE = torch.Tensor.untyped_storage
-_ADDRESS = torch.UntypedStorage.data_ptr
-_DTYPE = operator.attrgetter("dtype")
-_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
-_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
-_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
 """The waits for stray references to go away before they are reported, in processes with a process group."""
-
-
-class Place(NamedTuple):
-    """The range, the adopted storage and the form that belong to one name."""
-
-    range: Range
-    entry: PlacedStorage
-    form: Form
 
 
 class Relocated(NamedTuple):
@@ -68,67 +53,9 @@ class Scan(NamedTuple):
     relocated: list[Relocated]
     in_place: Sequence[Owned] | None = None
     """The tensors that are at their places; None where a quick look has shown that nothing changed."""
-    other_names: Mapping[str, str] = {}
-    """See `Adapter.other_names`."""
 
     def __bool__(self) -> bool:
         return bool(self.stay or self.transient or self.relocated)
-
-
-class Places:
-    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
-
-    def __init__(self) -> None:
-        self._forms: dict[str, tuple[int, Form]] = {}
-        """The address of the storage, and the form, by the tensor's name."""
-        self._outlines: dict[str, Outline] = {}
-        """The outlines of wrappers, by the names of their parts."""
-        self._other_names: Mapping[str, str] = {}
-
-    def note(self, born: Scan) -> None:
-        """Replace everything known by the tensors that are at their places now.
-
-        There may be tens of thousands, so functions implemented in C do the work.
-        """
-        if born.in_place is None:
-            return
-        self._forms, self._outlines, self._other_names = {}, {}, born.other_names
-        self._add(born.in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, born.in_place)))))
-
-    def add(self, fresh: Range) -> None:
-        """Add the tensors that are about to move into a new range."""
-        for adoptee, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
-            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
-
-    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
-        tensors = list(map(_TENSOR, found))
-        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
-        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
-        outlines: dict[int, Outline] = {}
-        for owned in found:
-            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
-                if id(owned.wrapper) not in outlines:
-                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
-                self._outlines[owned.name] = outlines[id(owned.wrapper)]
-
-    def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        """The places in these ranges, by the tensor's name."""
-        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
-        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
-        return {other: found[name] for other, name in self._others(found) if other not in found} | found
-
-    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
-        others: dict[str, list[str]] = {}
-        for other, first in self._other_names.items():
-            others.setdefault(first, []).append(other)
-        for name in names if others else ():
-            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
-                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
-
-    def outlines(self) -> dict[str, Outline]:
-        """The outlines of wrappers, by the names of their parts."""
-        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
 
 
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
@@ -137,20 +64,14 @@ _BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
 
 
 def alias_tables() -> list[dict[int, int]]:
-    """For each registered object: how many of its tensors use each storage (`_cdata`), as of the last look at the object.
-
-    No table is ever changed: a look that finds other numbers makes another table.
-    """
+    """The `aliases` of each registered object. No table is ever changed: a look that finds other numbers makes another."""
     return [scanner.aliases for scanner in _SCANNERS]
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
-    """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object.
-
-    A storage may have tensors of several objects: an optimizer has a main shard in its module's buffer.
-    """
+    """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object."""
     total = [0] * len(storages)
-    for table in alias_tables():  # an offload asks for tens of thousands of storages, so functions implemented in C do the work
+    for table in alias_tables():
         total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
 
@@ -169,7 +90,7 @@ def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
 
 def stepped() -> Iterator[torch.Tensor]:
     """The parameters that registered optimizers step. An optimizer holds them even when their module is gone."""
-    return (tensor for scanner in _SCANNERS for tensor in scanner.stepped())
+    return (tensor for scanner in _SCANNERS for tensor in scanner.adapter.stepped())
 
 
 def lent_gradients() -> set[int]:
@@ -188,8 +109,10 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
             f"{owned.name!r} of {name!r} is registered in another manager of this process, as {owner!r} too; a storage has "
             "one owner. Use that manager, or unregister it there first (close() does that for all handles of a manager)."
         )
-    advice = "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk. "
-    advice += "Else give it a copy (clone())."
+    advice = (
+        "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk. "
+        "Else give it a copy (clone())."
+    )
     if kind == "optimizer":
         advice = (
             "State may lie in the modules that its optimizer steps; give it a copy of anything else (clone()). Register optimizers that "
@@ -204,7 +127,7 @@ class Versions(NamedTuple):
     """The version counters of an object's tensors at one look, by storage (`_cdata`)."""
 
     sums: Mapping[int, int]
-    """The sum over all tensors in the storage. Views share a counter, but a tensor bound by `.data =` has its own."""
+    """Over all tensors in the storage: views share a counter, but a tensor bound by `.data =` has its own."""
     counts: Mapping[int, int]
     """How many tensors the sum is over."""
 
@@ -230,44 +153,35 @@ class _Found:
         self.state_dict_tensors: list[torch.Tensor] = []
 
     def add(self, owned: Owned) -> None:
-        """Add a tensor. The first one names the storage, so a tensor without elements is not left in front of one that has some."""
-        if self.owned and not self.owned[0].tensor.numel():
-            self.owned.insert(0, owned)
-        else:
-            self.owned.append(owned)
+        """The first tensor names the storage, so one without elements is not left in front of one that has some."""
+        self.owned.insert(0 if self.owned and not self.owned[0].tensor.numel() else len(self.owned), owned)
 
     def adoptee(self) -> Adoptee:
-        return Adoptee(
-            self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.state_dict_tensors), tuple(self.owned)
-        )
+        aliases = (*(each.tensor for each in self.owned), *self.state_dict_tensors)
+        return Adoptee(self.owned[0].name, self.storage, aliases, tuple(self.owned))
 
 
 class _Walk:
-    """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`).
-
-    Attributes:
-        storages: the storage of each tensor, in the adapter's order.
-        in_place: the tensors whose storages are adopted and at their places.
-        elsewhere: adopted storages that are not at their places.
-        new: storages that are not adopted and not empty.
-        aliases: how many tensors use each storage.
-        sums, counts: see `Versions`; of adopted storages.
-        references: weak references to the keys of `aliases`.
-    """
+    """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`)."""
 
     def __init__(self, tensors: Iterable[Owned], ranges: Sequence[Range]) -> None:
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
         addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
         places = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         # There may be tens of thousands of tensors, so the loop has local names.
-        storages: list[int] = []
-        in_place: list[Owned] = []
-        references = [entry.ref for r in ranges for entry in r.placed]
-        sums: dict[int, int] = {}
-        counts: dict[int, int] = {}
-        aliases: dict[int, int] = {}
-        new: dict[int, _Found] = {}
-        elsewhere: dict[int, _Found] = {}
+        self.storages = storages = list[int]()
+        """The storage of each tensor, in the adapter's order."""
+        self.in_place = in_place = list[Owned]()
+        """The tensors whose storages are adopted and at their places."""
+        self.elsewhere = elsewhere = dict[int, _Found]()
+        """Adopted storages that are not at their places."""
+        self.new = new = dict[int, _Found]()
+        """Storages that are not adopted and not empty."""
+        self.aliases = aliases = dict[int, int]()
+        """How many tensors use each storage."""
+        self.references = references = [entry.ref for r in ranges for entry in r.placed]
+        """Weak references to the keys of `aliases`."""
+        sums, counts = dict[int, int](), dict[int, int]()
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
@@ -284,22 +198,23 @@ class _Walk:
                 in_place.append(owned)
             else:
                 elsewhere.setdefault(key, _Found(storage)).add(owned)
-        self.storages, self.in_place, self.references, self.new, self.elsewhere = storages, in_place, references, new, elsewhere
-        self.sums, self.counts, self.aliases = sums, counts, aliases
+        self.versions = Versions(sums, counts)
 
 
 class StorageScanner:
-    """Finds and adopts the new storages of one object: at registration, at its offloads, and when it is loaded.
+    """Knows the storages of one object: its ranges, what lies in them, and what lies outside. Makes ranges for new storages.
 
     Args:
-        owner: the owner of the new ranges in the process's table (`RANGES`).
+        owner: the owner of the ranges in the process's table (`RANGES`).
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
         self._device = device
-        self._adapter = adapter
-        self._name = name
+        self.adapter = adapter
+        self.name = name
         self._owner = weakref.ref(owner)
+        self.ranges = ObjectRanges(name)
+        self.state_dict_tensors = StateDictTensors(device, adapter, self.ranges)
         self.versions = Versions({}, {})
         """The counters of the adopted storages, as of the last look. A write raises them."""
         self.aliases: dict[int, int] = {}
@@ -315,8 +230,6 @@ class StorageScanner:
         self._unadopted: tuple[list[int], list[int], list[int]] | None = None
         """The last measurement of what lies in torch's own memory, if a quick look can tell that it holds: each tensor's storage and
         address, and which of them lie there, by number."""
-        self.places = Places()
-        """The place of each tensor, as of the last offload."""
         self.reserved: HostSlab | None = None
         """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
@@ -325,77 +238,88 @@ class StorageScanner:
         copying to it."""
         _SCANNERS.add(self)
 
-    def stepped(self) -> Iterator[torch.Tensor]:
-        """See `Adapter.stepped`."""
-        return self._adapter.stepped()
-
     def lent_gradients(self) -> set[int]:
         """See `Adapter.lent_gradients`. Looks at the state if a quick look cannot tell that nothing changed."""
-        if self._adapter.kind == "optimizer" and self._adapter.unchanged() is None:
-            deque(self._adapter.owned(), maxlen=0)
-        return self._adapter.lent_gradients()
+        if self.adapter.kind == "optimizer" and self.adapter.unchanged() is None:
+            deque(self.adapter.owned(), maxlen=0)
+        return self.adapter.lent_gradients()
 
     def tensors_now(self) -> list[torch.Tensor]:
         """The object's tensors that can be moved, also where it has got some that cannot."""
-        before, self._adapter.hands_back = self._adapter.hands_back, True
+        before, self.adapter.hands_back = self.adapter.hands_back, True
         try:
-            return [owned.tensor for owned in self._adapter.owned()]
+            return [owned.tensor for owned in self.adapter.owned()]
         finally:
-            self._adapter.hands_back = before
+            self.adapter.hands_back = before
 
-    def rescan(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> Scan:
+    def rescan(self, *, movable: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
 
         Args:
-            shares_addresses: see `StateDictTensors`.
+            movable: give sparse gradients storages that nothing else uses, so that everything new can be moved.
         """
-        if self._is_as_before(ranges, shares_addresses):
+        if self._is_as_before():
             return Scan([], [], [])
-        walk = _Walk(self._adapter.owned(), ranges)
+        ranges = self.ranges.all
+        walk = _Walk(self.adapter.owned(), ranges)
+        if movable and (sparse := list(self.adapter.sparse())):
+            del walk  # its tensors use the sparse gradients' storages, too
+            for tensor in sparse:
+                own_storages(tensor)
+            walk = _Walk(self.adapter.owned(), ranges)
         lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         _BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
-        self.versions, self._alive = Versions(walk.sums, walk.counts), walk.references + hosts
+        self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
-        self._note(ranges, walk.storages if len(walk.in_place) == len(walk.storages) else ())
-        for tensor in state_dict_tensors:
+        self._last = None
+        if walk.storages and len(walk.in_place) == len(walk.storages) and (seen := self.adapter.unchanged()) is not None:
+            self._last = ranges, walk.storages, seen.addresses, seen.versions
+        for tensor in self.state_dict_tensors:
             key = tensor.untyped_storage()._cdata
             if (found := walk.new.get(key) or walk.elsewhere.get(key)) is not None:
                 found.state_dict_tensors.append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
         relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in walk.elsewhere.items()]
-        new = [(each.owned[0].transient, each.adoptee()) for each in walk.new.values() if each.owned[0].tensor.numel()]
-        stay, goes = [adoptee for transient, adoptee in new if not transient], [adoptee for transient, adoptee in new if transient]
-        return Scan(stay, goes, relocated, walk.in_place, self._adapter.other_names())
+        stay: list[Adoptee] = []
+        goes: list[Adoptee] = []
+        for each in walk.new.values():
+            if each.owned[0].tensor.numel():
+                (goes if each.owned[0].transient else stay).append(each.adoptee())
+        return Scan(stay, goes, relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
-        borrowed = {id(tensor): tensor for tensor in self._adapter.borrowed()}
+        borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         _BORROWED.update(borrowed.values())
         bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
-        stepped = {id(each) for each in self._adapter.stepped()} if bases else ()
+        stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
-    def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
-        """Remember the look for the next one, if it found every tensor at its place."""
-        self._last = None
-        if storages and (found := self._adapter.unchanged()) is not None:
-            self._last = ranges, storages, found.addresses, found.versions
+    def note_places(self, born: Scan) -> None:
+        """Remember the places of the tensors that a look has found there."""
+        if born.in_place is not None:
+            self.ranges.places.note(born.in_place, self.adapter.other_names())
 
-    def _is_as_before(self, ranges: tuple[Range, ...], shares_addresses: bool) -> bool:
+    def align_wrappers(self) -> None:
+        """Correct the device that each wrapper names, where its parts were rebound to another one."""
+        if self.adapter.unchanged() is None:  # else the last walk found none
+            align_all(self.adapter.owned())
+
+    def _is_as_before(self) -> bool:
         """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
-        if self._last is None or self._last[0] is not ranges or (found := self._adapter.unchanged()) is None:
+        if self._last is None or self._last[0] is not self.ranges.all or (found := self.adapter.unchanged()) is None:
             return False
-        _, storages, addresses, last_versions = self._last
+        ranges, storages, addresses, last_versions = self._last
         versions = found.versions
         if found.addresses != addresses:
             return False
         # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
         # between lies at the same addresses, in storages that are not adopted.
-        if shares_addresses and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages:
+        if self.state_dict_tensors.shares_addresses and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages:
             return False
         if versions == last_versions:
             return True
@@ -417,10 +341,10 @@ class StorageScanner:
         owners = {key: RANGES.owner_of(each.storage.data_ptr()) for key, each in found.items()}
         theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
         modules: Collection[Owner] = ()
-        if self._adapter.kind == "optimizer" and found and not self._adapter.hands_back:
-            steps = {RANGES.owner_of(each.untyped_storage().data_ptr()) for each in self._adapter.stepped()}
+        if self.adapter.kind == "optimizer" and found and not self.adapter.hands_back:
+            steps = {RANGES.owner_of(each.untyped_storage().data_ptr()) for each in self.adapter.stepped()}
             modules = [each for each in steps if each is not None and each is not self._owner()]
-        for other in _SCANNERS if found and not self._adapter.hands_back else ():
+        for other in _SCANNERS if found and not self.adapter.hands_back else ():
             owner = other._owner()
             shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
             if owner is None or other is self or not (owner in modules or shares):
@@ -429,38 +353,31 @@ class StorageScanner:
             theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.discovered) and key not in theirs}
         for key, owner in theirs.items():
             first = next((owned for owned in found[key].owned if not owned.held), found[key].owned[0])
-            is_left = self._adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
+            is_left = self.adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
             if not is_left and not all(owned.held for owned in found[key].owned):
-                return [], _refusal(first, self._name, self._adapter.kind, owner.name)
+                return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
-    def unadopted_bytes(self, ranges: tuple[Range, ...], rescan: Callable[[], Scan]) -> int:
-        """Bytes of the object's storages in torch's own memory, quickly where nothing has changed.
-
-        State that steps have created lies there until an offload, and a policy that never offloads asks after each training.
-
-        Args:
-            ranges: the object's ranges.
-            rescan: finds the storages that are not at their places, by a walk of all tensors.
-        """
-        known = self._known_unadopted
-        if known is not None and known[0] is ranges and known[1] is not None and self._adapter.standing() == known[1]:
+    def unadopted_bytes(self) -> int:
+        """Bytes of the object's storages in torch's own memory. Quick where nothing changed: a policy that never offloads asks often."""
+        known, standing = self._known_unadopted, self.adapter.standing()
+        if known is not None and known[0] is self.ranges.all and standing is not None and standing == known[1]:
             return known[2]
-        nbytes = self._measured_unadopted(rescan)
-        self._known_unadopted = ranges, self._adapter.standing(), nbytes
+        nbytes = self._measured_unadopted()
+        self._known_unadopted = self.ranges.all, self.adapter.standing(), nbytes
         return nbytes
 
-    def _measured_unadopted(self, rescan: Callable[[], Scan]) -> int:
-        found = self._adapter.unchanged()
+    def _measured_unadopted(self) -> int:
+        found = self.adapter.unchanged()
         if self._unadopted is not None and found is not None:
             keys, addresses, numbers = self._unadopted
             # An offload would have given what lies there other addresses. A storage at a freed one's address may be larger, or another one.
             if found.addresses == addresses and list(map(_CDATA, storages := list(map(_STORAGE, found.tensors)))) == keys:
                 return sum({storages[number]._cdata: storages[number].nbytes() for number in numbers}.values())
         self._unadopted = None
-        new = rescan()
+        new = self.rescan()
         sizes = {adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}
-        if sizes and (found := self._adapter.unchanged()) is not None:
+        if sizes and (found := self.adapter.unchanged()) is not None:
             keys = list(map(_CDATA, map(_STORAGE, found.tensors)))
             self._unadopted = keys, found.addresses, [number for number, key in enumerate(keys) if key in sizes]
         return sum(sizes.values())
@@ -480,11 +397,11 @@ class StorageScanner:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
 
         Args:
-            in_parts: take only a part of the host memory that is reserved, because more storages will come.
+            in_parts: more will come (bucket by bucket), so only a part of the reserved host memory is taken.
         """
         if not adoptees:
             return None
-        layout = prepare(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
+        layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
         fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
@@ -502,10 +419,7 @@ class StorageScanner:
         return used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT) if sizes else 0
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
-
-        Args:
-            parts: how many ranges they may come to lie in, one after the other.
+        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
 
         Raises:
             HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
@@ -554,15 +468,12 @@ def count_uses(ranges: Iterable[Range]) -> None:
 def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
 
-    An offload asks for tens of thousands of storages at a time, so functions implemented in C do the work. Little is left of it where all
-    counts are those of the last time.
-
     Args:
         lasting: storages (`_cdata`) that a framework may hold as often as it likes.
     """
     found: dict[str, int] = {}
     tables = alias_tables()
-    for r in ranges:
+    for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work
         if r.counted is None:
             continue
         storages, uses = r.counted
@@ -578,10 +489,7 @@ def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[
 
 
 def lasting_stray_references(look: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """The stray references that `look` still finds after a short wait.
-
-    A process group's thread drops its references to what it sent a moment after the collective, so without one there is no wait.
-    """
+    """The stray references that `look` still finds after a process group's thread has had time to drop its own to what it sent."""
     for seconds in _WAITS_SECONDS:
         if not (found := look()) or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return found

@@ -27,10 +27,9 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
-from placement.storage.point import form_of, over
-from placement.storage.poison import has_nan
-from placement.storage.range import Range, RangesByAddress
-from placement.storage.scan import Places
+from placement.storage.layout import form_of, over
+from placement.storage.nan_check import has_nan
+from placement.storage.range import ObjectRanges, Range
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
 from placement.tensors.sparse import is_sparse, made_of
 
@@ -75,7 +74,7 @@ class HostVersions:
             if wrapper() is None or counter._version:
                 del self._wrappers[key]
 
-    def raise_written(self, adapter: Adapter, places: RangesByAddress, *, are_held: bool) -> None:
+    def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
         """Raise the counters of the object's tensors whose bytes in the host copy were written since the last load.
 
         Args:
@@ -91,7 +90,7 @@ class HostVersions:
         self._tensors.update((span, (counter, counter._version)) for span, (counter, _) in counters if are_held)
         starts, ends = [start for start, _ in written], [*itertools.accumulate((end for _, end in written), max)]
         for owned in adapter.owned():
-            if (place := places.find(owned.tensor)) is not None and not owned.tensor.is_inference():
+            if (place := ranges.find(owned.tensor)) is not None and not owned.tensor.is_inference():
                 to_host = place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
                 first, last = _span(owned.tensor)
                 before = bisect.bisect_left(starts, last + to_host)
@@ -107,27 +106,22 @@ def _span(tensor: torch.Tensor) -> _Span:
 class StateDictTensors:
     """The living tensors of all state dicts of one object."""
 
-    def __init__(self, device: Device, name: str, adapter: Adapter, registered: Places | None = None) -> None:
+    def __init__(self, device: Device, adapter: Adapter, ranges: ObjectRanges) -> None:
         self._device = device
-        self._name = name
         self._adapter = adapter
-        self._registered = registered or Places()
-        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Plain tensors, by identity: those that were handed out themselves, and the parts of wrappers."""
-        self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._ranges = ranges
+        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
+        """Plain tensors: those that were handed out themselves, and the parts of wrappers."""
+        self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage over each address that was handed out, while anybody holds it."""
-        self.host_versions = HostVersions()
+        self._versions = HostVersions()
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides whose bytes are at another address.
+        """A tensor of the same type, shape and strides over a storage at another address, which `make` makes if there is none yet.
 
         Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
-
-        Args:
-            address: the first address of the new storage. Storages at one address have one size.
-            make: makes a tensor over the new storage, if there is none yet.
         """
         with torch.no_grad():
             known = self._storages.get(address)
@@ -143,35 +137,32 @@ class StateDictTensors:
         State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in.
         """
         for other in _IN_USE if storages else ():
-            found = {id(tensor) for tensor in other if tensor.untyped_storage()._cdata in storages}
+            found = {id(tensor): tensor for tensor in other if tensor.untyped_storage()._cdata in storages}
             if other is self or not found:
                 continue
-            wrappers = {key: ref for key, ref in other._wrappers.items() if (w := ref()) is not None and not found.isdisjoint(_parts(w))}
-            self._tensors = self._tensors | {key: other._tensors[key] for key in found}
-            self._wrappers = self._wrappers | wrappers
-            other._tensors = {key: ref for key, ref in other._tensors.items() if key not in found}
+            self._tensors.update(found.values())
+            self._wrappers.update(wrapper for wrapper in other._wrappers if not found.keys().isdisjoint(_parts(wrapper)))
+            for tensor in found.values():
+                other._tensors.discard(tensor)
 
     def disown(self, live: Iterable[torch.Tensor]) -> None:
         """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the tensors that it is given."""
-        if self._tensors:
-            own = {id(tensor) for tensor in live}
-            self._tensors = {key: ref for key, ref in self._tensors.items() if ref() is not None and key not in own}
-            kept = [(ref, wrapper) for ref in self._wrappers.values() if (wrapper := ref()) is not None]
-            self._wrappers = {id(w): ref for ref, w in kept if own.isdisjoint(_parts(w))}
+        own = {id(tensor) for tensor in live} if self._tensors else set()
+        for known in (self._tensors, self._wrappers):
+            for each in known if own else ():
+                if not own.isdisjoint((id(each), *_parts(each))):
+                    known.discard(each)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or a wrapper, was handed out here."""
-        return any((ref := known.get(id(tensor))) is not None and ref() is tensor for known in (self._tensors, self._wrappers))
+        return tensor in self._tensors or tensor in self._wrappers
 
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
     @property
     def shares_addresses(self) -> bool:
-        """Whether storages may be alive that show a place and are not the ones adopted there.
-
-        An object that such tensors were loaded back into lies at the addresses that it lay at before, in other storages.
-        """
+        """Whether storages may be alive that show a place and are not the ones adopted there: those of tensors that were loaded back."""
         return bool(self._storages)
 
     @property
@@ -183,60 +174,56 @@ class StateDictTensors:
         """The storages that were made for such tensors, on either side, as far as anybody holds them, by address."""
         return {address: storage for address, storage in [*self._storages.items()] if not storage.expired()}
 
-    def shown(self) -> Iterator[torch.UntypedStorage]:
+    def shown(self) -> list[torch.UntypedStorage]:
         """The same storages."""
-        return (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values())
+        return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values()]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
-        for ref in [*self._tensors.values()]:
-            tensor = ref()
-            if tensor is not None:
-                yield tensor
+        return iter(self._tensors)
 
     # --- where they point
 
-    def hand_out(self, tensor: torch.Tensor, places: RangesByAddress, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live tensor of the object. For a sparse one it is a copy of the present values.
+    def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
+        """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not.
 
-        Args:
-            from_host: whether the values are in the host copy now.
+        For a sparse one it is a copy of the present values.
         """
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
-            indices, values = (self._now(part, places, from_host) for part in (tensor._indices(), tensor._values()))
+            indices, values = (self._now(part, from_host) for part in (tensor._indices(), tensor._values()))
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
             # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was gathered and cut for this state dict.
             is_ours = is_plain_type(type(tensor)) and has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
-            return self._hand_out_plain(tensor, places, from_host) if is_ours else tensor
+            return self._hand_out_plain(tensor, from_host) if is_ours else tensor
         with torch.no_grad():
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
-            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, places, from_host)).requires_grad_(False)
-        self._wrappers = _add(self._wrappers, shown)
+            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, from_host)).requires_grad_(False)
+        self._wrappers.add(shown)
         if from_host:
-            self.host_versions.watch(shown)
+            self._versions.watch(shown)
         return shown
 
-    def _now(self, part: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
+    def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
         """A copy of a sparse tensor's part with its present values: a sparse tensor cannot be pointed elsewhere, so it cannot follow."""
-        host = self.over_host(part, places) if from_host and part.numel() else None
+        host = self.over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
-    def _hand_out_plain(self, tensor: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
+    def _hand_out_plain(self, tensor: torch.Tensor, from_host: bool) -> torch.Tensor:
         if not has_storage(tensor):
             return tensor
-        host = self.readable(tensor, places) if from_host else None
+        host = self.readable(tensor) if from_host else None
         if host is not None:
-            self.note_shown(places, [host])
+            self.note_shown([host])
         elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor must name the same device as the others
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
-        self._tensors = _add(self._tensors, found)
+        self._tensors.add(found)
         return found
 
-    def readable(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, even if it was relocated. None where it has no place.
 
         Raises:
@@ -245,116 +232,112 @@ class StateDictTensors:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if (place := places.at(storage.data_ptr()) or _registered_place(storage, places)) is not None:
+        if (place := self._ranges.at(storage.data_ptr()) or self._registered_place(storage)) is not None:
             return self._over_host(tensor, *place)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
-            if name not in self._registered.within(places.ranges):
+            if name not in self._ranges.named_places():
                 how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."
             raise IntegrityError(
-                f"{name} of {self._name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from poison "
-                f"(NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
+                f"{name} of {self._ranges.name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from "
+                f"poison (NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
             )
         return None
+
+    def _registered_place(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
+        """The place of a storage that was relocated: its bytes are there, although it is not."""
+        found = ((r, r.place_of(storage)) for r in self._ranges.all)
+        return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
 
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
         """The name of the object's tensor in this storage. None for a tensor that a hook has just computed: it belongs to nobody."""
         names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
         return next(names, None)
 
-    def over_host(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
-        """The same plain tensor with its bytes in the host copy; None where its storage is not in a range.
-
-        Its storage has the size of the original's, so that saving the tensor writes no more bytes.
-        """
-        place = places.find(tensor)
+    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""
+        place = self._ranges.find(tensor)
         return None if place is None else self._over_host(tensor, *place)
 
     def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
         r.wait_until_saved()  # also where a tensor over the place is alive already
         host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
-        return self.host_versions.counting(host, version_of(tensor))
+        return self._versions.counting(host, version_of(tensor))
 
-    def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
+    def _over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""
-        place = places.find(tensor)
+        place = self._ranges.find(tensor)
         if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
             return None
         addresses, offset = place[0].layout.addresses, place[1]
         return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
-    def note_shown(self, places: RangesByAddress, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Note that holders of these tensors (None: of all) can write into the host copy from now on."""
-        for tensor in self if tensors is None else tensors:
-            place = places.find(tensor)
-            if place is not None:
+    def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that holders of these tensors can write into the host copy from now on."""
+        for tensor in tensors:
+            if (place := self._ranges.find(tensor)) is not None:
                 place[0].note_shown()
 
-    def note_held(self, places: RangesByAddress) -> None:
-        """Note the same of views of such tensors: they are not known themselves, but their storages are.
-
-        Also of ranges that were shown since the last load (of a readonly object): pages aside do not have what was written there.
-        """
+    def note_all_shown(self) -> None:
+        """Note the same of all tensors that were handed out, of views of them, which are known by their storages, and of ranges that were
+        shown since the last load (of a readonly object): pages aside do not have what was written there."""
+        self.note_shown(self)
         held = self._held()
-        for r in places.ranges:
+        for r in self._ranges.all:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
                 r.note_shown()
 
-    def point_to_host(self, places: RangesByAddress, except_for: Collection[int] = ()) -> None:
-        """Point every living tensor to the host copy, except tensors in storages that follow by themselves. Idempotent.
-
-        Args:
-            except_for: these storages (`_cdata`).
-        """
+    def point_to_host(self, except_for: Collection[int] = ()) -> None:
+        """Point every living tensor to the host copy, but those in these storages (`_cdata`), which follow by themselves. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
-            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor, places)
+            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor)
 
         self._point_to(find)
 
-    def point_to_device(self, places: RangesByAddress) -> None:
+    def point_to_device(self) -> None:
         """Point every living tensor to the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
                 return torch.empty_like(tensor, device=self._device.torch_device)
-            return self._over_device(tensor, places)
+            return self._over_device(tensor)
 
         self._point_to(find)
 
-    def left_on_host(self, places: RangesByAddress) -> list[tuple[Range, str]]:
-        """The storages over the host copy that somebody still holds after `point_to_device`, by range and name.
-
-        They are those of views that were taken of tensors while these showed the host copy. A view cannot be pointed elsewhere.
-        """
+    def left_on_host(self) -> list[tuple[Range, str]]:
+        """The storages over the host copy, by range and name, that somebody still holds after `point_to_device`: a view that was taken of a
+        tensor cannot be pointed elsewhere."""
         held = self._held()
-        return [(r, entry.name) for r in places.ranges for entry in r.placed if held and r.host.address + entry.offset in held]
+        return [(r, entry.name) for r in self._ranges.all if held for entry in r.placed if r.host.address + entry.offset in held]
 
-    def leave(self, places: RangesByAddress | None = None) -> None:
-        """Give every living tensor memory of its own with its present values, because the ranges are about to go.
+    def raise_written(self) -> None:
+        """Raise the version counters of the object's tensors whose host copies were written since the last load."""
+        self._versions.raise_written(self._adapter, self._ranges, are_held=self.are_held)
 
-        Args:
-            places: do it only for tensors in these ranges, in host memory, because nothing else has their values. None: for all tensors,
-                each on its present device.
-        """
-        if places is None:
-            self._point_to(lambda tensor: tensor.detach().clone())
-        else:
-            self._point_to(lambda tensor: None if places.find(tensor) is None else tensor.detach().to("cpu", copy=True))
+    def leave(self) -> None:
+        """Give every living tensor memory of its own with its present values, on its present device, because the ranges are about to go."""
+        self._point_to(lambda tensor: tensor.detach().clone())
+
+    def leave_ranges(self, gone: Sequence[Range]) -> None:
+        """Give those tensors host memory of their own that lie in these ranges, because nothing else has their values."""
+
+        def find(tensor: torch.Tensor) -> torch.Tensor | None:
+            place = self._ranges.find(tensor)
+            return None if place is None or place[0] not in gone else tensor.detach().to("cpu", copy=True)
+
+        self._point_to(find)
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""
         with torch.no_grad():
             for tensor in self:
-                there = find(tensor)
-                if there is not None:
+                if (there := find(tensor)) is not None:
                     tensor.data = there
-            for wrapper in [*self._wrappers.values()]:
-                if (alive := wrapper()) is not None:
-                    align(alive)
-        self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
+            for wrapper in self._wrappers:
+                align(wrapper)
         self._storages = self._held()
 
 
@@ -368,25 +351,8 @@ def was_handed_out(tensor: torch.Tensor) -> bool:
     return any(each.knows(tensor) for each in _IN_USE)
 
 
-def _registered_place(storage: torch.UntypedStorage, places: RangesByAddress) -> tuple[Range, int] | None:
-    """The place of a storage that was relocated: its bytes are there, although it is not."""
-    found = ((r, r.place_of(storage)) for r in places.ranges)
-    return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
-
-
 def _parts(wrapper: torch.Tensor) -> list[int]:
     return [id(part) for _, part in parts_of(wrapper, "")]
-
-
-def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:
-    """Remember a tensor, which must be an object that only state dicts hold. Dead entries are removed now and then."""
-    living = _living(known) if len(known) % 256 == 255 else known
-    living[id(tensor)] = weakref.ref(tensor)
-    return living
-
-
-def _living(known: dict[int, weakref.ref[torch.Tensor]]) -> dict[int, weakref.ref[torch.Tensor]]:
-    return {key: ref for key, ref in known.copy().items() if ref() is not None}
 
 
 _IN_USE: WeakIdSet[StateDictTensors] = WeakIdSet()

@@ -11,41 +11,21 @@ tensor inside, `half()` every dtype.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import IntegrityError, PlacementError
 from placement.devices.base import Device
-from placement.ownership.adapter import Adapter
 from placement.storage.gradients import Gradients
-from placement.storage.layout import Adoptee
-from placement.storage.point import Form, exchange, form_of, over, point
-from placement.storage.poison import has_nan, is_poison, listed
-from placement.storage.range import Range, RangesByAddress
-from placement.storage.scan import Place, Relocated, Scan, StorageScanner, Versions
-from placement.storage.state_dicts import StateDictTensors
+from placement.storage.layout import Adoptee, Form, exchange, form_of, over, point
+from placement.storage.nan_check import has_nan, is_poison, listed
+from placement.storage.range import Place
+from placement.storage.scan import Relocated, Scan, StorageScanner, Versions
 from placement.tensors.plain import Outline, parts_of, restore
-
-
-class Storages(Protocol):
-    """The storages of the object: `ObjectStorages`."""
-
-    name: str
-    state_dict_tensors: StateDictTensors
-    gradients: Gradients
-
-    @property
-    def by_address(self) -> RangesByAddress: ...
-    @property
-    def ranges(self) -> tuple[Range, ...]: ...
-    def rescan(self) -> Scan: ...
-    def align_wrappers(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +51,8 @@ class Changes:
         if self.moved:
             told.append(
                 f"{_names(self.moved)} of {name!r} were moved to other memory while it was offloaded (share_memory(), a "
-                "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN), which offloaded tensors read. They have "
-                "their places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
+                "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN). They have their places and their "
+                "registered values again. Share memory before registering, or send copies of handle.state_dict()."
             )
         if self.replaced:
             told.append(
@@ -89,12 +69,9 @@ class Changes:
         if self.gradients and not self.replaced:
             told.append(
                 f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from poison (NaN), which offloaded tensors "
-                "read: a backward ran outside a phase. Its gradients were dropped, as zero_grad() does. Call backward() inside "
-                "manager.phase('train')."
+                "read: a backward ran outside a phase. They were dropped, as zero_grad() does. Call backward() in manager.phase('train')."
             )
-        if self.lost is not None:
-            told.append(f"But {self.lost}.")
-        return " ".join(told)
+        return " ".join([*told, f"But {self.lost}."] if self.lost is not None else told)
 
 
 def _names(adoptees: Sequence[Adoptee]) -> str:
@@ -113,29 +90,16 @@ class WrittenWhileOffloaded(IntegrityError):
 
 
 class WritesWhileOffloaded:
-    """The changes to one object's tensors since its offload, as far as version counters, poison and addresses tell.
+    """The changes to one object's tensors since its offload, as far as version counters, poison and addresses tell."""
 
-    Args:
-        storages: the object's storages, which hold this object. Referenced weakly, so that both are freed without a garbage collection.
-    """
-
-    def __init__(self, storages: Storages, device: Device, adapter: Adapter, scanner: StorageScanner) -> None:
-        self._weak_storages = weakref.ref(storages)
-        self._device = device
-        self._adapter = adapter
+    def __init__(self, scanner: StorageScanner, gradients: Gradients, device: Device) -> None:
         self._scanner = scanner
+        self._gradients = gradients
+        self._device = device
         self._noted = Versions({}, {})
         """The version counters as of the offload."""
         self._is_allowed = False
         """Whether values may be written, though not gradients: tensors of a state dict share the counters."""
-        self._told: dict[int, StorageWeakRef] = {}
-        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
-
-    @property
-    def _storages(self) -> Storages:
-        storages = self._weak_storages()
-        assert storages is not None
-        return storages
 
     # --- writes in place
 
@@ -153,21 +117,18 @@ class WritesWhileOffloaded:
 
     def found(self) -> list[str]:
         """Names of the storages that were written in place since the offload, without gradients, as far as version counters tell."""
-        self._storages.rescan()
+        self._scanner.rescan()
         return self._written(transient=False)
 
     def take_gradients(self) -> list[str]:
-        """Names of the gradients that were written since. They are not reported again.
-
-        `zero_grad()` writes nothing here: while offloaded, its call zeroes the host copies (see `ZeroCall`).
-        """
-        if not any(r.transient and r.is_alive for r in self._storages.ranges):
+        """Names of the gradients that were written since, other than by `zero_grad()` (see `ZeroCall`). They are not reported again."""
+        if not any(r.transient and r.is_alive for r in self._scanner.ranges.all):
             return []
         with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
-            self._storages.rescan()
+            self._scanner.rescan()
         names = self._written(transient=True)
         if names:
-            values = {entry.ref.cdata for r in self._storages.ranges if not r.transient for entry in r.placed}
+            values = {entry.ref.cdata for r in self._scanner.ranges.all if not r.transient for entry in r.placed}
             self._noted = self._scanner.versions.but(self._noted, among=values)
         return names
 
@@ -175,7 +136,7 @@ class WritesWhileOffloaded:
         if self._is_allowed and not transient:
             return []
         written = self._scanner.versions.written_since(self._noted)
-        ranges = [r for r in self._storages.ranges if r.transient is transient] if written else []
+        ranges = [r for r in self._scanner.ranges.all if r.transient is transient] if written else []
         return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in written]
 
     def forget(self) -> None:
@@ -190,53 +151,48 @@ class WritesWhileOffloaded:
         Raises:
             IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised once.
         """
-        storages = self._storages
-        born = storages.rescan()
+        scanner = self._scanner
+        born = scanner.rescan()
         names = self._written(transient=False)
         changes = self.put_back(born)
         if not changes and not names:
             return born
-        message = changes.message(storages.name)
-        self._told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}
+        message = changes.message(scanner.name)
+        scanner.ranges.told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}
         del born, changes  # so that an error that somebody keeps does not keep tensors
-        storages.rescan()  # the tensors that were put back have other storages now, which were never counted
+        scanner.rescan()  # the tensors that were put back have other storages now, which were never counted
         self.forget()
         if names:
-            raise WrittenWhileOffloaded(storages.name, names, message)
+            raise WrittenWhileOffloaded(scanner.name, names, message)
         raise IntegrityError(message)
-
-    def was_told(self, tensor: torch.Tensor) -> bool:
-        """Whether an error has said of a tensor already that it was computed from poison and stays so."""
-        return tensor.untyped_storage()._cdata in self._told
 
     def put_back(self, born: Scan) -> Changes:
         """Undo changes to registered tensors of the offloaded object, and return them.
 
-        Gradients are put back only together with replaced values. Gradients that changed alone come from a backward, and the earlier ones
-        may have been dropped on purpose: then all gradients of this backward are dropped.
+        Gradients are put back only together with replaced values. Those that changed alone come from a backward, and are dropped.
         """
         if not born:
             return Changes()
-        storages = self._storages
-        places = self._scanner.places.within(storages.ranges)
+        scanner = self._scanner
+        places = scanner.ranges.named_places()
         self._bring_back(born.relocated, places)
         stay, transient = (
-            [c for c in adoptees if c.storage._cdata not in self._told or any(owned.name in places for owned in c.owned)]
+            [c for c in adoptees if c.storage._cdata not in scanner.ranges.told or any(owned.name in places for owned in c.owned)]
             for adoptees in (born.stay, born.transient)
         )
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
             gradients = [adoptee for adoptee in changes.gradients if any(owned.name in places for owned in adoptee.owned)]
-            if self._put_back([*changes.replaced, *gradients], places, self._scanner.places.outlines()):
-                changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in self._adapter.frameworks)), None))
-            storages.align_wrappers()
-            _renew_empty(self._adapter.with_gradients())
-            for framework in self._adapter.frameworks:
+            if self._put_back([*changes.replaced, *gradients], places, scanner.ranges.places.outlines()):
+                changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in scanner.adapter.frameworks)), None))
+            scanner.align_wrappers()
+            _renew_empty(scanner.adapter.with_gradients())
+            for framework in scanner.adapter.frameworks:
                 framework.follow_parameters()
         if changes.gradients:
-            storages.gradients.drop_in({adoptee.storage._cdata for adoptee in transient})
+            self._gradients.drop_in({adoptee.storage._cdata for adoptee in transient})
         if changes:
-            storages.state_dict_tensors.point_to_host(storages.by_address)
+            scanner.state_dict_tensors.point_to_host()
         return changes
 
     def _put_back(self, adoptees: Sequence[Adoptee], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
@@ -276,19 +232,15 @@ class WritesWhileOffloaded:
 
 
 def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]) -> Changes:
-    """Find out which of these tensors, all new since the offload, were computed from poison.
-
-    Args:
-        stay: adoptees of parameters, buffers and optimizer state.
-        transient: adoptees of gradients.
-        places: the places of the registered tensors, by name.
-    """
+    """Find out which of these tensors, all new since the offload, were computed from poison. The transient ones are gradients."""
     placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
     # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
     values = [adoptee for adoptee in stay if _has_nan(adoptee, throughout=not placed[id(adoptee)])]
     gradients = [adoptee for adoptee in transient if _has_nan(adoptee, throughout=False)]
     # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
-    values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
+    values += [
+        c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and is_poison(c.aliases[0].detach())
+    ]
     if values:  # a tensor with its registered values, such as padding of zeros, was replaced by the same call: put it back, too
         known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]

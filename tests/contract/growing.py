@@ -132,7 +132,7 @@ class Scene:
 
     def needs(self, side: str) -> int:
         """Device bytes of the ranges of one side."""
-        return sum(h.holding.storages.device_bytes for each in self.of(side) for h in each.handles if h.holding is not None)
+        return sum(h.holding.device_bytes for each in self.of(side) for h in each.handles if h.holding is not None)
 
     def grow(self, side: str, chance: random.Random, drawn: Sequence[int]) -> None:
         """Some of the side gets layers, state and gradients, and some loses gradients."""

@@ -139,9 +139,10 @@ def test_what_leaves_at_an_exit_is_given_back_under_the_copies() -> None:
     scene.end()
 
 
-@pytest.mark.parametrize("how", ["enter", "switch"])
-def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str) -> None:
-    scene = Scene()
+@pytest.mark.parametrize(("how", "in_group"), [("enter", False), ("switch", False), ("enter", True)])
+def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str, in_group: bool) -> None:
+    """In a group: until the others have agreed."""
+    scene = Scene(group=alone() if in_group else None)
     getattr(scene.manager, how)("values")
     assert scene.device.stock_bytes == scene.num_bytes
     assert scene.device.early_bytes == 0
@@ -176,16 +177,6 @@ def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[
     assert scene.device.early_bytes == 0
     assert "release" not in scene.device.log[: len(scene.device.log) - scene.device.log[::-1].index("to_device")]
     scene.check({"b", *stays})
-    scene.end()
-
-
-def test_in_a_group_nothing_goes_back_before_the_others_agreed() -> None:
-    scene = Scene(group=alone())
-    scene.manager.enter("values")
-    assert scene.device.stock_bytes == scene.num_bytes
-    assert scene.device.early_bytes == 0
-    assert scene.device.released_bytes == scene.num_bytes
-    scene.check(())
     scene.end()
 
 

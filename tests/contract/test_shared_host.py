@@ -16,7 +16,7 @@ from placement.devices.host import shared_slab
 from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy
-from placement.storage.layout import Adoptee, prepare
+from placement.storage.layout import Adoptee, RangeLayout
 from placement.storage.replicated import SharedRange, Shares, own_spans
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
@@ -102,7 +102,7 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
     held = torch.zeros(2 * (4 * elements + 4096 + 12 * PAGE), dtype=torch.uint8)
     for rank in range(world_size):
         shares = Shares(rank, world_size)
-        layout = prepare(device, [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
+        layout = RangeLayout(device, [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
         for start, nbytes in own_spans(layout, device.chunk_bytes, shares):
             assert start % PAGE == nbytes % PAGE == 0
             held[start : start + nbytes] += 1

@@ -20,7 +20,6 @@ from placement.devices.cuda.device import CudaDevice
 from placement.devices.host.reserve import SPAN_BYTES
 from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage import layout as range_layout
-from placement.storage import point
 from placement.storage.layout import Adoptee, RangeLayout
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +40,7 @@ class PlacedStorage:
 
     def __init__(self, device: CudaDevice, claims: list[Adoptee]) -> None:
         self.device = device
-        self.layout: RangeLayout = range_layout.prepare(device, claims)
+        self.layout: RangeLayout = range_layout.RangeLayout(device, claims)
         self.slab: HostSlab = device.host(self.layout.nbytes)
         base = self.slab.address
         on_device = [(c, o) for c, o in zip(claims, self.layout.offsets, strict=True) if c.storage.device == device.torch_device]
@@ -301,7 +300,7 @@ def test_an_unknown_alias_of_a_cpu_model_is_refused(device: CudaDevice) -> None:
     state = model.state_dict()
     before = {name: t.data_ptr() for name, t in model.named_parameters()}
     with pytest.raises(RegistrationError, match=r"weight.*1 more user"):
-        range_layout.prepare(device, claims_of(dict(model.named_parameters())))
+        range_layout.RangeLayout(device, claims_of(dict(model.named_parameters())))
     assert before == {name: t.data_ptr() for name, t in model.named_parameters()}
     del state
 
@@ -318,7 +317,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     for claim in claims_of(tensors):
         offset = claim.storage.data_ptr() - placed.layout.addresses.base
         source = placed.slab.view(offset, claim.nbytes)
-        point.move_out(device, claim.storage, claim.aliases, where, filler(source))
+        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source))
     del claim
     addresses = weakref.ref(placed.layout.addresses)
     assert not any(placed.contains(t) for t in tensors.values())
@@ -352,7 +351,7 @@ def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
     with torch.cuda.graph(graph):
         made = static * 2
     with pytest.raises(RegistrationError, match="'made' lies in a private memory pool"):
-        range_layout.prepare(device, claims_of({"static": static, "made": made}))
+        range_layout.RangeLayout(device, claims_of({"static": static, "made": made}))
     graph.replay()
     assert float(made.sum()) == 2000.0
 
@@ -414,7 +413,7 @@ def test_nccl_hook_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
     tensor = torch.ones(5, device="cuda")
     with pytest.raises(RegistrationError, match="ALLOCATOR_HOOK"):
-        range_layout.prepare(device, claims_of({"t": tensor}))
+        range_layout.RangeLayout(device, claims_of({"t": tensor}))
     assert tensor.tolist() == [1.0] * 5
 
 
@@ -422,10 +421,10 @@ SCRIPT = """
 import os, sys
 import torch
 from placement.devices.cuda.device import CudaDevice
-from placement.storage import layout as range_layout, point
+from placement.storage import layout as range_layout
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
-layout = range_layout.prepare(device, [range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))])
+layout = range_layout.RangeLayout(device, [range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))])
 slab = device.host(layout.nbytes)
 layout.move_in(0)
 assert layout.is_in(0)

@@ -260,7 +260,7 @@ def test_host_memory_that_runs_out_changes_nothing(tmp_path: Path) -> None:
     faults = placement.testing.Faults(SimulatedDevice(64 << 20))
     fresh = Worker(device=faults)
     assert fresh.optimizer.holding is not None
-    fresh.optimizer.holding.storages._scanner.reserved = None  # as after a second unborn round
+    fresh.optimizer.holding.scanner.reserved = None  # as after a second unborn round
     before = values(fresh)
     faults.fail("host")
     with pytest.raises(placement.HostMemoryError):

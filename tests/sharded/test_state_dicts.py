@@ -13,7 +13,7 @@ import torch
 
 from placement import Manager
 from placement.ownership import adapter_for
-from placement.storage.range import RangesByAddress
+from placement.storage.range import ObjectRanges
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import align, rewrapped
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -105,9 +105,11 @@ def test_a_wrapper_says_where_its_parts_are() -> None:
 def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
     live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
     handed_out = StateDictTensors(
-        SimulatedDevice(1 << 16), "actor", adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu"))
+        SimulatedDevice(1 << 16),
+        adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu")),
+        ObjectRanges("actor"),
     )
-    shown: Any = handed_out.hand_out(live, RangesByAddress(()), from_host=False)
+    shown: Any = handed_out.hand_out(live, from_host=False)
     assert type(shown) is Scaled
     assert shown.data_ is not live.data_  # pointing it elsewhere must not take the live one along
     assert shown.data_.data_ptr() == live.data_.data_ptr()

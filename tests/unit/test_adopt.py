@@ -17,7 +17,6 @@ from placement.devices.cuda.pool import plan
 from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import layout as range_layout
-from placement.storage import point
 from placement.storage.layout import Adoptee
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -88,7 +87,7 @@ def test_views_ties_and_identity_survive(device: SimulatedDevice, way: str) -> N
     expected = {name: t.detach().clone() for name, t in tensors.items()}
     ids = {name: id(t) for name, t in tensors.items()}
 
-    layout = range_layout.prepare(device, claims)
+    layout = range_layout.RangeLayout(device, claims)
     assert {w for w, claim in zip(layout.ways, claims, strict=True)} == {way}
     assert all(torch.equal(t, expected[name]) for name, t in tensors.items())  # nothing changed yet
     assert not any(layout.is_in(i) for i, claim in enumerate(claims) if claim.nbytes)
@@ -117,7 +116,7 @@ def test_unknown_aliases_and_a_live_graph_follow_a_swap(device: SimulatedDevice)
     unnamed = model.weight.detach()[2:]
     claims = claims_of(dict(model.named_parameters()))
     content = [raw(claim.storage) for claim in claims]
-    layout = range_layout.prepare(device, claims)
+    layout = range_layout.RangeLayout(device, claims)
     for index in range(len(claims)):
         layout.move_in(index)
     assert bool(unnamed.isnan().all())
@@ -138,13 +137,13 @@ def test_rebinding_refuses_a_storage_with_an_unknown_user(
     held = hold(model)
     tensors = dict(model.named_parameters())
     if isinstance(held, torch.Tensor) and held.grad_fn is not None:
-        range_layout.prepare(device, claims_of(tensors))  # a graph that saved the parameter itself follows it
+        range_layout.RangeLayout(device, claims_of(tensors))  # a graph that saved the parameter itself follows it
     else:
         with pytest.raises(RegistrationError, match=r"'weight': \d more user"):
-            range_layout.prepare(device, claims_of(tensors))
+            range_layout.RangeLayout(device, claims_of(tensors))
     del held
     gc.collect()
-    range_layout.prepare(device, claims_of(tensors))
+    range_layout.RangeLayout(device, claims_of(tensors))
     assert model.weight.data_ptr() == before[0]
     assert torch.equal(model.weight, before[1])
 
@@ -160,14 +159,14 @@ def test_rebinding_refuses_lazy_views(device: SimulatedDevice, monkeypatch: pyte
     monkeypatch.setattr(adoption, "can_swap", lambda: False)
     tensor = odd()
     with pytest.raises(RegistrationError, match="conjugated or negated"):
-        range_layout.prepare(device, claims_of({"odd": tensor}))
+        range_layout.RangeLayout(device, claims_of({"odd": tensor}))
 
 
 def test_a_tensor_of_another_storage_is_no_alias(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "can_swap", lambda: False)
     one, other = torch.ones(3), torch.ones(3)
     with pytest.raises(RegistrationError, match="another storage"):
-        range_layout.prepare(device, [Adoptee("one", one.untyped_storage(), (one, other))])
+        range_layout.RangeLayout(device, [Adoptee("one", one.untyped_storage(), (one, other))])
 
 
 def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
@@ -179,7 +178,7 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     tensor = torch.frombuffer(owner, dtype=torch.float32)
     del owner
     claims = claims_of({"t": tensor})
-    layout = range_layout.prepare(device, claims)
+    layout = range_layout.RangeLayout(device, claims)
     layout.move_in(0)
     del claims
     layout.forget_adoptees()
@@ -194,7 +193,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice,
     content = [raw(claim.storage) for claim in claims]
     expected = {name: t.detach().clone() for name, t in tensors.items()}
     ids = {name: id(t) for name, t in tensors.items()}
-    layout = range_layout.prepare(device, claims)
+    layout = range_layout.RangeLayout(device, claims)
     for index in range(len(claims)):
         layout.move_in(index)
     layout.forget_adoptees()
@@ -203,7 +202,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice,
         if not claim.nbytes:
             continue
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        point.move_out(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
+        range_layout.move_out(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
     del claim, claims, layout
     gc.collect()
     assert addresses() is None
@@ -218,21 +217,21 @@ def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
 
 def test_a_failed_fill_leaves_everything_in_the_range(device: SimulatedDevice, way: str) -> None:
     tensor = torch.ones(100)
-    layout = range_layout.prepare(device, claims_of({"t": tensor}))
+    layout = range_layout.RangeLayout(device, claims_of({"t": tensor}))
     layout.move_in(0)
 
     def fail(target: torch.Tensor) -> None:
         raise OSError("no bytes")
 
     with pytest.raises(OSError, match="no bytes"):
-        point.move_out(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
+        range_layout.move_out(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
     assert layout.is_in(0)
 
 
 def test_small_storages_are_packed_and_aligned(device: SimulatedDevice) -> None:
     sizes = [4, 1, 64, 65, 4096, 5000, 0, 4]
     tensors = {str(i): torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
-    layout = range_layout.prepare(device, claims_of(tensors))
+    layout = range_layout.RangeLayout(device, claims_of(tensors))
     assert layout.nbytes == range_layout.expected_bytes(device, sizes)
     spans = sorted((o, o + n) for o, n in zip(layout.offsets, sizes, strict=True) if n)
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))

@@ -72,7 +72,7 @@ def train(worker: Worker, seed: int = 0) -> None:
 def device_bytes(worker: Worker, name: str) -> int:
     holding = worker.manager.handles[name].holding
     assert holding is not None
-    return holding.storages.device_bytes
+    return holding.device_bytes
 
 
 def wait_for_the_thread(worker: Worker) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -77,19 +76,6 @@ def test_zero_grad_in_between_drops_them_and_never_revives_old_ones(set_to_none:
     assert worker.manager.snapshot().wrong_writes == 0
 
 
-@pytest.mark.parametrize("option", ["foreach", "fused"])
-def test_zeroed_gradients_of_a_foreach_optimizer(option: str) -> None:
-    worker = Worker()
-    sgd = torch.optim.SGD(worker.net.parameters(), lr=0.1, **{option: True})
-    worker.manager.register("sgd", sgd)
-    with worker.manager.phase("train"):
-        backward(worker.net)
-    sgd.zero_grad(set_to_none=False)
-    with worker.manager.phase("train"):
-        assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
-    assert worker.manager.snapshot().wrong_writes == 0
-
-
 def zero_by_a_stranger(grad: torch.Tensor) -> None:
     parameter = torch.nn.Parameter(torch.empty_like(grad))
     parameter.grad = grad
@@ -126,72 +112,6 @@ def test_zeros_that_are_not_zero_grads_are_a_wrong_write(write: Callable[[torch.
         assert_same(gradients(worker.net), wanted)
     assert_nothing_resident(worker.manager)
     assert worker.manager.snapshot().wrong_writes == 1
-
-
-def test_gradients_zeroed_in_place_stay_zero_over_more_phases_and_inside_others() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-        backward(worker.critic_net)
-        kept = gradients(worker.critic_net)
-    with worker.manager.phase("log_prob", only=["ref"]) as phase:
-        worker.adam.zero_grad(set_to_none=False)
-        phase.switch("reward")
-        with worker.manager.phase("eval", only=["ref"]):
-            pass
-    with worker.manager.phase("train"):
-        assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
-        assert_same(gradients(worker.critic_net), kept)  # another model's gradients lie behind the same poison
-    assert worker.manager.snapshot().wrong_writes == 0
-
-
-def test_gradients_of_one_part_zeroed_and_the_others_kept() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-        wanted = gradients(worker.net)
-    worker.net[2].zero_grad(set_to_none=False)
-    wanted[2:] = [torch.zeros_like(parameter) for parameter in worker.net[2].parameters()]
-    with worker.manager.phase("train"):
-        assert_same(gradients(worker.net), wanted)
-
-
-def test_an_audit_takes_zeroed_gradients_for_what_they_are() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-    worker.adam.zero_grad(set_to_none=False)
-    assert worker.manager.audit().ok
-    assert worker.manager.audit().ok
-    with worker.manager.phase("train"):
-        assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
-
-
-def test_a_wrong_write_beside_zeroed_gradients_is_still_found() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-    worker.adam.zero_grad(set_to_none=False)
-    worker.ref_net[0].weight.data.fill_(2.0)
-    with pytest.raises(IntegrityError, match="something wrote"):
-        worker.manager.phase("train").__enter__()
-    with worker.manager.phase("train"):
-        assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
-
-
-def test_accumulating_into_an_offloaded_gradient_is_a_wrong_write_and_keeps_the_value() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-        wanted = gradients(worker.net)
-    with torch.no_grad():
-        for p in worker.net.parameters():
-            assert p.grad is not None
-            p.grad.fill_(1.0)
-    with pytest.raises(IntegrityError, match="something wrote"):
-        worker.manager.phase("train").__enter__()
-    with worker.manager.phase("train"):
-        assert_same(gradients(worker.net), wanted)
 
 
 def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:
@@ -279,11 +199,3 @@ def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(is_viewed: 
     with worker.manager.phase("train"):
         assert_same(gradients(worker.net), gradients(twin))
     assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
-
-
-def test_state_dicts_of_the_model_do_not_see_gradients() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
-    assert copy.deepcopy(worker.actor.state_dict()).keys() == worker.values.keys()

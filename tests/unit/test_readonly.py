@@ -1,4 +1,4 @@
-"""Readonly handles, EMA copies, frozen parts, parameters that come later; and training that is bit-identical to training without."""
+"""Readonly handles and their state dicts, frozen parts, and parameters that come later."""
 
 from __future__ import annotations
 
@@ -12,42 +12,10 @@ import torch
 from placement import IntegrityError, Manager, State
 from placement.testing import assert_nothing_resident
 from tests.support.late_device import LateDevice
-from tests.support.worker import CAPACITY, GPU, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 from tests.unit.test_offloaded_access import AlwaysEarly
 
-STEPS = 20
-
-
 # --- readonly
-
-
-def test_a_readonly_handle_is_never_copied_back() -> None:
-    worker = Worker()
-    for _ in range(3):
-        with worker.manager.phase("log_prob"):
-            worker.ref_net(batch())
-    counters = worker.ref.counters
-    assert (counters.offloaded_bytes, counters.transitions["offload"]) == (0, 3)
-    assert counters.skipped_bytes > 0
-    assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
-
-
-@pytest.mark.parametrize("how", ["no_grad", "data", "version_free"])
-def test_a_write_into_a_readonly_handle_is_found_and_undone(how: str) -> None:
-    worker = Worker()
-    with pytest.raises(IntegrityError, match="'ref' is readonly"):  # noqa: SIM117, PT012
-        with worker.manager.phase("log_prob"):
-            if how == "no_grad":
-                with torch.no_grad():
-                    worker.ref_net[0].bias[3] += 1
-            elif how == "data":
-                worker.ref_net[0].bias.data[3] = 5.0
-            else:
-                worker.ref_net[0].bias.detach().numpy()[3] = 5.0
-    assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_write_found_at_a_switch_goes_back_with_the_right_value() -> None:
@@ -69,34 +37,6 @@ def test_a_readonly_handle_is_never_in_training() -> None:
     manager.register("sgd", sgd)
     with manager.phase("train"):
         assert handle.state is GPU
-
-
-def test_an_ema_copy_is_a_handle_of_its_own() -> None:
-    manager = make_manager(phases={"ema": ["actor", "teacher"]})
-    model = net()
-    ema = copy.deepcopy(model)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager.register("actor", model, role="actor")
-    manager.register("adam", adam)
-    teacher = manager.register("ema", ema, role="teacher")
-    plain, plain_ema = copy_of(manager, model), copy_of(manager, ema)
-    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-
-    def average(source: torch.nn.Module, target: torch.nn.Module) -> None:
-        with torch.no_grad():
-            for p, q in zip(source.parameters(), target.parameters(), strict=True):
-                q.lerp_(p, 0.1)
-
-    for seed in range(5):
-        with manager.phase("train") as phase:
-            learn(model, adam, seed)
-            phase.switch("ema")
-            average(model, ema)
-        learn(plain, other, seed)
-        average(plain, plain_ema)
-        assert_same(dict(teacher.state_dict()), dict(plain_ema.state_dict()))
-    assert teacher.counters.offloaded_bytes > 0
-    assert_nothing_resident(manager)
 
 
 def copy_of(manager: Manager, model: torch.nn.Module) -> torch.nn.Module:
@@ -332,71 +272,7 @@ def test_a_dropped_layer_gives_its_memory_back() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_resized_embeddings_keep_the_old_rows() -> None:
-    manager = make_manager()
-    model = torch.nn.Sequential(torch.nn.Embedding(16, 8))
-    rows = model[0].weight.detach().clone()
-    actor = manager.register("actor", model, role="actor")
-    with manager.phase("log_prob"), torch.no_grad():
-        grown = torch.nn.Embedding(20, 8)
-        grown.weight[:16] = model[0].weight
-        model[0] = grown
-    assert_same(actor.state_dict()["0.weight"][:16], rows)
-    assert actor.weights_info()[0].shape == (20, 8)
-
-
-# --- the same training
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adamw_foreach_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
-    "adam_capturable_free": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4, history_size=3),
-}
-
-
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return learn(model, optimizer, seed)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(batch(seed)).square().mean()
-        loss.backward()
-        return loss
-
-    return torch.as_tensor(optimizer.step(closure)).detach()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_over_cycles_is_bit_identical_to_training_without(name: str) -> None:
-    model, manager = net(), make_manager()
-    twin = copy.deepcopy(model)
-    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
-    schedule = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in (optimizer, other)]
-    actor = manager.register("actor", model, role="actor")
-    handle = manager.register("optimizer", optimizer)
-    identities = [id(p) for p in model.parameters()]
-    for seed in range(STEPS):
-        with manager.phase("log_prob") as phase:
-            with torch.no_grad():
-                before = model(batch(seed))
-            phase.switch("train")
-            loss = step(model, optimizer, seed)
-        with torch.no_grad():
-            assert_same(before, twin(batch(seed)))
-        assert_same(loss, step(twin, other, seed))
-        for each in schedule:
-            each.step()
-    assert_same(dict(actor.state_dict()), dict(twin.state_dict()))
-    assert_same(handle.state_dict(), other.state_dict())
-    assert [id(p) for p in model.parameters()] == identities
-    assert_nothing_resident(manager)
+# --- every byte
 
 
 def test_every_bit_pattern_survives() -> None:
@@ -417,11 +293,3 @@ def test_every_bit_pattern_survives() -> None:
         with manager.phase("log_prob"):
             assert_same(dict(model.named_buffers()), values)
             assert handle.state is State.GPU_RESIDENT
-
-
-def test_a_trained_module_is_in_training_and_its_clean_parts_are_skipped() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        assert worker.actor.state is TRAIN
-    assert worker.actor.counters.offloaded_bytes == 0  # nothing was written
-    assert worker.actor.counters.skipped_bytes > 0

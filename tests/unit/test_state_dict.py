@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,15 +37,12 @@ def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state:
         learn(worker.net, worker.adam)
         values = {name: p.detach().clone() for name, p in worker.net.named_parameters()}
         moments = copy.deepcopy(worker.adam.state_dict())
-    if phase is None:
+    with nullcontext() if phase is None else worker.manager.phase(phase):
+        assert worker.actor.state is state
         assert_same(dict(worker.net.state_dict()), values)
         assert_same(dict(worker.actor.state_dict()), values)
-        assert_same(worker.optimizer.state_dict(), moments)
-        return
-    with worker.manager.phase(phase):
-        assert worker.actor.state is state
-        assert_same(dict(worker.actor.state_dict()), values)
         assert_same(worker.adam.state_dict(), moments)
+        assert_same(worker.optimizer.state_dict(), moments)
 
 
 def test_a_state_dict_of_a_streamed_sync() -> None:
@@ -59,11 +57,8 @@ def test_a_held_state_dict_follows_the_handle(taken: str | None) -> None:
     worker = Worker()
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
-    if taken is None:
+    with nullcontext() if taken is None else worker.manager.phase(taken):
         held, moments = worker.net.state_dict(), worker.adam.state_dict()
-    else:
-        with worker.manager.phase(taken):
-            held, moments = worker.net.state_dict(), worker.adam.state_dict()
     for seed in range(3):
         assert_same(dict(held), dict(worker.actor.state_dict()))
         assert_same(moments["state"], worker.optimizer.state_dict()["state"])
@@ -125,12 +120,9 @@ def test_a_saved_file_has_the_size_of_the_tensors_also_of_tied_ones(phase: str |
     unmanaged = saved_size(model.state_dict())
     values = copy.deepcopy(model.state_dict())
     handle = manager.register("actor", model, role="actor")
-    if phase is None:
+    with nullcontext() if phase is None else manager.phase(phase):
         size = saved_size(handle.state_dict())
         assert_same(dict(handle.state_dict()), dict(values))
-    else:
-        with manager.phase(phase):
-            size = saved_size(handle.state_dict())
     assert size <= 1.1 * unmanaged + 4096
     with manager.phase("log_prob"):
         held = handle.state_dict()

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -144,11 +145,8 @@ def test_computed_state_dicts_are_the_same_while_offloaded(kind: str) -> None:
 def test_computed_state_dicts_follow_the_handle(kind: str, phase: str | None) -> None:
     """What is a copy stays as it is; live tensors show what the object has, and are no stray references."""
     manager, handle, layer = make(kind)
-    if phase is None:
+    with nullcontext() if phase is None else manager.phase(phase):
         held = handle.state_dict()
-    else:
-        with manager.phase(phase):
-            held = handle.state_dict()
     wanted = copy.deepcopy(held)
     assert_same(dict(held), dict(wanted))
     with manager.phase("log_prob"):

@@ -69,9 +69,6 @@ class Program:
 TARGETS = {"value": "0.weight", "buffer": "1.running_mean", "gradient": "0.weight.grad", "state": "0.exp_avg"}
 COUNTED: dict[str, Write] = {
     "mul_": lambda t: t.mul_(0.5),
-    "add_": lambda t: t.add_(torch.ones_like(t), alpha=0.1),
-    "clamp_": lambda t: t.clamp_(-1, 1),
-    "foreach": lambda t: torch._foreach_mul_([t], 0.5),
     "out=": lambda t: torch.mul(t, 0.5, out=t),
     "copy_ of poison": lambda t: t.copy_(t.detach().clone()),
     "an element": lambda t: t.view(-1)[3].mul_(2),
@@ -79,15 +76,12 @@ COUNTED: dict[str, Write] = {
 """NaN becomes NaN of the same bytes (float32 on a CPU). A version counter counts them."""
 UNCOUNTED: dict[str, Write] = {
     "EMA through data": lambda t: t.data.mul_(0.4).add_(torch.ones_like(t), alpha=0.6),
-    "lerp_ through data": lambda t: t.data.lerp_(torch.ones_like(t), 0.1),
-    "foreach through data": lambda t: torch._foreach_mul_([t.data], 0.5),
     "copy_ of poison through data": lambda t: t.data.copy_(t.detach().clone()),
     "numpy": lambda t: t.detach().numpy().reshape(-1).__imul__(0.5),
     "unscaled": lambda t: torch._amp_foreach_non_finite_check_and_unscale_([t.detach()], torch.zeros(1), torch.full((1,), 0.25)),
 }
 VISIBLE: dict[str, Write] = {
     "fill_": lambda t: t.fill_(3),
-    "normal_": lambda t: t.normal_(),
     "copy_": lambda t: t.copy_(torch.ones_like(t)),
     "numpy of an element": lambda t: t.detach().numpy().reshape(-1).__setitem__(0, 3.0),
     "zero_ through data": lambda t: t.data.zero_(),
@@ -101,14 +95,6 @@ def raises() -> Any:
 
 def first_offload(program: Program, write: Callable[[], object]) -> Tensors:
     values = program.train()
-    write()
-    with raises(), program.manager.phase("train"):
-        pass
-    return values
-
-
-def later(program: Program, write: Callable[[], object]) -> Tensors:
-    values = program.train(3)
     write()
     with raises(), program.manager.phase("train"):
         pass
@@ -154,7 +140,7 @@ def at_a_switch(program: Program, write: Callable[[], object]) -> Tensors:
     return values
 
 
-WHENS = [first_offload, later, after_audits, at_an_exit, in_a_phase_inside, at_a_switch]
+WHENS = [first_offload, after_audits, at_an_exit, in_a_phase_inside, at_a_switch]
 
 
 def check(program: Program, target: str, write: Write, when: Callable[[Program, Callable[[], object]], Tensors]) -> None:
@@ -212,8 +198,7 @@ def test_bytes_show_writes_without_a_counter(way: str) -> None:
             check(program, "value", VISIBLE[way], when)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("readonly", [True, False])
+@pytest.mark.parametrize(("dtype", "readonly"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)])
 def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.dtype, readonly: bool) -> None:
     """TRL's SyncRefModelCallback writes `ref.data` at the end of a step, in no phase."""
     manager = make_manager()

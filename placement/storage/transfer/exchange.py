@@ -96,7 +96,7 @@ class Leaving:
     def adopt_new(self) -> None:
         """Start saving the new storages."""
         self.fresh, self.has_new_state = self.holding.adopt_new(drops=self.dropped is not None)
-        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
+        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.moving_in or ())
 
     def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
         """The part of `chosen` among neighbouring pages."""
@@ -166,7 +166,7 @@ class Departures:
             yield
 
     def _ask(self, holding: ManagedStorage, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
-        return self._device.ask(holding.storages.fingerprint(r, first, last))
+        return self._device.ask(holding.fingerprint(r, first, last))
 
     def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
         """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that.
@@ -380,7 +380,7 @@ class Exchange:
         for each in leaving:
             each.adopt_new()
         for holding in coming:
-            self._arrivals.expect(holding, holding.storages.adopt_from_elsewhere())
+            self._arrivals.expect(holding, holding.adopt_from_elsewhere())
         if stays:
             self._departures.let_stay(leaving)
             self._open_window()
@@ -468,14 +468,14 @@ class Exchange:
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
-        shown = holding.storages.state_dict_tensors
+        shown = holding.state_dict_tensors
         return 0 if shown or shown.are_held or self._verifier.is_on else self._staying.get(holding, 0)
 
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
         if leaving and coming:
             freed = sum(max(0, each.chunk_bytes - self._aside_bytes(each)) for each in leaving)
-            gain = sum(each.storages.device_bytes - each.prefetched_bytes for each in coming) - freed
+            gain = sum(each.device_bytes - each.prefetched_bytes for each in coming) - freed
             self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
@@ -487,9 +487,9 @@ class Exchange:
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
-            each.fresh = ()  # the ranges' claims hold the storages, which would count as references below
+            each.fresh = ()  # what moves into the ranges holds the storages, which would count as references below
         for each in leaving:
-            each.holding.storages.count_uses()
+            each.holding.count_uses()
         if any(each.has_new_state for each in leaving):
             self._device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved

@@ -141,8 +141,8 @@ def _successive(shares: Mapping[ManagedStorage, tuple[int, int]]) -> Iterator[_B
 
 def _claim_for_prefetch(storage: ManagedStorage, r: Range) -> bool:
     """Claim the host copy. Returns whether it has the range's bytes in host memory, for this process alone, and nobody may write there."""
-    is_exposed = r.is_shown and storage.storages.state_dict_tensors.are_held
-    return not (r.is_shared or is_exposed or r.claims is not None) and (r.spill is None or r.spill.claim_if_here())
+    is_exposed = r.is_shown and storage.state_dict_tensors.are_held
+    return not (r.is_shared or is_exposed or r.moving_in is not None) and (r.spill is None or r.spill.claim_if_here())
 
 
 def _lacking_within(pages: Pages, room_bytes: int) -> list[int]:

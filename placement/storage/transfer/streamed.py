@@ -189,7 +189,7 @@ class StreamedStep:
             holding.is_stepping = True
             if any(bucket.unborn_bytes for bucket in self._buckets):
                 with without_modes():
-                    self._before = frozenset(claim.storage._cdata for claim in holding.storages.rescan().stay)
+                    self._before = frozenset(claim.storage._cdata for claim in holding.scanner.rescan().stay)
             device.order()  # the steps come behind the gradients
             self._fetch_ahead(AHEAD, chunk_pool)
             for index, bucket in enumerate(self._buckets):
@@ -217,7 +217,7 @@ class StreamedStep:
         for bucket in self._buckets:
             bucket.fresh = None
         with without_modes():
-            self.holding.storages.count_uses()
+            self.holding.count_uses()
         self.holding.device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
 
     # --- coming
@@ -290,7 +290,7 @@ class StreamedStep:
             if bucket.unborn_bytes:
                 with without_modes():
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
-                    copied = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
+                    copied = {claim.storage._cdata for r in leaving for claim in r.moving_in or ()}
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
@@ -306,7 +306,7 @@ class StreamedStep:
 
     def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
         """Wait until the buckets before `until` have left, and take their memory away."""
-        device, storages = self.holding.device, self.holding.storages
+        device = self.holding.device
         while self._vacated < until:
             bucket = self._buckets[self._vacated]
             assert bucket.left is not None
@@ -315,7 +315,7 @@ class StreamedStep:
             self._take_away(bucket.leaving, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
-                    storages.keep((*self.holding.ranges, bucket.fresh))
+                    self.holding.keep((*self.holding.ranges, bucket.fresh))
                     bucket.fresh.move_in()
             self._vacated += 1
 

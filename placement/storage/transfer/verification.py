@@ -16,8 +16,8 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
+from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.point import byte_view
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import changed_chunks, fingerprints
 
@@ -54,7 +54,7 @@ class Verifier:
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
-                    if r.prints is None and not holding.on_device and r.claims is None:
+                    if r.prints is None and not holding.on_device and r.moving_in is None:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
@@ -82,12 +82,12 @@ class Verifier:
         Raises:
             IntegrityError: the bytes differ; the storages stay where they are.
         """
-        arrived = [(r, index) for r in fresh for index in range(len(r.claims or ()))] if self._mode != "off" else []
+        arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))] if self._mode != "off" else []
         if self._mode == "sample" and arrived:
             arrived = [self._random.choice(arrived)]
         for r, index in arrived:
-            assert r.claims is not None
-            claim = r.claims[index]
+            assert r.moving_in is not None
+            claim = r.moving_in[index]
             if not byte_view(claim.storage).cpu().equal(r.view(r.layout.offsets[index], claim.nbytes)):
                 raise IntegrityError(
                     f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
@@ -103,7 +103,7 @@ class Verifier:
         """
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
-            bad = _different(holding.storages.fingerprint(r, first, last).cpu(), wanted, first)
+            bad = _different(holding.fingerprint(r, first, last).cpu(), wanted, first)
             if not bad:
                 continue
             spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
@@ -122,7 +122,7 @@ class Verifier:
 
 def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
     """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
-    found = [holding.storages.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+    found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
     if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
         holding.device.copy(r.pages.copies(bad), "to_host")
         holding.device.wait(holding.device.mark("to_host"))
@@ -161,11 +161,11 @@ def mirror(holding: ManagedStorage) -> None:
     holding.device.sync()
     prints: list[tuple[Range, torch.Tensor]] = []
     for r in holding.ranges:
-        if r.transient or r.claims is not None:
+        if r.transient or r.moving_in is not None:
             continue
         _ = r.slab  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
         host_prints = None if r.prints is None else r.prints.cpu()
-        device_prints = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+        device_prints = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
         if changed:
             holding.make_host_copy_own(r)

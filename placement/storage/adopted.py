@@ -1,0 +1,430 @@
+"""The adopted storages of one object: the bytes they take, how the host copy is read, and how new storages get places.
+
+`ManagedStorage` adds how the bytes come and go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence, Set
+
+import torch
+
+from placement.core.call_guard import NO_CALLS
+from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
+from placement.core.journal import logger
+from placement.core.states import State
+from placement.devices.base import Device
+from placement.devices.host.mapping import round_up
+from placement.ownership.adapter import Adapter
+from placement.storage.base import Storage
+from placement.storage.gradients import Gradients, dense_parts
+from placement.storage.layout import RANGES, expected_bytes, form_of, over
+from placement.storage.nan_check import NanCheck
+from placement.storage.pages import Behind
+from placement.storage.range import Range
+from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
+from placement.storage.state_dicts import was_handed_out
+from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.fingerprint import fingerprints
+from placement.storage.transfer.host_read_locks import HostReadLocks
+from placement.storage.writes import WritesWhileOffloaded
+from placement.tensors.plain import has_storage, is_plain_type
+
+
+class AdoptedStorage(Storage):
+    """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
+
+    Args:
+        scanner: finds new storages and gives them places; None: in ranges of this process alone.
+    """
+
+    on_device = False
+    """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""
+
+    def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
+        self.device = device
+        self.adapter = adapter
+        self.name = name
+        self.readonly = readonly
+        self.scanner = scanner or StorageScanner(device, adapter, name, self)
+        self.by_address = self.scanner.ranges
+        self.state_dict_tensors = self.scanner.state_dict_tensors
+        self.gradients = Gradients(adapter)
+        self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
+        self.nan_check = NanCheck(self.by_address, device, adapter.kind, readonly=readonly)
+        self.calls = NO_CALLS
+        """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
+        self.host_read_locks = HostReadLocks()
+        self.offloaded_timestamp_seconds = time.time()
+        """When the host copy last became the authoritative one (Unix time)."""
+        self.is_consistent = True
+        """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
+        self.is_stepping = False
+        """Whether a streamed step has begun and has not ended: see `StreamedStep`."""
+        self._is_vacating = False
+        """Whether an offload that is not committed yet may have taken memory from behind the object's addresses."""
+        self._unadopted_bytes = self._unborn_bytes = self._born_bytes = self._num_entries = 0
+        """As of the last look. `_num_entries` is the adapter's."""
+        self._moving_in: frozenset[int] = frozenset()
+        """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
+        self._relocated: Sequence[Relocated] = ()
+        """The storages that this offload has found away from their places. They get new ones, and leave the old ones empty."""
+        self._dropped: tuple[Range, ...] | None = None
+        """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
+        self._may_have_stray_references = True
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return self.by_address.all
+
+    @property
+    def is_offloaded(self) -> bool:
+        return not self.on_device
+
+    @property
+    def can_prefetch(self) -> bool:
+        return True
+
+    @property
+    def is_on_host(self) -> bool:
+        return not self.on_device or self._is_vacating
+
+    # --- measuring
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that it takes to put memory behind every range."""
+        return sum([r.device_bytes for r in self.ranges])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.device_bytes + self.unadopted_bytes + self.unborn_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        return sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.ranges])
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.chunk_bytes + self.unadopted_bytes
+
+    @property
+    def prefetched_bytes(self) -> int:
+        return sum([r.pages.aside_bytes for r in self.ranges])
+
+    @property
+    def unadopted_bytes(self) -> int:
+        return self._unadopted_bytes if self.on_device else 0
+
+    @property
+    def unborn_bytes(self) -> int:
+        return self._unborn_bytes
+
+    @property
+    def born_bytes(self) -> int:
+        return self._born_bytes if self.on_device else 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Host memory that is reserved for state that is not created yet."""
+        return 0 if self.scanner.reserved is None else self.scanner.reserved.held_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(r.host.held_bytes for r in self.ranges) + self.reserved_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum({spill: spill.disk_bytes for r in self.ranges if (spill := r.spill) is not None}.values())
+
+    @property
+    def host_pageable_bytes(self) -> int:
+        return sum(r.host.pageable_bytes for r in self.ranges)
+
+    def framework_memory(self) -> Iterator[tuple[str, int]]:
+        yield from self.adapter.kept_by_framework()
+        for name, tensor in self.adapter.unmoved():
+            if tensor.device == self.device.torch_device and RANGES.owner_of(tensor.data_ptr()) is None:
+                yield f"{name}, which is no part of its state and not moved,", tensor.untyped_storage().nbytes()
+
+    def measure(self) -> None:
+        """Update `born_bytes` if an optimizer's steps have created state. Looks at no tensor."""
+        if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
+            self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
+
+    def measure_unadopted(self) -> None:
+        self._unadopted_bytes = self.scanner.unadopted_bytes()
+        self.look_at_unborn()
+        self.kept_by_framework = tuple(self.adapter.kept_by_framework())
+
+    def look_at_unborn(self) -> None:
+        """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
+        self._num_entries = self.adapter.num_entries()
+        self._unborn_bytes, self._born_bytes = self._measure_unborn(), 0
+
+    def _measure_unborn(self) -> int:
+        sizes = self.adapter.unborn_sizes()
+        return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
+
+    def follow_groups(self) -> bool:
+        """Update `unborn_bytes` if the object is an offloaded optimizer that steps other parameters than before. Returns whether it is.
+
+        On the device, the next `measure_unadopted` or offload does the same.
+        """
+        if self.on_device or not self.adapter.follow_groups():
+            return False
+        self.look_at_unborn()
+        return True
+
+    def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
+        """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
+        sizes = r.used_sizes[first:last]
+        if not sizes:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        known = self.device.known_fingerprints(r.layout.addresses, r.starts[first], sizes)
+        return fingerprints(self.device.view(r.layout.addresses, r.starts[first], sum(sizes)), sizes) if known is None else known
+
+    # --- checks
+
+    def is_consistent_in(self, state: State) -> bool:
+        return self.is_consistent and (self._may_stream(state) or self.on_device is (state is not State.CPU_OFFLOADED))
+
+    def _may_stream(self, state: State) -> bool:
+        """Whether a handle in this state may be used from its host copy: published, or stepped by an optimizer."""
+        return state is State.SYNCING or (state is State.TRAINING and self.adapter.kind == "optimizer")
+
+    def check(self, name: str, state: State) -> None:
+        """Compare the memory behind the ranges with what the state needs: every chunk on the device, or none."""
+        if state is State.CPU_OFFLOADED and self.on_device:
+            raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
+        is_needed = state is not State.CPU_OFFLOADED and (self.on_device or not self._may_stream(state))
+        for number, r in enumerate(self.ranges):
+            sizes = tuple(chunk.nbytes for index in r.pages.at(Behind.OWN) if (chunk := r.pages.table[index].memory) is not None)
+            wanted = r.chunk_sizes if is_needed else ()
+            if sizes != wanted:
+                raise IntegrityError(
+                    f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
+                )
+            if r.host.nbytes < r.nbytes:
+                raise IntegrityError(f"{name!r}: range {number} has {r.nbytes} bytes, but its host slab has only {r.host.nbytes}")
+            if r.moving_in is not None:
+                raise IntegrityError(f"{name!r}: {len(r.moving_in)} storages were never moved into range {number}")
+
+    @property
+    def leftovers(self) -> str | None:
+        left = self.resident_bytes - self.prefetched_bytes
+        return f"{left:,} bytes on the device" if left else None
+
+    def drifted(self) -> list[tuple[str, int]]:
+        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
+
+        On the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state.
+        """
+        found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
+        found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
+        born = self.scanner.rescan()  # relocated storages are in `found` already, by their addresses
+        new = [(adoptee.name, adoptee.nbytes) for adoptee in (born.stay if self.on_device else (*born.stay, *born.transient))]
+        if not self.on_device:
+            return found + new
+        if self.adapter.kind == "optimizer":
+            return found
+        replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
+        return found + [each for each in new if each[0] in replaced]
+
+    def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
+        """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
+        return stray_references(self.ranges if ranges is None else ranges, self.gradients.lasting())
+
+    def count_uses(self) -> None:
+        """Count once the references that each storage has by right. Called when placement itself holds none of them."""
+        if uncounted(self.ranges):
+            self.scanner.rescan()  # since the last look rebinding has given tensors another storage
+            self.writes.note_more()  # these storages have not been written yet
+        count_uses(self.ranges)
+
+    # --- the host copy
+
+    def has_place(self, tensor: torch.Tensor) -> bool:
+        return self.by_address.find(tensor) is not None
+
+    def wait_for_readers(self) -> None:
+        if not self.on_device:
+            self.host_read_locks.wait()
+
+    def note_written(self) -> None:
+        if not self.on_device:
+            for r in self.ranges:
+                r.note_written()
+
+    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.state_dict_tensors.readable(tensor)
+
+    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
+        host = self.over_host(tensor) if self.is_on_host else None
+        if host is not None:
+            self.state_dict_tensors.note_shown([host])
+        return host
+
+    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
+        place = self.by_address.find(tensor)
+        if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
+            return None
+        r, offset = place
+        r.wait_until_saved()
+        # Not by `over_host`: what that makes counts as a user's view, which may be written and must follow the moves.
+        address = r.host.address + offset
+        if address not in storages:
+            storages[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
+        return over(storages[address], form_of(tensor))
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
+        owner = self._owner_of(tensor)
+        if self.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
+            tensor = tensor.detach()  # state that is a parameter; the live one is for a module's state_dict(keep_vars=True)
+        return owner.state_dict_tensors.hand_out(tensor, from_host=owner.is_on_host)
+
+    def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Like `hand_out`, but returns a tensor that was handed out before as it is."""
+        return tensor if was_handed_out(tensor) else self.hand_out(tensor)
+
+    def _owner_of(self, tensor: torch.Tensor) -> AdoptedStorage:
+        """The storage in whose memory a tensor of the object lies: this one, or another object's (state that is a parameter)."""
+        for _, part in dense_parts(tensor):
+            if is_plain_type(type(part)) and has_storage(part) and not self.has_place(part):
+                owner = RANGES.owner_of(part.untyped_storage().data_ptr())
+                if not isinstance(owner, AdoptedStorage):
+                    return self
+                if owner.lost is not None:
+                    raise BrokenHandleError(f"a tensor of {self.name!r} lies in {owner.name!r}, which is broken: {owner.lost}")
+                return owner
+        return self
+
+    def views_left_on_host(self) -> list[str]:
+        """The names of tensors that somebody has a view of which shows the host copy, although the values are on the device."""
+        return [name for _, name in self.state_dict_tensors.left_on_host()] if self.on_device else []
+
+    # --- adopting
+
+    def expected_host_bytes(self) -> int:
+        """Host memory of this process that adopting the object takes, at its registration."""
+        born = self.scanner.rescan()
+        return self.scanner.first_host_bytes(born.stay) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
+
+    def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
+        """See `StorageScanner.reserve`."""
+        self.scanner.reserve(sizes, parts)
+        self.look_at_unborn()
+
+    def keep(self, ranges: tuple[Range, ...]) -> None:
+        """Make these the object's ranges, and enter their addresses into the process's table."""
+        for r in ranges:
+            if r.moving_in is not None:
+                self.by_address.places.add(r)
+            RANGES.add(self, r.layout.addresses.base, r.nbytes)
+        self.by_address.set(ranges)
+
+    def _adopt_all(self) -> bool:
+        """Give every storage its place. Returns whether any of them was on the device."""
+        born = self.scanner.rescan(movable=True)
+        self.scanner.note_places(born)
+        fresh = self.scanner.adopt_first(born.stay)
+        if (gradients := self.scanner.adopt(born.transient, transient=True)) is not None:
+            fresh = (*fresh, gradients)
+        self.device.sync()
+        self.keep(fresh)
+        for new in self.ranges:
+            new.move_in()
+        return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))
+
+    def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
+        """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
+
+        Args:
+            drops: leave the gradients out: the commit drops them.
+        """
+        fresh, stays = self._adopt_leaving(drops)  # in a call of its own, as above
+        # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
+        self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
+        return fresh, stays
+
+    def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
+        born = self.scanner.rescan(movable=True)
+        self.nan_check.look_at_new(born.stay)
+        self.scanner.note_places(born)
+        self._relocated = born.relocated
+        stay = born.stay + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
+        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
+        self.writes.note()
+        if drops:
+            transient = self.gradients.besides(transient)
+        self._moving_in = frozenset(adoptee.storage._cdata for adoptee in (*stay, *transient))
+        self.state_dict_tensors.take_over(self._moving_in)
+        first = self.scanner.adopt(stay)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
+        second = self.scanner.adopt(transient, transient=True)
+        return tuple(r for r in (first, second) if r is not None), bool(stay)
+
+    def adopt_from_elsewhere(self) -> tuple[Range, ...]:
+        """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU).
+
+        The coming load loads them, too. Returns their ranges.
+        """
+        before, here = self.ranges, 0
+        born = self.writes.new_unless_changed()
+        for transient, adoptees in ((False, born.stay), (True, born.transient)):
+            here += sum(c.nbytes for c in adoptees if c.storage.device == self.device.torch_device)
+            away = [c for c in adoptees if c.storage.device != self.device.torch_device]
+            if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
+                self.keep((*self.ranges, fresh))
+                fresh.move_in()
+        if len(self.ranges) > len(before):
+            self.scanner.align_wrappers()
+            self.scanner.rescan()
+            self.writes.note_more()  # the load may fail and be tried again
+        self._unadopted_bytes = here
+        self.look_at_unborn()
+        return self.ranges[len(before) :]
+
+    def _adopt_lasting(self, besides: Set[int] = frozenset(), *, in_parts: bool = False) -> Range | None:
+        """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
+        adoptees = [adoptee for adoptee in self.scanner.rescan().stay if adoptee.storage._cdata not in besides]
+        return self.scanner.adopt(adoptees, in_parts=in_parts)
+
+    def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
+        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move.
+
+        None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
+
+        Args:
+            besides: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use.
+        """
+        try:
+            return self._adopt_lasting(besides, in_parts=True)
+        except HostMemoryError as error:
+            logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", self.name, str(error))
+            return None
+
+    # --- dropping ranges
+
+    def dead(self) -> list[Range]:
+        """The ranges that nobody uses: every adopted storage has died, and no state dict that was loaded back has left a tensor there."""
+        dead = [r for r in self.ranges if not r.is_alive]
+        if not dead:
+            return []
+        tensors = (*(owned.tensor for owned in self.adapter.owned()), *borrowed())
+        used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return [r for r in dead if not r.has_any(used)]
+
+    def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
+        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory behind it."""
+        if not gone:
+            return
+        self.state_dict_tensors.leave_ranges(gone)
+        for r in gone:
+            r.pages.discard(chunk_pool)
+            r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
+            RANGES.remove(r.layout.addresses.base)
+        out = set(gone)
+        self.by_address.set(tuple(r for r in self.ranges if r not in out))
