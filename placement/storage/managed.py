@@ -26,12 +26,11 @@ from placement.storage.gradients import Gradients
 from placement.storage.layout import RANGES
 from placement.storage.nan_check import NanCheck
 from placement.storage.object_storages import ObjectStorages
-from placement.storage.pages import Behind, Side, fill
+from placement.storage.pages import Behind, HostReadLocks, Side, fill
 from placement.storage.range import Range
 from placement.storage.scan import lasting_stray_references
 from placement.storage.state_dicts import handed_out, was_handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.tensors.plain import has_storage, is_plain_type, parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
 
