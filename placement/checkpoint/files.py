@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,6 @@ from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
-from placement.storage.transfer.host_read_locks import HostReadLock
 from placement.storage.transfer.verification import mirror
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
@@ -108,7 +108,7 @@ def async_save(
                     raise CheckpointError(f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only=")
         state = _collect(manager, only, process_group)
         group = _group_for(process_group)
-        locks: list[HostReadLock] = []
+        locks: list[threading.Event] = []
 
         def write() -> None:
             try:
@@ -116,7 +116,7 @@ def async_save(
                     torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
             finally:
                 for lock in locks:
-                    lock.give_back()
+                    lock.set()
 
         try:
             for name in state:
@@ -127,7 +127,7 @@ def async_save(
             return submit(write, path)
         except BaseException:
             for lock in locks:
-                lock.give_back()
+                lock.set()
             raise
 
 

@@ -75,7 +75,7 @@ class PlanExecutor:
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
-        self.host_tier = host_tier_for(settings, device, self._handles, self._discard_early)
+        self.host_tier = host_tier_for(settings, device, self._handles, self.prefetcher.discard)
         registry.admit = self.host_tier.admit
         self.outside = Outside(device, self.planner.memory)
         self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
@@ -221,15 +221,6 @@ class PlanExecutor:
         began = time.monotonic()
         self._device.wait_for_work()
         self._work_seconds += time.monotonic() - began
-
-    def give_up_early(self, name: str) -> None:
-        """Return the memory of all pages aside to the driver, and leave more room in the phase `name` from now on."""
-        self.prefetcher.give_up(name)
-        self.planner.memory = self._device.memory()
-
-    def _discard_early(self) -> None:
-        self.prefetcher.discard()
-        self.planner.memory = self._device.memory()
 
     def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
         return self.prefetcher.look_ahead(name, plan, self._reconciler.chunk_pool)

@@ -230,8 +230,8 @@ class Mover:
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
         room_bytes = min(self._device.memory().free_bytes, self.chunk_pool.room_bytes) if leaving and coming else 0
         exchange = Exchange(
-            self._device,
-            self.chunk_pool,
+            device=self._device,
+            chunk_pool=self.chunk_pool,
             verifier=self.verifier,
             room_bytes=room_bytes,
             early_release=early_release,

@@ -220,7 +220,7 @@ class PhaseStack:
         """
         with self.lock.if_free() as is_free:
             if is_free:
-                self.executor.give_up_early(self.phases.name)
+                self.executor.prefetcher.give_up(self.phases.name)
 
     def _finish(self, phase: OpenPhase) -> None:
         self.executor.measure()

@@ -67,7 +67,7 @@ class DiskTier(HostTier):
     """
 
     def __init__(
-        self, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None], limit_bytes: int, directory: str
+        self, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object], limit_bytes: int, directory: str
     ) -> None:
         self._device = device
         self._handles = handles
@@ -158,7 +158,7 @@ class DiskTier(HostTier):
         self._keeper.stop()
 
 
-def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None]) -> HostTier:
+def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]) -> HostTier:
     """The limit that the settings ask for. `give_up_early`: see `DiskTier`."""
     if settings.host_limit_bytes is None or settings.disk_directory is None:
         return HostTier()

@@ -112,16 +112,10 @@ class StreamedOptimizer:
         count = sum(len(group["params"]) for each in self._adapter.optimizers() for group in each.param_groups)
         ranges, known = self._holding.ranges, (self._adapter.num_entries(), count, self._holding.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            self._window = (
-                ranges,
-                known,
-                window_of([part.piece for each in self._parameters() for part in self._parts.of(*each)], self._bucket_bytes),
-            )
+            parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
+            pieces = [part.piece for optimizer, p in parameters for part in self._parts.of(optimizer, p)]
+            self._window = ranges, known, window_of(pieces, self._bucket_bytes)
         return self._window[2]
-
-    def _parameters(self) -> list[tuple[Any, torch.Tensor]]:
-        """Each parameter with its optimizer, in the order in which a step takes them."""
-        return [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
 
     def begin(self) -> None:
         """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy.

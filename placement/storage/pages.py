@@ -4,7 +4,7 @@ A page is a chunk-sized piece of a range. Its memory is nowhere, behind the rang
 (`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
 (`POISON` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
-* `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest. `fetch`: both.
+* `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
 * `save`: a copy to the host where the device is newest.
 * `vacate`: wait for copies, poison, and the memory to the chunk pool.
@@ -26,14 +26,19 @@ from __future__ import annotations
 
 import enum
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from placement.core import interrupts
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction, HostSlab, Mark
 from placement.storage.transfer.chunk_pool import ChunkPool
+
+_GLANCE_SECONDS = 0.1
+"""How often who waits for a reader looks for a Ctrl-C."""
 
 
 class Side(enum.Flag):
@@ -76,10 +81,6 @@ class Page:
         return self.behind is Behind.ASIDE and self.newest is not Side.HOST and self.copied != "to_device"
 
 
-def _do_nothing(_: int) -> None:
-    """No prefetch can be under way."""
-
-
 class Pages:
     """The page table of one range.
 
@@ -108,7 +109,8 @@ class Pages:
         """Whether the host copy may have been written since the first of the copies to pages that are aside. A load discards these."""
         self.is_receiving = False
         """Whether the thread of a prefetch may put memory aside for more pages at any time."""
-        self._stop: Callable[[int], None] = _do_nothing
+        self._stop: Callable[[int], object] = lambda _: None
+        """See `reserve_aside`."""
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -143,7 +145,7 @@ class Pages:
     def copies(self, indices: Iterable[int]) -> list[Copy]:
         """The copies between these pages (ascending), wherever their memory is, and the host copy, with neighbours joined."""
         return [
-            Copy(self._base(behind) + self.starts[run[0]], self.host.address + self.starts[run[0]], self.used_bytes_of(run))
+            Copy(self._of(behind).base + self.starts[run[0]], self.host.address + self.starts[run[0]], self.used_bytes_of(run))
             for behind, run in self._runs(indices)
         ]
 
@@ -205,19 +207,6 @@ class Pages:
 
     # --- bytes
 
-    def fetch(self, indices: Iterable[int], chunk_pool: ChunkPool, behind: Behind = Behind.OWN) -> None:
-        """Have the newest bytes of pages (ascending) on the device: memory for those without, and copies from the host copy.
-
-        Raises:
-            DeviceMemoryError, RuntimeError: there is not enough memory, or the device failed.
-        """
-        indices = [*indices]
-        lacking = [index for index in indices if self.table[index].memory is None]
-        take = chunk_pool.take if behind is Behind.ASIDE else chunk_pool.take_wiped  # nobody reads what is aside before it is complete
-        self.put(lacking, take([self.sizes[index] for index in lacking]), chunk_pool, behind)
-        self._place([index for index in indices if self.table[index].behind is Behind.POISON], behind)
-        fill(self._device, [(self, indices)])
-
     def save(self, indices: Iterable[int]) -> int:
         """Start copying those of these pages (ascending) to the host copy that are newest on the device. Returns the bytes to copy."""
         pages = ((index, self.table[index]) for index in indices)
@@ -248,8 +237,9 @@ class Pages:
 
     def note_idle(self) -> None:
         """The device has been waited for: no copy to or from pages behind the own addresses is under way."""
-        for index in self.at(Behind.OWN):
-            self.table[index].copied = self.table[index].mark = None
+        for page in self.table:
+            if page.behind is Behind.OWN:
+                page.copied = page.mark = None
 
     def wait(self, indices: Iterable[int]) -> None:
         """Wait for the copies from and to these pages.
@@ -257,13 +247,12 @@ class Pages:
         Raises:
             RuntimeError: the device reports an error.
         """
-        started = [page for page in [self.table[index] for index in indices] if page.copied is not None]
-        if any(page.mark is None for page in started):
+        marks = dict.fromkeys(self.table[index].mark for index in indices if self.table[index].copied is not None)
+        if None in marks:
             self._device.sync()
             return
-        for mark in {id(page.mark): page.mark for page in started}.values():
-            if mark is not None:
-                self._device.wait(mark)
+        for mark in filter(None, marks):
+            self._device.wait(mark)
 
     def wait_until_saved(self) -> None:
         """Wait until the host copy has every byte that is on its way there. Any thread may call this."""
@@ -288,7 +277,9 @@ class Pages:
             if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
                 self._device.sync()
                 self.show(range(len(self.table)))
-                self.fetch(range(len(self.table)), chunk_pool)
+                lacking = self.without_memory()
+                self.put(lacking, chunk_pool.take_wiped([self.sizes[index] for index in lacking]), chunk_pool)
+                fill(self._device, [(self, range(len(self.table)))])
                 self._device.order()
             self.note_changed(range(len(self.table)))
             return
@@ -300,7 +291,7 @@ class Pages:
 
     # --- pages that are aside
 
-    def reserve_aside(self, stop: Callable[[int], None]) -> None:
+    def reserve_aside(self, stop: Callable[[int], object]) -> None:
         """Reserve addresses aside.
 
         Args:
@@ -366,9 +357,6 @@ class Pages:
         assert addresses is not None
         return addresses
 
-    def _base(self, behind: Behind) -> int:
-        return self._of(behind).base
-
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
         """Runs of neighbours (ascending) whose memory shows at the same addresses."""
         for behind, those in itertools.groupby(indices, key=lambda index: self.table[index].behind):
@@ -408,3 +396,27 @@ def runs(indices: Iterable[int]) -> Iterator[list[int]]:
     """Runs of neighbours among ascending indices."""
     for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         yield [index for _, index in run]
+
+
+class HostReadLocks:
+    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint.
+
+    What would overwrite or give up the host copy waits until every lock has been given back. A load does not, because it only reads. So
+    training can begin while a checkpoint is being written.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[threading.Event] = []
+
+    def lend(self) -> threading.Event:
+        """Lock the host copy for reading until the event is set, by any thread. Only the thread that moves the object lends and waits."""
+        lock = threading.Event()
+        self._open = [*(each for each in self._open if not each.is_set()), lock]
+        return lock
+
+    def wait(self) -> None:
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
+        for lock in self._open:
+            while not lock.wait(_GLANCE_SECONDS):
+                interrupts.check()
+        self._open = []

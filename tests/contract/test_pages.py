@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import poison_bytes
 from placement.devices.memory import Direction
-from placement.storage.pages import Behind, Page, Pages, Side
+from placement.storage.pages import Behind, Page, Pages, Side, fill
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import InjectedFault
 from tests.support.late_device import LateDevice
@@ -53,9 +53,20 @@ def vacate_saved(pages: Pages, pool: ChunkPool) -> None:
     pages.vacate([index for index in ALL if pages.table[index].newest is not Side.DEVICE], pool)
 
 
+def load(pages: Pages, pool: ChunkPool, indices: Sequence[int] = ALL) -> None:
+    pages.show(indices)
+    bring(pages, pool, Behind.OWN, indices)
+
+
+def bring(pages: Pages, pool: ChunkPool, behind: Behind, indices: Sequence[int] = ALL) -> None:
+    lacking = [index for index in pages.without_memory() if index in indices]
+    pages.put(lacking, pool.take([SIZES[index] for index in lacking]), pool, behind)
+    fill(pages._device, [(pages, indices)])
+
+
 OPERATIONS: dict[str, Callable[[Pages, ChunkPool], object]] = {
-    "fetch": lambda pages, pool: pages.fetch(ALL, pool),
-    "fetch aside": lambda pages, pool: pages.fetch(ALL, pool, Behind.ASIDE),
+    "load": load,
+    "prefetch": lambda pages, pool: bring(pages, pool, Behind.ASIDE),
     "show": lambda pages, pool: pages.show(ALL),
     "hide": lambda pages, pool: pages.hide(ALL),
     "save": lambda pages, pool: pages.save(ALL),
@@ -181,8 +192,8 @@ def test_an_operation_that_is_repeated_changes_nothing_more(name: str) -> None:
 def test_a_page_is_waited_for_alone() -> None:
     scene = Scene()
     pages = scene.make((Found(), Found()))
-    pages.fetch([0], scene.pool)
-    pages.fetch([1], scene.pool)
+    load(pages, scene.pool, [0])
+    load(pages, scene.pool, [1])
     pages.wait([0])
     first, second = (scene.device.view(scene.addresses, pages.starts[index], USED[index]) for index in ALL)
     assert first.equal(scene.values[0])

@@ -13,7 +13,7 @@ import torch
 import placement
 from placement import State
 from placement.devices.memory import Copy, Direction
-from placement.storage.transfer.prefetch import BURST_CHUNKS
+from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.harness import PAGE, FaultyWorker, Foresight, check_left, check_sound, check_values, many_cases
 from tests.faults.test_allocations import FAULTS

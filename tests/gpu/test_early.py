@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import placement
-from placement.storage.transfer.prefetch import BURST_CHUNKS
+from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import assert_nothing_resident
 from tests.support.early import Early, wait_for_copies
 

@@ -358,12 +358,16 @@ def test_a_step_waits_for_readers_of_the_host_copy() -> None:
     pair.step(0)
     holding = pair.handle.holding
     assert holding is not None
-    waited: list[bool] = []
-    loan = holding.host_read_locks.lend()
-    original = loan.wait
-    loan.wait = lambda: (loan.give_back(), waited.append(True), original())[0]  # type: ignore[method-assign]
+    lock = holding.host_read_locks.lend()
+    original = lock.wait
+
+    def wait(timeout: float | None = None) -> bool:
+        lock.set()
+        return original(timeout)
+
+    lock.wait = wait  # type: ignore[method-assign]
     pair.step(1)
-    assert waited == [True]
+    assert lock.is_set()
     pair.check()
 
 

@@ -18,7 +18,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import torch
 
@@ -28,7 +27,7 @@ from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Side
 from placement.storage.range import Range
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.fingerprint import changed_chunks
+from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
 WINDOW = 2
@@ -103,108 +102,6 @@ class Leaving:
         _, first, last = self.chosen.get(r, (r, 0, 0))
         first, last = max(first, indices[0]), min(last, indices[-1] + 1)
         return [(r, first, last)] if first < last else []
-
-
-class Departures:
-    """Finds the pages that are not clean, and starts their copies.
-
-    Args:
-        is_awaited: whether pages that come wait for the memory of those that leave.
-    """
-
-    def __init__(self, device: Device, verifier: Verifier, is_awaited: Callable[[], bool]) -> None:
-        self._device = device
-        self._verifier = verifier
-        self._is_awaited = is_awaited
-
-    def enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
-        """Find the pages that are not clean, enqueue their copies, and cut all into batches. Yields after each part.
-
-        Args:
-            holds_back: leave the copies and batches to `let_stay`.
-        """
-        dropped = set(leaving.dropped or ())
-        ranges = [r for r in leaving.holding.ranges if r not in dropped]
-        leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
-        for r in ranges:
-            yield from self._enqueue_range(leaving, r, holds_back=holds_back)
-
-    def _enqueue_range(self, leaving: Leaving, r: Range, *, holds_back: bool) -> Iterator[None]:
-        holding, pages = leaving.holding, r.pages
-        host_prints = None if r.prints is None else r.prints.cpu()
-        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
-        # which are in transient ranges, may change.
-        keeps_host_copy = holding.readonly and (r.is_shared or (host_prints is not None and not r.transient))
-        count = len(r.chunk_sizes)
-        device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
-        leaving.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
-        if not keeps_host_copy:
-            leaving.prints.append((r, device_prints))
-        last, asked = 0, self._ask(holding, r, 0, _LEAD)
-        while last < count:
-            first, answer = last, asked()
-            last = first + len(answer)
-            device_prints[first:last] = answer
-            differs = changed_chunks(None if host_prints is None else host_prints[first:last], answer)
-            wrong = [first + index for index, is_wrong in enumerate(differs) if is_wrong and keeps_host_copy]
-            dirty = [first + index for index, is_dirty in enumerate(differs) if is_dirty and not keeps_host_copy]
-            leaving.rewritten_chunks += len(wrong)
-            pages.note_clean(range(first, last))
-            pages.note_changed(dirty)
-            if dirty:
-                holding.make_host_copy_own(r)
-                r.prints = None
-            if holds_back:
-                self._hold_back(leaving, r, range(first, last), wrong)
-            else:
-                leaving.batches.extend(self._copy_out(r, range(first, last)))
-            # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-            asked = self._ask(holding, r, last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
-            copied = pages.used_bytes_of(dirty)
-            leaving.copied_bytes += copied
-            leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - copied
-            yield
-
-    def _ask(self, holding: ManagedStorage, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
-        return self._device.ask(holding.fingerprint(r, first, last))
-
-    def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that.
-
-        Args:
-            wrong: the pages with bytes that must not come back. None of them stays.
-        """
-        last = indices.start
-        while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
-            leaving.aside_bytes -= r.chunk_sizes[last]
-            last += 1
-        if last > indices.start:
-            leaving.staying.append((r, range(indices.start, last)))
-        if last < indices.stop:
-            leaving.held_back.append((r, range(last, indices.stop)))
-
-    def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
-        """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for their memory."""
-        is_awaited = self._is_awaited()
-        for newest, run in itertools.groupby(indices, key=lambda index: r.pages.table[index].newest):
-            those, is_dirty = [*run], newest is Side.DEVICE
-            step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else BATCH
-            rest = _LAST if is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes) else 0
-            starts = [*range(0, max(1, len(those) - rest), step)]
-            if 0 < rest < len(those):
-                starts.append(len(those) - rest)
-            for start, end in zip(starts, [*starts[1:], len(those)], strict=True):
-                r.pages.save(those[start:end])
-                yield r, those[start:end]
-
-    def let_stay(self, leaving: Sequence[Leaving]) -> None:
-        """Put the memory that stays aside, and only then enqueue the copies of the pages that were held back."""
-        for each in leaving:
-            for r, indices in each.staying:
-                each.holding.hide(r, indices)
-        for each in leaving:
-            for r, indices in each.held_back:
-                each.batches.extend(self._copy_out(r, indices))
 
 
 class Arrivals:
@@ -287,10 +184,11 @@ class Arrivals:
         return self._burst * BURST_GROWTH or FIRST_BURST
 
 
+@dataclass(eq=False, kw_only=True)
 class Exchange:
     """The moves of one phase transition.
 
-    Args:
+    Attributes:
         chunk_pool: gives chunks to the handles that come, and gets those that nobody takes.
         verifier: compares the bytes that arrive with those that were sent.
         room_bytes: device bytes that may be taken from the driver before any chunk was given up.
@@ -302,30 +200,18 @@ class Exchange:
         calls_since_seconds: from when on calls of what leaves have been waited for, see `CallGuard.wait`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        chunk_pool: ChunkPool,
-        *,
-        verifier: Verifier,
-        room_bytes: int,
-        early_release: bool = False,
-        dropping: Collection[ManagedStorage] = (),
-        staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
-        while_copying: Callable[[], None] = nothing,
-        calls_since_seconds: float,
-    ) -> None:
-        self._device = device
-        self._staying = staying
-        self._while_copying = while_copying
-        self._calls_since_seconds = calls_since_seconds
-        self._chunk_pool = chunk_pool
-        self._verifier = verifier
-        self._dropping = dropping
-        self._room_bytes = room_bytes
-        self._early_release = early_release
-        self._arrivals = Arrivals(device, chunk_pool)
-        self._departures = Departures(device, verifier, is_awaited=self._arrivals.__bool__)
+    device: Device
+    chunk_pool: ChunkPool
+    verifier: Verifier
+    room_bytes: int
+    early_release: bool
+    dropping: Collection[ManagedStorage]
+    staying: Mapping[ManagedStorage, int]
+    while_copying: Callable[[], object]
+    calls_since_seconds: float
+
+    def __post_init__(self) -> None:
+        self._arrivals = Arrivals(self.device, self.chunk_pool)
         self._arrived_early: dict[ManagedStorage, int] = {}
         """Bytes that were on the device before they were waited for, by storage that comes."""
 
@@ -342,7 +228,7 @@ class Exchange:
         """
         began = time.monotonic()
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
-            holding.make_consistent(self._chunk_pool)
+            holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
         try:
@@ -353,7 +239,7 @@ class Exchange:
             # is tried again at the next phase transition.
             for holding in sorted((*out, *into), key=lambda each: each.on_device):
                 try:
-                    holding.make_consistent(self._chunk_pool)
+                    holding.make_consistent(self.chunk_pool)
                 except Exception as failure:
                     error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
             raise
@@ -364,12 +250,19 @@ class Exchange:
 
     def _offload(self, holdings: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         self._begin(holdings, coming)
-        leaving = [Leaving(each, dropped=self._dropped(each), aside_bytes=self._aside_bytes(each)) for each in holdings]
+        leaving = [
+            Leaving(
+                each,
+                dropped=each.gradients.ranges(each.ranges) if each in self.dropping else None,
+                aside_bytes=self._aside_bytes(each),
+            )
+            for each in holdings
+        ]
         try:
             return self._move_out(leaving, coming)
         except BaseException:
             with contextlib.suppress(Exception):  # copies to new slabs may be under way, and only `leaving` and the traceback hold these
-                self._device.sync()
+                self.device.sync()
             raise
 
     def _move_out(self, leaving: Sequence[Leaving], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
@@ -382,37 +275,34 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.adopt_from_elsewhere())
         if stays:
-            self._departures.let_stay(leaving)
+            self._let_stay(leaving)
             self._open_window()
-        self._check_newborn(leaving)
+        if self.verifier.is_on and any(each.fresh for each in leaving):
+            # Before any memory goes: where a state dict was loaded back, new storages may lie in that of a range.
+            self.device.wait(self.device.mark("to_host"))
+            for each in leaving:
+                self.verifier.check_newborn(each.holding, each.fresh)
         for each, rest in zip(leaving, parts, strict=True):
             for _ in rest:  # while this vacates, the device computes the next fingerprints
                 self._vacate(each, waits=False)
         for each in leaving:
             self._vacate(each, waits=True)
-        mark = self._device.mark("to_host")
+        mark = self.device.mark("to_host")
         for each in leaving:
             each.holding.save_aside()
         interrupts.check()
-        if leaving and (not self._staying or any(each.fresh for each in leaving)):
-            self._device.wait(mark)  # the copies of new storages, which are in no batch
+        if leaving and (not self.staying or any(each.fresh for each in leaving)):
+            self.device.wait(mark)  # the copies of new storages, which are in no batch
         return self._decide(leaving)
-
-    def _check_newborn(self, leaving: Sequence[Leaving]) -> None:
-        """Verify the new storages before any memory goes: where a state dict was loaded back, they may lie in that of a range."""
-        if self._verifier.is_on and any(each.fresh for each in leaving):
-            self._device.wait(self._device.mark("to_host"))
-            for each in leaving:
-                self._verifier.check_newborn(each.holding, each.fresh)
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Begin the moves, and show what was prefetched of what comes."""
         for holding in leaving:  # before the device is waited for: a call starts kernels until its end
-            holding.end_calls(self._calls_since_seconds)
+            holding.end_calls(self.calls_since_seconds)
         if leaving:
-            self._device.sync()
+            self.device.sync()
         for holding in (*leaving, *coming):
-            holding.begin_move(self._chunk_pool)
+            holding.begin_move(self.chunk_pool)
         for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
             holding.nan_check.put_right(asked)
         for holding in coming:
@@ -421,12 +311,12 @@ class Exchange:
         self._arrived_early = {holding: holding.show_aside() for holding in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
-        """Give the link work. Returns the unfinished `enqueue` of each storage. They are finished here if anything has to be copied.
+        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied.
 
         Args:
-            remaps_first: some memory stays aside. Until `let_stay` has put it there, the link gets no work.
+            remaps_first: some memory stays aside. Until `_let_stay` has put it there, the link gets no work.
         """
-        parts = [self._departures.enqueue(each, holds_back=remaps_first) for each in leaving]
+        parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
             next(part, None)
         if not leaving:  # two bursts keep the link busy while every tensor is looked at
@@ -439,12 +329,12 @@ class Exchange:
                 for _ in part:
                     pass
         if leaving:
-            self._while_copying()
+            self.while_copying()
         return parts
 
     def _open_window(self) -> None:
         """Start the first copies to the device, into memory that the driver has free."""
-        self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
+        self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come.
@@ -456,34 +346,122 @@ class Exchange:
             r, indices = leaving.batches.popleft()
             if compared := leaving.compared(r, indices):
                 r.pages.wait(indices)
-                self._verifier.check_host(leaving.holding, compared, leaving.on_host)
-            leaving.holding.vacate(r, indices, self._chunk_pool)
-            if self._early_release and not self._arrivals:
-                self._chunk_pool.release()
+                self.verifier.check_host(leaving.holding, compared, leaving.on_host)
+            leaving.holding.vacate(r, indices, self.chunk_pool)
+            if self.early_release and not self._arrivals:
+                self.chunk_pool.release()
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
-
-    def _dropped(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
-        return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
         shown = holding.state_dict_tensors
-        return 0 if shown or shown.are_held or self._verifier.is_on else self._staying.get(holding, 0)
+        return 0 if shown or shown.are_held or self.verifier.is_on else self.staying.get(holding, 0)
+
+    # --- finding what changed, and copying it
+
+    def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
+        """Find the pages that are not clean, enqueue their copies, and cut all into batches. Yields after each part.
+
+        Args:
+            holds_back: leave the copies and batches to `_let_stay`.
+        """
+        dropped = set(leaving.dropped or ())
+        ranges = [r for r in leaving.holding.ranges if r not in dropped]
+        leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
+        for r in ranges:
+            yield from self._enqueue_range(leaving, r, holds_back=holds_back)
+
+    def _enqueue_range(self, leaving: Leaving, r: Range, *, holds_back: bool) -> Iterator[None]:
+        holding, pages = leaving.holding, r.pages
+        host_prints = None if r.prints is None else r.prints.cpu()
+        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
+        # which are in transient ranges, may change.
+        keeps_host_copy = holding.readonly and (r.is_shared or (host_prints is not None and not r.transient))
+        count = len(r.chunk_sizes)
+        device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
+        leaving.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
+        if not keeps_host_copy:
+            leaving.prints.append((r, device_prints))
+
+        def ask(first: int, last: int) -> Callable[[], torch.Tensor]:
+            return self.device.ask(holding.fingerprint(r, first, last))
+
+        last, asked = 0, ask(0, _LEAD)
+        while last < count:
+            first, answer = last, asked()
+            last = first + len(answer)
+            device_prints[first:last] = answer
+            changed = differing(None if host_prints is None else host_prints[first:last], answer, first)
+            dirty = [] if keeps_host_copy else changed
+            leaving.rewritten_chunks += len(changed) - len(dirty)
+            pages.note_clean(range(first, last))
+            pages.note_changed(dirty)
+            if dirty:
+                holding.make_host_copy_own(r)
+                r.prints = None
+            if holds_back:
+                self._hold_back(leaving, r, range(first, last), changed if keeps_host_copy else ())
+            else:
+                leaving.batches.extend(self._copy_out(r, range(first, last)))
+            # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
+            asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
+            copied = pages.used_bytes_of(dirty)
+            leaving.copied_bytes += copied
+            leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - copied
+            yield
+
+    def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
+        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that.
+
+        Args:
+            wrong: the pages with bytes that must not come back. None of them stays.
+        """
+        last = indices.start
+        while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
+            leaving.aside_bytes -= r.chunk_sizes[last]
+            last += 1
+        if last > indices.start:
+            leaving.staying.append((r, range(indices.start, last)))
+        if last < indices.stop:
+            leaving.held_back.append((r, range(last, indices.stop)))
+
+    def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
+        """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for their memory."""
+        is_awaited = bool(self._arrivals)
+        for newest, run in itertools.groupby(indices, key=lambda index: r.pages.table[index].newest):
+            those, is_dirty = [*run], newest is Side.DEVICE
+            step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else BATCH
+            rest = _LAST if is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes) else 0
+            starts = [*range(0, max(1, len(those) - rest), step)]
+            if 0 < rest < len(those):
+                starts.append(len(those) - rest)
+            for start, end in itertools.pairwise([*starts, len(those)]):
+                r.pages.save(those[start:end])
+                yield r, those[start:end]
+
+    def _let_stay(self, leaving: Sequence[Leaving]) -> None:
+        """Put the memory that stays aside, and only then enqueue the copies of the pages that were held back."""
+        for each in leaving:
+            for r, indices in each.staying:
+                each.holding.hide(r, indices)
+        for each in leaving:
+            for r, indices in each.held_back:
+                each.batches.extend(self._copy_out(r, indices))
 
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
         if leaving and coming:
             freed = sum(max(0, each.chunk_bytes - self._aside_bytes(each)) for each in leaving)
             gain = sum(each.device_bytes - each.prefetched_bytes for each in coming) - freed
-            self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
+            self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, max(0, gain) + WINDOW * self.device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
         """Commit the offloads. Every byte that leaves is complete on the host."""
         moved = {}
         for each in leaving:
             found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
-            each.holding.make_consistent(self._chunk_pool)
+            each.holding.make_consistent(self.chunk_pool)
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
@@ -491,7 +469,7 @@ class Exchange:
         for each in leaving:
             each.holding.count_uses()
         if any(each.has_new_state for each in leaving):
-            self._device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
+            self.device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 
     # --- loading
@@ -501,12 +479,12 @@ class Exchange:
             self._arrivals.bring_more()
             interrupts.check()
         if holdings:
-            self._device.order("to_device")  # what an offload leaves to be saved goes on beside the work that follows
+            self.device.order("to_device")  # what an offload leaves to be saved goes on beside the work that follows
         complete = [holding for holding in holdings if holding.is_complete]
         for holding in complete:
-            self._verifier.check_device(holding)
+            self.verifier.check_device(holding)
         for holding in complete:
             holding.commit_load()
-            holding.make_consistent(self._chunk_pool)
+            holding.make_consistent(self.chunk_pool)
         brought, early = self._arrivals.brought_bytes, self._arrived_early
         return {holding: MoveResult(copied_bytes=brought[holding], prefetched_bytes=early[holding]) for holding in holdings}

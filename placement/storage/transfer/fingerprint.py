@@ -53,14 +53,16 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return _by_torch(words, sizes)
 
 
-def changed_chunks(host: torch.Tensor | None, device: torch.Tensor) -> list[bool]:
-    """Compare fingerprints: True for each chunk whose bytes differ from the host copy and have to be copied. The others are clean.
+def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
+    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all where none are.
 
     Args:
-        host: the fingerprints of the host copy's chunks, int64 on the CPU; None: they are not known, and every chunk counts as changed.
-        device: the fingerprints that the same chunks have on the device now, int64 on the CPU.
+        known, found: fingerprints of the same chunks, int64 on the CPU.
+        first: the number of the first chunk.
     """
-    return [True] * len(device) if host is None else [bool(each) for each in (device != host).tolist()]
+    count = len(found)
+    places = range(count) if known is None else (known != found).nonzero().flatten().tolist()
+    return [first + index for index in places]
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
-from placement.devices.memory import Chunk, Mark
+from placement.devices.memory import Mark
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, fill, runs
 from placement.storage.range import Range, RangeChunk
@@ -145,7 +145,7 @@ class StreamedStep:
     window_bytes: int
     step: Callable[[int, int], object]
     _buckets: list[Bucket] = field(default_factory=list)
-    _uses: dict[RangeChunk, list[int]] = field(default_factory=dict)
+    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The buckets that have bytes in a chunk, ascending."""
     _fetched: int = 0
     """The number of buckets that have memory."""
@@ -171,13 +171,11 @@ class StreamedStep:
         """
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
-        uses: defaultdict[RangeChunk, list[int]] = defaultdict(list)
         for index, bucket in enumerate(self._buckets):
             for each in bucket.chunks:
-                uses[each].append(index)
-        self._uses = dict(uses)
-        chunk_pool = ChunkPool(device, self.window_bytes)
-        aside = ChunkPool(device)
+                self._uses[each].append(index)
+        creates = any(bucket.unborn_bytes for bucket in self._buckets)
+        chunk_pool, aside = ChunkPool(device, self.window_bytes), ChunkPool(device)
         for r in holding.ranges:
             r.claim()  # before anything changes
         holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
@@ -187,7 +185,7 @@ class StreamedStep:
             aside.release()
             holding.is_consistent = False
             holding.is_stepping = True
-            if any(bucket.unborn_bytes for bucket in self._buckets):
+            if creates:
                 with without_modes():
                     self._before = frozenset(claim.storage._cdata for claim in holding.scanner.rescan().stay)
             device.order()  # the steps come behind the gradients
@@ -209,16 +207,12 @@ class StreamedStep:
             raise
         finally:
             chunk_pool.release()
-        if any(bucket.unborn_bytes for bucket in self._buckets):
-            self._end_of_birth()
+        if creates:
+            self._buckets.clear()  # their ranges hold the new storages, which would count as references below
+            with without_modes():
+                holding.count_uses()
+            device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
         return Streamed(self._to_device_bytes, self._to_host_bytes, self._peak_bytes)
-
-    def _end_of_birth(self) -> None:
-        for bucket in self._buckets:
-            bucket.fresh = None
-        with without_modes():
-            self.holding.count_uses()
-        self.holding.device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
 
     # --- coming
 
@@ -226,7 +220,8 @@ class StreamedStep:
         """Fetch the buckets before `until`, in order, as far as the window and the device have room."""
         while self._fetched < min(until, len(self._buckets)) and not self._is_tight:
             bucket = self._buckets[self._fetched]
-            if self._fetched > self._vacated and self._live_bytes() + self._more_bytes(bucket) > self.window_bytes:
+            more_bytes = bucket.unborn_bytes + bytes_of(self._lacking(bucket))
+            if self._fetched > self._vacated and self._live_bytes() + more_bytes > self.window_bytes:
                 return
             try:
                 self._fetch(bucket, chunk_pool)
@@ -250,9 +245,13 @@ class StreamedStep:
             raise
 
     def _fetch(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
-        device = self.holding.device
-        lacking = [each for each in bucket.chunks if each[0].pages.table[each[1]].memory is None]
-        chunks = iter(self._take([r.chunk_sizes[index] for r, index in lacking], chunk_pool))
+        device, lacking = self.holding.device, self._lacking(bucket)
+        sizes = [r.chunk_sizes[index] for r, index in lacking]
+        try:
+            chunks = iter(chunk_pool.take_wiped(sizes))
+        except DeviceMemoryError:
+            device.trim()  # torch's cache may have what the driver lacks
+            chunks = iter(chunk_pool.take_wiped(sizes))
         try:
             for r, run in page_runs(lacking):
                 r.pages.put(run, [*itertools.islice(chunks, len(run))], chunk_pool)
@@ -263,19 +262,13 @@ class StreamedStep:
         self._fetched += 1
         self._peak_bytes = max(self._peak_bytes, self._live_bytes())
 
-    def _take(self, sizes: Sequence[int], chunk_pool: ChunkPool) -> Sequence[Chunk]:
-        try:
-            return chunk_pool.take_wiped(sizes)
-        except DeviceMemoryError:
-            self.holding.device.trim()  # torch's cache may have what the driver lacks
-            return chunk_pool.take_wiped(sizes)
-
     def _live_bytes(self) -> int:
         born = sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
         return self.holding.chunk_bytes + born
 
-    def _more_bytes(self, bucket: Bucket) -> int:
-        return bucket.unborn_bytes + bytes_of((r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None)
+    def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
+        """The chunks of a bucket that have no memory."""
+        return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
 
     # --- stepping and leaving
 
@@ -312,7 +305,8 @@ class StreamedStep:
             assert bucket.left is not None
             device.wait(bucket.left)
             interrupts.check()
-            self._take_away(bucket.leaving, chunk_pool)
+            for r, run in page_runs(bucket.leaving):
+                r.pages.vacate(run, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
                     self.holding.keep((*self.holding.ranges, bucket.fresh))
@@ -328,9 +322,5 @@ class StreamedStep:
         device.order()  # the copies come behind the steps: nothing else waits for a bucket of which no chunk has left
         for r, run in page_runs(kept):
             self._to_host_bytes += r.pages.save(run)
-        self._take_away(kept, chunk_pool)
-
-    def _take_away(self, chunks: Sequence[RangeChunk], chunk_pool: ChunkPool) -> None:
-        """Take the memory away from behind chunks that are on the host."""
-        for r, run in page_runs(chunks):
+        for r, run in page_runs(kept):
             r.pages.vacate(run, chunk_pool)

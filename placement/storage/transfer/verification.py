@@ -19,7 +19,7 @@ from placement.core.settings import Verify
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.transfer.fingerprint import changed_chunks, fingerprints
+from placement.storage.transfer.fingerprint import differing, fingerprints
 
 Span = tuple[Range, int, int]
 """Chunks `first` up to `last` (not included) of a range."""
@@ -68,7 +68,7 @@ class Verifier:
             IntegrityError: the bytes differ; those on the device are the good ones.
         """
         for r, first, last in spans:
-            bad = _different(_of_host(r, first, last), wanted[r][first:last], first)
+            bad = differing(wanted[r][first:last], _of_host(r, first, last), first)
             if bad:
                 _mend(holding, r, bad, wanted[r])
                 raise IntegrityError(
@@ -103,10 +103,10 @@ class Verifier:
         """
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
-            bad = _different(holding.fingerprint(r, first, last).cpu(), wanted, first)
+            bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
             if not bad:
                 continue
-            spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
+            spoilt = [index for index in bad if differing(wanted[index - first :][:1], _of_host(r, index, index + 1))]
             if not spoilt:
                 raise IntegrityError(
                     f"{holding.name!r}: {_chunks(r, bad)} did not arrive on the device as they are in the host copy. "
@@ -123,7 +123,7 @@ class Verifier:
 def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
     """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
     found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
-    if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
+    if found and not any(differing(wanted[index : index + 1], each) for each, index in zip(found, bad, strict=True)):
         holding.device.copy(r.pages.copies(bad), "to_host")
         holding.device.wait(holding.device.mark("to_host"))
     else:
@@ -134,10 +134,6 @@ def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.T
 def _of_host(r: Range, first: int, last: int) -> torch.Tensor:
     sizes = r.used_sizes[first:last]
     return fingerprints(r.view(r.starts[first], sum(sizes)), sizes)
-
-
-def _different(found: torch.Tensor, wanted: torch.Tensor, first: int) -> list[int]:
-    return [first + index for index in (found != wanted).nonzero().flatten().tolist()]
 
 
 def _chunks(r: Range, indices: Sequence[int]) -> str:
@@ -166,8 +162,7 @@ def mirror(holding: ManagedStorage) -> None:
         _ = r.slab  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
         host_prints = None if r.prints is None else r.prints.cpu()
         device_prints = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-        changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
-        if changed:
+        if changed := differing(host_prints, device_prints):
             holding.make_host_copy_own(r)
             r.pages.save(changed)
         prints.append((r, device_prints))
