@@ -10,8 +10,7 @@ import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
-from placement.core.machine import HandleMachine, Node
-from placement.core.states import HandleView, State, Trigger
+from placement.core.states import HandleMachine, HandleView, Node, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
@@ -76,7 +75,7 @@ class Handle:
         self.stray_names = ""
         """Names of the storages to which others held references at the last offload."""
         self.drift_bytes = 0
-        self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
+        self.last_view: tuple[dict[str, Any], HandleView] | None = None
         """The view of this handle that a policy was shown last, with the facts from which it was made."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""

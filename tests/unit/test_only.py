@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
 from placement.group.protocol import LeastBudget, Reached, Stage
-from placement.planning.plan_checks import without_surplus
+from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Scripted
@@ -298,7 +298,7 @@ OWN = {"distill": ("actor", "teacher")}
 
 def needed(job: Job, phase: str) -> set[str]:
     """By the table: shipped policies need in a phase what Colocated has there."""
-    view = job.manager._stack.executor.planner.view(phase, None, frozenset())
+    view = job.manager._stack.reconciler.planner.view(phase, None, frozenset())
     plan = Colocated().plan(view)
     return {name for name in plan.targets if plan.on_device(name)}
 
