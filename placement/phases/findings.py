@@ -1,4 +1,4 @@
-"""What phase transitions find wrong: writes into the memory of offloaded handles, and what a move has met.
+"""Findings of phase transitions: writes into the memory of offloaded handles, and errors that a move has met.
 
 Writes are looked for at every phase transition, and remembered until one raises them.
 """

@@ -504,7 +504,7 @@ class Mover:
         self._record(handle, trigger, source, began, moved)
 
     def _work(self, handle: Handle, trigger: Trigger) -> MoveResult:
-        """What is left to do before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
+        """Do what is left before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
         if trigger not in _MOVES:
