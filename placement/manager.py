@@ -308,7 +308,7 @@ class Manager:
         A hold belongs to no thread, and several may be open at once. The latest that concerns a handle decides about it: name the
         handles with `only`, so that each hold speaks of its own. Arguments and errors are those of `phase`.
         """
-        return Hold(PhaseContext(self._stack, name, only, None, keeps_alive=self, in_any_order=True))
+        return Hold(self._stack, name, only, keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave` closes it, from any thread.
