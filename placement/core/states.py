@@ -83,9 +83,7 @@ TRANSITIONS: tuple[tuple[Trigger, State, State], ...] = (
 _MACHINE = Machine(
     model=None,
     states=[state.value for state in State],
-    transitions=[
-        {"trigger": trigger.value, "source": source.value, "dest": target.value} for trigger, source, target in TRANSITIONS
-    ],
+    transitions=[{"trigger": trigger.value, "source": source.value, "dest": target.value} for trigger, source, target in TRANSITIONS],
     initial=State.CPU_OFFLOADED.value,
     auto_transitions=False,
     queued=False,

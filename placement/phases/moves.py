@@ -99,15 +99,15 @@ def _residency_of(handle: Handle) -> Residency:
     return handle.residency
 
 
-def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handle]]:
+def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
-    others = {name: handle for name, handle in handles.items() if handle.residency is None}
+    others = [handle for handle in handles.values() if handle.residency is None]
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
 def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all(handle.is_consistent and handle.node == target_of(handle, plan) for handle in handles.values())
+    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
@@ -199,31 +199,32 @@ class Mover:
                 back, in its target state.
         """
         if agree is None and _is_there(handles, plan):
-            self._end_without_moves(handles, ahead)
+            self._finish(handles.values())
+            self._begin_ahead(ahead)
             return
-        for error in self._settle_all(handles):
+        for error in self._settle_all(handles.values()):
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
         others, engines = _apart(handles)
         if agree is None:
             agree, go_on = _alone, _tell_nobody
-        sources = {handle.name: handle.node for handle in others.values()}
-        self._begin(room_bytes, _leaving_training(others.values(), plan), ahead.staying)
+        sources = {handle: handle.node for handle in others}
+        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying)
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
             if any(have_left):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
-            self._march(others.values(), lambda handle: target_of(handle, plan))
+            self._march(others, lambda handle: target_of(handle, plan))
             if self._transition.complaints:
                 raise self._transition.complaints.pop(0)
             lacks_engines = any(self._engine_lacks(engine, plan) for engine in engines)
             while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
                 go_on(_AFTER_ENGINES)
-            self._complete(others.values())
-            self._finish(others.values())
+            self._complete(others)
+            self._finish(others)
         except BaseException as error:
-            self._stop(error, others, sources)
+            self._stop(error, sources)
             raise
         if reached.lacks_engines:
             self._end()
@@ -235,32 +236,32 @@ class Mover:
             self._engine_comes(engine, plan)
         self._begin_ahead(ahead)
 
-    def _stop(self, error: BaseException, handles: Mapping[str, Handle], sources: Mapping[str, Node]) -> None:
+    def _stop(self, error: BaseException, sources: Mapping[Handle, Node]) -> None:
         """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
         if not isinstance(error, CoordinatorLost):
-            self._go_back(handles, sources, error)
+            self._go_back(sources, error)
             self._end()
             return
         try:
-            self._complete(handles.values())
+            self._complete(sources)
         except Exception as failure:
             error.add_note(f"placement: {failure}")
         self._forget()  # but keep the freed chunks, so that going back later needs no new memory
 
-    def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
+    def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
         """Repair every handle, then bring it back to its source state, using the freed chunks."""
         for holding in self._transition.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
         self._begin()  # takes over the freed chunks, which are enough
-        for error in self._settle_all(handles):
+        for error in self._settle_all(sources):
             cause.add_note(f"placement: {error}")
         try:
-            self._march([h for h in handles.values() if h.broken is None], lambda handle: sources[handle.name])
-            self._complete(handles.values())
+            self._march([handle for handle in sources if handle.broken is None], sources.__getitem__)
+            self._complete(sources)
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
-            self._settle_all(handles)
+            self._settle_all(sources)
         for complaint in self._transition.take_complaints():
             cause.add_note(f"placement: {complaint}")
 
@@ -297,11 +298,12 @@ class Mover:
             The errors; empty if every handle is at its target.
         """
         if _is_there(handles, plan):
-            self._end_without_moves(handles, ahead)
+            self._finish(handles.values())
+            self._begin_ahead(ahead)
             return []
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
-        self._begin(0, _leaving_training(others.values(), plan), ahead.staying, while_copying)
+        self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying)
         paths: list[tuple[Handle, list[Trigger]]] = []
 
         def prepare(handle: Handle) -> None:
@@ -310,7 +312,7 @@ class Mover:
                 paths.append((handle, list(wanted)))
 
         try:
-            errors += self._each(others.values(), prepare)
+            errors += self._each(others, prepare)
             for step in _STEPS:
                 if step is _STEPS[1]:
                     errors += self._exchange_what_can(paths)
@@ -321,8 +323,8 @@ class Mover:
                         errors.append(error)
                         triggers.clear()
             if paths or errors:
-                errors += self._settle_all({name: h for name, h in others.items() if h.storage.is_complete})
-            self._finish(others.values())
+                errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
+            self._finish(others)
         finally:
             self._end()
         errors += self._transition.take_complaints()
@@ -338,7 +340,7 @@ class Mover:
         try:
             self._complete(handles.values())
         except Exception as error:
-            return [error, *self._settle_all(handles)]
+            return [error, *self._settle_all(handles.values())]
         return []
 
     def _exchange_what_can(self, paths: Paths) -> list[Exception]:
@@ -403,11 +405,6 @@ class Mover:
         finally:
             self._end()
 
-    def _end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
-        """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
-        self._finish(handles.values())
-        self._begin_ahead(ahead)
-
     def _finish(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop gradients on the device that the plan drops, let offloaded optimizers adopt gradients that their modules
         have dropped, and note new host copies for verification."""
@@ -446,9 +443,7 @@ class Mover:
         leaving = {h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding}
         coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
         transition = self._transition
-        texts = [
-            f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those
-        ]
+        texts = [f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those]
         with self._failing(moving), self._mark(f"placement: {'; '.join(texts)}"):
             exchange = Exchange(
                 self._device,
@@ -551,9 +546,9 @@ class Mover:
 
     # --- repair
 
-    def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
+    def _settle_all(self, handles: Iterable[Handle]) -> list[Exception]:
         """Repair every handle after failed moves, those that free memory before those that need it. Returns the errors."""
-        return self._each(sorted(handles.values(), key=lambda each: each.is_on_device), lambda _: None)
+        return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
 
     def _make_consistent(self, handle: Handle) -> None:
         """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes.

@@ -301,10 +301,9 @@ class Handle:
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         return sum(id(parameter) not in known for parameter in self.adapter.parameters())
 
-    @property
-    def is_consistent(self) -> bool:
-        """Whether the state and the storage agree, so that nothing has to be repaired."""
-        return self.broken is None and self.storage.is_consistent_in(self.state)
+    def is_at(self, node: Node) -> bool:
+        """Whether the handle is in a state, with the bytes on its side, and nothing has to be repaired."""
+        return self.node == node and self.broken is None and self.storage.is_consistent_in(node[0])
 
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:

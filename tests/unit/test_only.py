@@ -214,16 +214,6 @@ def test_a_kept_handle_that_the_enclosing_phase_needs_stays() -> None:
     assert job.manager.snapshot().expired_keeps == 0
 
 
-def test_a_kept_handle_over_a_switch_with_only() -> None:
-    job = Job("colocated", 20, THREE)
-    with job.manager.phase("log_prob", only=["actor"]) as phase:
-        phase.keep("actor")
-        phase.switch("values", only=["critic"])
-        assert job.on_device() == {"critic"}
-        assert job.manager.snapshot().expired_keeps == 1
-    assert_nothing_resident(job.manager)
-
-
 def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
     job = Job("colocated", 12, {**THREE, "critic": 16})
     with job.manager.phase("log_prob", only=["actor"]) as phase:
