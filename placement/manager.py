@@ -218,7 +218,8 @@ class Manager:
             if replace and (old := registry.handles.get(name)) is not None:
                 if old.object is target:
                     return old
-                self._stack.forget_with_optimizers(old)
+                for each in (*self._stack.steppers_of(old), old):
+                    self._stack.forget(each)
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, replicated) as replicas:
@@ -248,9 +249,8 @@ class Manager:
         """
         with self._stack.lock.transition():
             found = self._stack.known(handle if isinstance(handle, str) else handle.name)
-            dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
-            if dependent:
-                raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
+            if steppers := self._stack.steppers_of(found):
+                raise PhaseError(f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; unregister that first")
             if on_device:
                 self._stack.bring((found.name,))
             self._stack.forget(found)

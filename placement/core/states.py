@@ -273,6 +273,10 @@ class HandleView:
         return replace(self, state=State.CPU_OFFLOADED, resident_bytes=0, prefetched_bytes=0, resident_tags=nowhere, streaming=False)
 
 
+def _without(name: str, of: Mapping[str, _V]) -> dict[str, _V]:
+    return {each: value for each, value in of.items() if each != name}
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One target state for every handle. Immutable; the methods return new plans.
@@ -315,8 +319,7 @@ class Plan:
         if self.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
             return self
         parts = self.parts if tags is None else {**self.parts, name: tags}
-        prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n != name}
-        return replace(self, targets={**self.targets, name: state}, parts=parts, prefetch=prefetch)
+        return replace(self, targets={**self.targets, name: state}, parts=parts, prefetch=_without(name, self.prefetch))
 
     def on_device(self, name: str) -> bool:
         """Whether the handle's bytes are on the device under this plan."""
@@ -325,25 +328,26 @@ class Plan:
     def limited_to(self, names: Iterable[str], enclosing: Plan) -> Plan:
         """This plan for the handles in `names`, and `enclosing` for every other handle: the meaning of `phase(only=...)`."""
         chosen = set(names)
-        targets = {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()}
-        streamed = (self.streamed & chosen) | (enclosing.streamed - chosen)
-        dropped = (self.dropped & chosen) | (enclosing.dropped - chosen)
-        parts = {n: tags for n, tags in self.parts.items() if n in chosen}
-        parts |= {n: tags for n, tags in enclosing.parts.items() if n not in chosen}
-        prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n in chosen}
-        prefetch |= {n: nbytes for n, nbytes in enclosing.prefetch.items() if n not in chosen}
-        return Plan(targets, streamed, dropped, parts, prefetch)
+
+        def mixed(mine: Mapping[str, _V], theirs: Mapping[str, _V]) -> dict[str, _V]:
+            return {n: v for n, v in mine.items() if n in chosen} | {n: v for n, v in theirs.items() if n not in chosen}
+
+        return Plan(
+            {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()},
+            (self.streamed & chosen) | (enclosing.streamed - chosen),
+            (self.dropped & chosen) | (enclosing.dropped - chosen),
+            mixed(self.parts, enclosing.parts),
+            mixed(self.prefetch, enclosing.prefetch),
+        )
 
     def giving_up(self, name: str) -> Plan:
         """This plan with a handle off the device. If the plan drops its gradients, it still does."""
-        parts = {n: tags for n, tags in self.parts.items() if n != name}
-        return replace(self, targets={**self.targets, name: State.CPU_OFFLOADED}, streamed=self.streamed - {name}, parts=parts)
+        targets = {**self.targets, name: State.CPU_OFFLOADED}
+        return replace(self, targets=targets, streamed=self.streamed - {name}, parts=_without(name, self.parts))
 
     def without(self, name: str) -> Plan:
         """This plan without the handle `name`, for a worker that does not have it."""
-        targets = {n: s for n, s in self.targets.items() if n != name}
-        parts = {n: tags for n, tags in self.parts.items() if n != name}
-        prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n != name}
+        targets, parts, prefetch = _without(name, self.targets), _without(name, self.parts), _without(name, self.prefetch)
         return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts, prefetch)
 
 

@@ -38,7 +38,7 @@ class Snapshots:
     def take(self) -> Snapshot:
         """The state of the manager and all handles at this moment. Takes no lock."""
         stack, journal = self._stack, self._journal
-        memory, outside = stack.reconciler.memory, stack.reconciler.outside
+        memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
         reasons = self._reasons()
         handles = tuple(snapshot_of(each, stack.phases.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
         return Snapshot(

@@ -57,15 +57,8 @@ class OpenPhase:
     """Whether the phase may be left while others are open inside it: it is a hold."""
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
-    torch_reserved_bytes: int = 0
-    """Device bytes that torch's allocator had reserved when the phase was entered."""
     is_abandoned: bool = False
     """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
-
-    def begin(self, name: str, only: tuple[str, ...] | None, plan: Plan, torch_reserved_bytes: int) -> None:
-        """Begin a phase: this one, or another in its place."""
-        self.name, self.only, self.plan, self.torch_reserved_bytes = name, only, plan, torch_reserved_bytes
-        self.kept = set()
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:

@@ -14,7 +14,6 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.inspection import Outside
-from placement.devices.memory import DeviceMemory
 from placement.group.vote import Agree, GroupVote
 from placement.phases.findings import WrongWrites
 from placement.phases.lease_client import LeaseClient, giving_way
@@ -235,11 +234,6 @@ class Reconciler:
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         """The handles on the device that the plan wants off it."""
         return tuple([each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name)])
-
-    @property
-    def memory(self) -> DeviceMemory:
-        """The device's memory as measured at the last phase transition."""
-        return self.planner.memory
 
     def budget_bytes(self, name: str) -> int:
         """Device bytes that all handles together may hold in a phase, as of now."""

@@ -120,7 +120,7 @@ class PhaseStack:
 
     def _begin(self, phase: OpenPhase, wanted: PhaseRequest, plan: Plan) -> None:
         self._expire_keeps(plan)
-        phase.begin(wanted.name, wanted.only, plan, self.reconciler.memory.torch_reserved_bytes)
+        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
         self._planner.history.began(wanted.name)
 
     def _went_back(self, error: BaseException, plan: Plan) -> None:
@@ -302,11 +302,9 @@ class PhaseStack:
         self.reconciler.measure()
         self.reconciler.lease_client.settle(self.phases.name)
 
-    def forget_with_optimizers(self, handle: Handle) -> None:
-        """Forget a handle, and first the optimizers that step it."""
-        for other in [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]:
-            self.forget(other)
-        self.forget(handle)
+    def steppers_of(self, handle: Handle) -> list[Handle]:
+        """The optimizers that step a module."""
+        return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
 
     def _forget_all(self) -> list[Exception]:
         """Forget every handle that can be handed back, optimizers first. Returns the errors of the others."""

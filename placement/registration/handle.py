@@ -146,7 +146,7 @@ class Handle:
     @property
     def external(self) -> bool:
         """Whether the framework itself places the bytes. Then placement tracks and guards the object, but never moves it."""
-        return self.external_reason is not None
+        return self.adapter is not None and self.adapter.external is not None
 
     @property
     def external_reason(self) -> str | None:
@@ -183,7 +183,8 @@ class Handle:
     @property
     def is_on_device(self) -> bool:
         """Whether the bytes are on the device, as the state says. An external handle's state says what may be done, not where they are."""
-        return self.node[1]
+        state = self.machine.state
+        return state is State.GPU_RESIDENT or (state is not State.CPU_OFFLOADED and self.storage.on_device)
 
     def state_dict(self) -> Any:
         """The object's state dict with its present values, in every state.
