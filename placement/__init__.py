@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from placement.core import __version__ as __version__
+from placement.core import on_demand as _on_demand
 from placement.core.errors import (
     BrokenHandleError,
     CheckpointError,
@@ -21,7 +22,6 @@ from placement.core.errors import (
     PolicyError,
     RegistrationError,
 )
-from placement.core.lazy_names import on_demand as _on_demand
 from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy, State, Trigger, View
 
 if TYPE_CHECKING:

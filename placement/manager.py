@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.journal import Journal, logger
 from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRole
-from placement.core.snapshot import Audit, Snapshot
-from placement.core.summary import summary
+from placement.core.snapshot import Audit, Snapshot, summary
 from placement.core.weak_set import WeakIdSet
 from placement.devices.background import is_background
 from placement.devices.base import Device
@@ -45,7 +44,7 @@ def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[Metri
     if is_background():
         threading.Thread(target=_end, args=(stack, entered, servers), name="placement-close").start()
         return
-    stack.members.is_closing = True
+    stack.is_closing = True
     try:
         if not stack.lock.is_closed:
             _leave_all(stack, entered)
@@ -219,13 +218,14 @@ class Manager:
             if replace and (old := registry.handles.get(name)) is not None:
                 if old.object is target:
                     return old
-                self._stack.members.forget_with_optimizers(old)
+                for each in (*self._stack.steppers_of(old), old):
+                    self._stack.forget(each)
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, replicated) as replicas:
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
                     handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
-                    self._stack.members.join(handle, agree)
+                    self._stack.join(handle, agree)
             except BaseException:
                 for added in [each for known, each in registry.handles.items() if known not in before]:
                     registry.remove(added)
@@ -248,13 +248,12 @@ class Manager:
             DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays registered.
         """
         with self._stack.lock.transition():
-            found = self._stack.members.known(handle if isinstance(handle, str) else handle.name)
-            dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
-            if dependent:
-                raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
+            found = self._stack.known(handle if isinstance(handle, str) else handle.name)
+            if steppers := self._stack.steppers_of(found):
+                raise PhaseError(f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; unregister that first")
             if on_device:
-                self._stack.members.bring((found.name,))
-            self._stack.members.forget(found)
+                self._stack.bring((found.name,))
+            self._stack.forget(found)
 
     def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:
         """Unregister all handles, optimizers first, release the device's memory and stop the servers. Logs a summary. Idempotent.
@@ -309,7 +308,7 @@ class Manager:
         A hold belongs to no thread, and several may be open at once. The latest that concerns a handle decides about it: name the
         handles with `only`, so that each hold speaks of its own. Arguments and errors are those of `phase`.
         """
-        return Hold(PhaseContext(self._stack, name, only, None, keeps_alive=self, in_any_order=True))
+        return Hold(self._stack, name, only, keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave` closes it, from any thread.
@@ -388,9 +387,9 @@ class Manager:
         gradient while another frees it. `snapshot` and `serve` look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
-            plan, writes = self._stack.phases.base_plan(), self._stack.executor.writes
+            plan, writes = self._stack.phases.base_plan(), self._stack.reconciler.writes
             writes.look(wait=True, at_counters=True)
-            return audit.audit(self.handles, plan, self.device, writes.findings, self._stack.executor.outside)
+            return audit.audit(self.handles, plan, self.device, writes.findings, self._stack.reconciler.outside)
 
     def check_integrity(self) -> None:
         """Raise if the bytes that the handles declare differ from those that the device holds.
@@ -431,7 +430,7 @@ class Manager:
         self._stack.lock.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
-        outside = self._stack.executor.outside
+        outside = self._stack.reconciler.outside
         if not outside.is_watched:
             outside.watch(OtherProcesses(self.device.uuid))
         snapshots, stack = self._snapshots, self._stack  # not the manager: the server would keep it alive

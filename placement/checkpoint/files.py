@@ -198,7 +198,7 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
 def _chosen(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handle]:
     names = names_of(only)
     if names is not None:
-        return [manager._stack.members.known(name) for name in dict.fromkeys(names)]
+        return [manager._stack.known(name) for name in dict.fromkeys(names)]
     return [handle for handle in manager.handles.values() if handle.kind in _PARTS and not handle.readonly]
 
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from placement.checkpoint.changes import Change, load_by_itself, mapped, replace_state, same_values, settings_of, write
 from placement.checkpoint.parts import Part, Path, Read, Shown, fqn, fresh, refuse_own_cuts, some, under
+from placement.core import is_a
 from placement.core.errors import CheckpointError
-from placement.core.lazy_names import is_a
 from placement.core.torch_modes import without_modes
 from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter

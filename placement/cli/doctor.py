@@ -14,7 +14,7 @@ import torch
 import placement
 from placement.core.errors import PlacementError
 from placement.core.settings import parse_bytes
-from placement.core.summary import readable
+from placement.core.snapshot import readable
 from placement.devices.base import Device
 from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect, settled
 from placement.devices.select import select_device

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from placement.cli.status import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
+from placement.core.snapshot import readable
 from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
-from placement.core.summary import readable
 from placement.forecasting.description import Phase
 from placement.forecasting.report import PhaseForecast
 from placement.observe.fleet import ask, find_targets

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
+from placement.core.snapshot import readable
 from placement.core.states import ROLES, WORKER_ROLES
-from placement.core.summary import readable
 from placement.forecasting.description import CYCLES, Layout, Link, listed
 from placement.forecasting.report import Forecast, by_phase, comparison, table, write_svg
 from placement.planning.policy_lookup import policy_names

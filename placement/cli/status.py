@@ -14,7 +14,7 @@ from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings
-from placement.core.summary import readable
+from placement.core.snapshot import readable
 from placement.observe.fleet import find_targets, views_of
 
 View = dict[str, Any]

@@ -1,9 +1,18 @@
 """The ground layer: states, the state machine, the journal, snapshots, errors and settings. It imports no other folder of placement.
 
 Whatever is imported of placement imports this folder, also where OpenStack's `placement/__init__.py` has taken the place of ours.
+
+`on_demand` gives a package attributes that are imported when they are first used: importing torch takes two seconds, and code that only
+talks or displays (`placement status`) does not need it. `is_a` and `loaded_class` look up classes of frameworks without importing those.
 """
 
+from __future__ import annotations
+
+import importlib
 import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 __version__ = "0.1.0"
 """The one place that says it."""
@@ -15,3 +24,36 @@ if os.path.exists(os.path.join(_PACKAGE, "deploy.py")):
         "placement-rl. Give each an environment of its own. In this one: pip uninstall openstack-placement, then reinstall placement-rl "
         "(pip install --force-reinstall --no-deps . in a checkout), because pip has also removed files of the same name"
     )
+
+
+def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` function for a package.
+
+    Args:
+        package: the full name of the package.
+        places: attribute name to the package's module that defines it. "observe.trace:write_trace" means another name in that module; an
+            attribute whose place is its own name is the module itself.
+    """
+
+    def load(name: str) -> Any:
+        if (place := places.get(name)) is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        path, _, other_name = place.partition(":")
+        module = importlib.import_module(f"{package}.{path}")
+        found = module if place == name else getattr(module, other_name or name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return load
+
+
+def loaded_class(module: str, name: str) -> type | None:
+    """The class of a framework if that framework has been imported, else None: then no object can be an instance of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def is_a(obj: object, module: str, name: str) -> bool:
+    """Whether an object is an instance of a framework's class. The framework is not imported for the question."""
+    cls = loaded_class(module, name)
+    return cls is not None and isinstance(obj, cls)

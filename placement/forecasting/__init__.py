@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placement.core.lazy_names import on_demand as _on_demand
+from placement.core import on_demand as _on_demand
 
 if TYPE_CHECKING:
     from placement.forecasting.description import Layout, Link

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from placement.core.snapshot import readable
 from placement.core.states import State
-from placement.core.summary import readable
 
 
 class _Frozen(BaseModel):

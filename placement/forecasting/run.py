@@ -15,8 +15,7 @@ from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
 from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
 from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 from placement.manager import Manager
-from placement.planning import plan_checks
-from placement.planning.plan_checks import check_fits
+from placement.planning.planner import ask_policy, check_fits, handle_view
 
 _NESTED = {"optimizer_step": "train"}
 """Phases that workers open inside another one."""
@@ -65,7 +64,7 @@ class Asked:
 
     def _plan_of_a_registration(self, view: View) -> Plan:
         try:
-            plan = plan_checks.ask(self._policy, view)
+            plan = ask_policy(self._policy, view)
             self.answers[view.phase] = view, plan
             check_fits(view, plan)
         except PlacementError as error:
@@ -167,7 +166,7 @@ class Run:
             for tensor in each.target.tensors:
                 self._device.share(tensor, *each.part)
         if self._limit is not None:
-            view, self._counters = plan_checks.handle_view(handle), self._count()
+            view, self._counters = handle_view(handle), self._count()
             refused = self._limit.admit(each.name, self._host_use(view, Moved()), view.owners)
             self.refused_registrations += [refused] if refused else []
             self._limit.follow(IDLE, {view.name: self._host_use(view, Moved()) for view in self._views().values()})
@@ -305,7 +304,7 @@ class Run:
     # --- counting
 
     def _views(self) -> dict[str, HandleView]:
-        return {name: plan_checks.handle_view(handle) for name, handle in self._manager.handles.items()}
+        return {name: handle_view(handle) for name, handle in self._manager.handles.items()}
 
     def _count(self) -> dict[str, Moved]:
         return {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from placement.core.lazy_names import is_a
+from placement.core import is_a
 from placement.frameworks.base import Framework
 
 

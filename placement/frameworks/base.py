@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from placement.core.lazy_names import is_a
+from placement.core import is_a
 from placement.tensors.plain import Owned
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from placement.core.lazy_names import loaded_class
+from placement.core import loaded_class
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned, nested_tensors, reference

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from placement.core import loaded_class
 from placement.core.errors import PhaseError
-from placement.core.lazy_names import loaded_class
 from placement.frameworks.base import Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned

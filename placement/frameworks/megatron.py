@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from placement.core.lazy_names import loaded_class
+from placement.core import loaded_class
 from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
 from placement.tensors.plain import Owned, is_wrapper, parts_of, plain_parts, rewrapped
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from placement.core.lazy_names import is_a, loaded_class
+from placement.core import is_a, loaded_class
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned, nested_tensors
 

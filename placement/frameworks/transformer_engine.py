@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from placement.core.lazy_names import is_a
+from placement.core import is_a
 from placement.frameworks.base import Framework
 from placement.tensors.plain import nested_tensors
 

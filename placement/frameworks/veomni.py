@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from placement.core.lazy_names import is_a
+from placement.core import is_a
 from placement.frameworks.base import Framework
 from placement.frameworks.fsdp2 import FSDP2
 from placement.frameworks.weights import Reader, Weight, weight_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from placement.core.lazy_names import loaded_class
+from placement.core import loaded_class
 from placement.devices.host.slab import upload
 from placement.tensors.plain import PLAIN_TYPES, is_scaled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placement.core.lazy_names import on_demand as _on_demand
+from placement.core import on_demand as _on_demand
 from placement.group.lease import Lease
 from placement.group.protocol import Board, BoardLost, Group
 

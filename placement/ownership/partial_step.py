@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from placement.core.lazy_names import is_a
+from placement.core import is_a
 from placement.frameworks.known import stepped_for
 from placement.ownership.optimizer_state import find
 from placement.tensors.plain import PLAIN_TYPES

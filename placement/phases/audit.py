@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from placement.core.errors import IntegrityError, RegistrationError
 from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
 from placement.core.states import IDLE, Plan
-from placement.planning.plan_checks import still_meant
+from placement.planning.planner import still_meant
 from placement.registration.handle import Handle
 from placement.registration.unregistered import living
 
@@ -38,7 +38,7 @@ class Snapshots:
     def take(self) -> Snapshot:
         """The state of the manager and all handles at this moment. Takes no lock."""
         stack, journal = self._stack, self._journal
-        memory, outside = stack.executor.memory, stack.executor.outside
+        memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
         reasons = self._reasons()
         handles = tuple(snapshot_of(each, stack.phases.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
         return Snapshot(
@@ -53,22 +53,22 @@ class Snapshots:
             durations=journal.histograms(),
             policy_decisions=dict(journal.decisions),
             pairing_violations=journal.pairing_violations,
-            unpaired_bytes=sum(handle.resident_bytes for handle in stack.executor.left_behind),
+            unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
             unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
             other_processes_bytes=outside.others_bytes,
             communicators=tuple(CommunicatorSnapshot.model_validate(asdict(each)) for each in outside.communicators),
             communicator_bytes=outside.communicator_bytes,
             ipc_collected_bytes=self._device.ipc_collected_bytes,
-            prefetch_discarded_bytes=stack.executor.prefetcher.discarded_bytes,
-            disk_wait_seconds=stack.executor.host_tier.waited_seconds,
+            prefetch_discarded_bytes=stack.reconciler.prefetcher.discarded_bytes,
+            disk_wait_seconds=stack.reconciler.host_tier.waited_seconds,
             wrong_writes=journal.wrong_writes,
             kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
             expired_keeps=journal.expired_keeps,
-            budget_bytes=stack.executor.budget_bytes(stack.phases.name),
+            budget_bytes=stack.reconciler.budget_bytes(stack.phases.name),
             device_used_bytes=memory.used_bytes,
             device_total_bytes=memory.total_bytes,
-            peak_bytes=stack.executor.peak_bytes,
-            lease=stack.executor.lease_client.snapshot(),
+            peak_bytes=stack.reconciler.peak_bytes,
+            lease=stack.reconciler.lease_client.snapshot(),
         )
 
     def facts(self) -> dict[str, Any]:
@@ -77,17 +77,17 @@ class Snapshots:
         return {
             "policy": self._policy,
             "worker_role": self._worker_role,
-            "budget_bytes": stack.executor.budget_bytes(stack.phases.name),
+            "budget_bytes": stack.reconciler.budget_bytes(stack.phases.name),
             "handles": [_facts_of(handle) for handle in stack.registry.handles.copy().values()],
         }
 
     def _reasons(self) -> Mapping[str, str]:
         """Why each handle is where it is: by the innermost phase, and by the phase around it for what its `only` leaves out."""
-        asked = self._stack.executor.planner.reasons
-        said = asked.of(IDLE)
+        reasons = self._stack.reconciler.planner.reasons
+        said = reasons(IDLE)
         for each in self._stack.phases.all:
             own = still_meant(each.only, self._stack.registry.handles.copy())
-            said = {**said, **{name: words for name, words in asked.of(each.name).items() if own is None or name in own}}
+            said = {**said, **{name: words for name, words in reasons(each.name).items() if own is None or name in own}}
         return said
 
 

@@ -10,8 +10,7 @@ from placement.core.snapshot import LeaseSnapshot
 from placement.core.states import IDLE, WEIGHTS, Plan, State, bytes_under
 from placement.devices.base import Device
 from placement.phases.moves import wanted_tags
-from placement.planning import plan_checks
-from placement.planning.planner import Planner
+from placement.planning.planner import Planner, handle_view
 from placement.registration.handle import Handle
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class LeaseClient:
         """Bytes to lease in total, and whether the driver has what is lacking: a killed process's memory comes back after its lease."""
         built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
         staying = [handle for handle in built if plan.on_device(handle.name) or handle.name in plan.streamed]
-        wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - h.storage.unadopted_bytes - h.storage.born_bytes for h in staying)
+        wanted = sum(bytes_under(plan, handle_view(h)) - h.storage.unadopted_bytes - h.storage.born_bytes for h in staying)
         more_bytes = wanted - self._held_bytes()
         return wanted + self._planner.working_bytes(name), lambda: more_bytes <= 0 or self._device.memory().free_bytes >= more_bytes
 

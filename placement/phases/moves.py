@@ -1,4 +1,7 @@
-"""State transitions of handles: do the work, commit the change, record it; and make a handle consistent after a failed one.
+"""The moves of one phase transition: every handle goes to the state that a plan names. Nothing else moves handles.
+
+`Mover` is idempotent and looks only at where the handles are now, not at how they came there. `advance` is all or nothing; it is used to
+enter and switch phases. `retreat` moves every handle as far as possible; it is used to leave phases, after errors, and for recovery.
 
 A storage that placement moves takes part in the exchange of its phase transition. A rollout engine that manages its own memory is told to
 load and offload its tags (parts of its memory, such as "weights").
@@ -6,40 +9,52 @@ load and offload its tags (parts of its memory, such as "weights").
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
-from placement.core.errors import BrokenHandleError, IntegrityError, PhaseError, RegistrationError
+from placement.core.errors import BrokenHandleError, CoordinatorLost, PhaseError
 from placement.core.journal import Journal, Record
-from placement.core.machine import Node, path
-from placement.core.settings import Annotate, Verify
-from placement.core.states import Plan, State, Trigger
+from placement.core.settings import Annotate, Settings
+from placement.core.states import Node, Plan, State, Trigger, path
 from placement.devices.base import Device
+from placement.group.protocol import Reached, Stage
+from placement.group.vote import Agree
+from placement.phases.findings import complaints, immovable, warn_of_views
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.verification import Verifier
+from placement.storage.writes import WrittenWhileOffloaded
 
 if TYPE_CHECKING:
     from placement.engines.residency import Residency
 
-logger = logging.getLogger(__name__)
-
+_STEPS: tuple[tuple[Trigger, ...], ...] = (
+    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
+    (Trigger.OFFLOAD,),
+    (Trigger.LOAD,),
+    tuple(Trigger),
+)
+"""The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
+_END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 """The triggers that leave SYNCING and TRAINING with the bytes on the device."""
 _WHOLE = {Trigger.END_STREAM: Trigger.END_SYNC, Trigger.END_STREAMED_TRAIN: Trigger.END_TRAIN}
 """The trigger that ends the same state of a handle on the device, for each that ends the use of a host copy."""
+_AFTER_ENGINES = "move what is left"
+Paths = Sequence[tuple[Handle, list[Trigger]]]
+"""The triggers that handles have still to go through."""
 
 
 def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
@@ -48,14 +63,12 @@ def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]
     A mark costs microseconds at each phase transition, so they are off by default.
 
     Raises:
-        ValueError: `annotate` is unknown, or it is "nvtx" and torch was built without NVTX.
+        ValueError: `annotate` is "nvtx" and torch was built without NVTX.
     """
     if annotate == "off":
         return nullcontext
     if annotate == "profiler":
         return torch.profiler.record_function
-    if annotate != "nvtx":
-        raise ValueError(f"annotate {annotate!r} is unknown; choose one of {', '.join(get_args(Annotate))}")
     try:
         torch.cuda.nvtx.mark("placement")
     except RuntimeError as error:
@@ -68,10 +81,10 @@ def target_of(handle: Handle, plan: Plan) -> Node:
 
     A `Lazy` that is not built yet stays CPU_OFFLOADED, because only the beginning of a phase builds it.
     """
-    if not handle.is_built:
+    if handle.adapter is None:
         return State.CPU_OFFLOADED, False
     state = plan.targets[handle.name]
-    return state, state is not State.CPU_OFFLOADED if handle.external else plan.on_device(handle.name)
+    return state, state is not State.CPU_OFFLOADED and (handle.name not in plan.streamed or handle.external)
 
 
 def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
@@ -81,9 +94,35 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
     return plan.parts.get(handle.name, frozenset(handle.storage.tags))
 
 
-def residency_of(handle: Handle) -> Residency:
+def _residency_of(handle: Handle) -> Residency:
     assert handle.residency is not None
     return handle.residency
+
+
+def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
+    """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
+    others = [handle for handle in handles.values() if handle.residency is None]
+    return others, [handle for handle in handles.values() if handle.residency is not None]
+
+
+def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
+    """Whether all handles are where the plan wants them, with nothing to repair."""
+    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
+
+
+def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
+    """The storages that the plan takes out of TRAINING, dropping their gradients."""
+    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
+    return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
+
+
+def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
+    """Used in place of a group's agreement if there is no group."""
+    return Reached(stage, lacks_engines)
+
+
+def _tell_nobody(_: str) -> None:
+    """Used in place of a group's proposal if there is no group."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,67 +151,316 @@ class Transition:
 
 
 class Mover:
-    """Makes the state transitions of the handles of one device, and holds what they share during a phase transition."""
+    """Moves the handles of one device. Called with the manager's lock held."""
 
-    def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify, annotate: Annotate) -> None:
+    def __init__(self, device: Device, journal: Journal, settings: Settings) -> None:
         self._device = device
         self._journal = journal
-        self._strict = strict
-        self._mark = marker(annotate)
-        self.transition = Transition(ChunkPool(device))
+        self._strict = settings.strict
+        self._mark = marker(settings.annotate)
+        self._verifier = Verifier(settings.verify)
+        self._transition = Transition(ChunkPool(device))
         """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
-        self.verifier = Verifier(verify)
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._wanted_tags: dict[Handle, frozenset[str]] = {}
         """The tags to load for each engine that is being loaded."""
 
     @property
     def chunk_pool(self) -> ChunkPool:
-        """The chunk pool of the phase transition that is under way."""
-        return self.transition.chunk_pool
+        """The chunks that the next phase transition begins with."""
+        return self._transition.chunk_pool
 
-    # --- a phase transition
+    # --- all or nothing
 
-    def begin(
+    def advance(
+        self,
+        handles: Mapping[str, Handle],
+        plan: Plan,
+        room_bytes: int,
+        agree: Agree | None,
+        go_on: Callable[[str], object],
+        ahead: Ahead = NOTHING_AHEAD,
+    ) -> None:
+        """Bring every handle to its target, or leave every handle where it was.
+
+        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they
+        need to the driver. A failure does not bring engines back; the retreat that follows does.
+
+        Args:
+            room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
+            agree: asks the group. Called when everything has moved and can still go back without new memory, and also after the
+                engines of any rank have left or come. If it raises, everything goes back, except on CoordinatorLost, which leaves
+                everything as it is. None: nobody is asked.
+            go_on: tells the group of each further stage.
+            ahead: what is done for later phase transitions.
+
+        Raises:
+            Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
+                back, in its target state.
+        """
+        if agree is None and _is_there(handles, plan):
+            self._finish(handles.values())
+            self._begin_ahead(ahead)
+            return
+        for error in self._settle_all(handles.values()):
+            if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
+                raise error
+        others, engines = _apart(handles)
+        if agree is None:
+            agree, go_on = _alone, _tell_nobody
+        sources = {handle: handle.node for handle in others}
+        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying)
+        try:
+            have_left = [self._engine_leaves(engine, plan) for engine in engines]
+            if any(have_left):
+                agree(plan, "engines left", False)
+                go_on(_AFTER_ENGINES)
+            self._march(others, lambda handle: target_of(handle, plan))
+            if self._transition.complaints:
+                raise self._transition.complaints.pop(0)
+            lacks_engines = any(self._engine_lacks(engine, plan) for engine in engines)
+            while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
+                go_on(_AFTER_ENGINES)
+            self._complete(others)
+            self._finish(others)
+        except BaseException as error:
+            self._stop(error, sources)
+            raise
+        if reached.lacks_engines:
+            self._end()
+            go_on("load engines")
+            for engine in engines:
+                self._engine_comes(engine, plan)
+            agree(plan, "engines loaded", False)
+        for engine in engines:  # engines that only change state, without loading anything
+            self._engine_comes(engine, plan)
+        self._begin_ahead(ahead)
+
+    def _stop(self, error: BaseException, sources: Mapping[Handle, Node]) -> None:
+        """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
+        if not isinstance(error, CoordinatorLost):
+            self._go_back(sources, error)
+            self._end()
+            return
+        try:
+            self._complete(sources)
+        except Exception as failure:
+            error.add_note(f"placement: {failure}")
+        self._forget()  # but keep the freed chunks, so that going back later needs no new memory
+
+    def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
+        """Repair every handle, then bring it back to its source state, using the freed chunks."""
+        for holding in self._transition.dropping:
+            if not holding.on_device:
+                cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
+        self._begin()  # takes over the freed chunks, which are enough
+        for error in self._settle_all(sources):
+            cause.add_note(f"placement: {error}")
+        try:
+            self._march([handle for handle in sources if handle.broken is None], sources.__getitem__)
+            self._complete(sources)
+        except Exception as error:
+            cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
+            self._settle_all(sources)
+        for complaint in self._transition.take_complaints():
+            cause.add_note(f"placement: {complaint}")
+
+    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
+        """Fire the triggers on every handle's path, in an order that frees memory before loading."""
+        paths: list[tuple[Handle, list[Trigger]]] = []
+        for handle in handles:
+            if wanted := path(handle.node, target(handle)):
+                handle.require_sound(wanted[0])
+                paths.append((handle, list(wanted)))
+        for step in _STEPS:
+            if step is _STEPS[1]:
+                self._exchange(paths)
+            for handle, triggers in paths:
+                self._fire_step(handle, triggers, step)
+
+    # --- as far as possible
+
+    def retreat(
+        self,
+        handles: Mapping[str, Handle],
+        plan: Plan,
+        *,
+        while_copying: Callable[[], None] = nothing,
+        ahead: Ahead = NOTHING_AHEAD,
+    ) -> list[Exception]:
+        """Bring every handle as far towards its target as possible. The caller calls `complete`, once the ranks of a group have voted.
+
+        Args:
+            while_copying: called once while bytes are being copied to the host, if any are.
+            ahead: see `advance`.
+
+        Returns:
+            The errors; empty if every handle is at its target.
+        """
+        if _is_there(handles, plan):
+            self._finish(handles.values())
+            self._begin_ahead(ahead)
+            return []
+        others, engines = _apart(handles)
+        errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
+        self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying)
+        paths: list[tuple[Handle, list[Trigger]]] = []
+
+        def prepare(handle: Handle) -> None:
+            if wanted := path(handle.node, target_of(handle, plan)):
+                handle.require_sound(wanted[0])
+                paths.append((handle, list(wanted)))
+
+        try:
+            errors += self._each(others, prepare)
+            for step in _STEPS:
+                if step is _STEPS[1]:
+                    errors += self._exchange_what_can(paths)
+                for handle, triggers in paths:
+                    try:
+                        self._fire_step(handle, triggers, step)
+                    except Exception as error:
+                        errors.append(error)
+                        triggers.clear()
+            if paths or errors:
+                errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
+            self._finish(others)
+        finally:
+            self._end()
+        errors += self._transition.take_complaints()
+        # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
+        engines = [engine for engine in engines if _residency_of(engine).resident <= wanted_tags(engine, plan)]
+        errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
+        if not errors:
+            self._begin_ahead(ahead)
+        return errors
+
+    def complete(self, handles: Mapping[str, Handle]) -> list[Exception]:
+        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
+        try:
+            self._complete(handles.values())
+        except Exception as error:
+            return [error, *self._settle_all(handles.values())]
+        return []
+
+    def _exchange_what_can(self, paths: Paths) -> list[Exception]:
+        """Move all at once, or none: if one handle cannot move, the others must, and then each moves by itself.
+
+        Returns the writes that were found. Each handle raises its own once, keeps its values, and can move after that.
+        """
+        found: list[Exception] = []
+        for _ in range(len(paths) + 1):
+            try:
+                self._exchange(paths, early_release=True)
+            except WrittenWhileOffloaded as error:
+                found.append(error)
+            except Exception:  # raised again by the handle that cannot move
+                break
+            else:
+                break
+        return found
+
+    def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
+        """Repair every handle and do something with it, even if that fails for some. Returns the errors."""
+        errors: list[Exception] = []
+        for handle in handles:
+            try:
+                self._make_consistent(handle)
+                work(handle)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    # --- the beginning and the end of a phase transition
+
+    def _begin(
         self,
         room_bytes: int = 0,
         dropping: tuple[ManagedStorage, ...] = (),
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
     ) -> None:
-        """Begin a phase transition with the chunks that the one before left. For the other arguments see `Transition`.
+        """Begin a phase transition with the chunks that the one before left. For the arguments see `Transition`.
 
         Args:
             room_bytes: device bytes that a swap may use in addition to those in use now.
         """
-        before = self.transition
+        before = self._transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
-        self.transition = Transition(chunk_pool, dropping, staying, while_copying, complaints=before.complaints)
+        self._transition = Transition(chunk_pool, dropping, staying, while_copying, complaints=before.complaints)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
-        self.transition = Transition(self.transition.chunk_pool, complaints=self.transition.complaints)
+        self._transition = Transition(self.chunk_pool, complaints=self._transition.complaints)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End the phase transition: forget it, and return its chunks to the driver."""
-        self.forget()
+        self._forget()
         self.chunk_pool.release()
 
-    def move_at_once(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False) -> None:
-        """Move the bytes of all loads and offloads that come next, in one exchange. The state transitions that follow only commit.
+    def _begin_ahead(self, ahead: Ahead) -> None:
+        """End the phase transition. Memory that it has freed is used for what arrives early, and else goes back to the driver."""
+        try:
+            ahead.begin(self.chunk_pool)
+        finally:
+            self._end()
 
-        Args:
-            paths: the triggers still to fire, by handle.
+    def _finish(self, handles: Iterable[Handle]) -> None:
+        """After the moves: drop gradients on the device that the plan drops, let offloaded optimizers adopt gradients that their modules
+        have dropped, and note new host copies for verification."""
+        dropping = self._transition.dropping
+        holdings = []
+        for handle in handles:
+            holding = handle.storage
+            if isinstance(holding, ManagedStorage):
+                holdings.append(holding)
+                if holding in dropping and handle.state is not State.TRAINING and holding.on_device:
+                    holding.gradients.drop(zero_buffers=True)
+                    holding.measure_unadopted()
+        for holding in holdings:
+            holding.adopt_dropped()
+        self._verifier.note(holdings)
+
+    def _complete(self, handles: Iterable[Handle]) -> None:
+        """Commit the loads that waited for the decision of the group, whatever it is."""
+        for handle in handles:
+            if (holding := handle.holding) is not None and not holding.is_complete:
+                holding.complete()
+                self._verifier.check_device(holding)
+                holding.commit_load()
+                holding.make_consistent(self.chunk_pool)
+
+    # --- the bytes
+
+    def _exchange(self, paths: Paths, *, early_release: bool = False) -> None:
+        """Move the bytes of all loads and offloads that come next, in both directions at once. The triggers that follow only commit.
+
+        Handles that are already there get an empty result.
         """
-        leaving = [handle for handle, triggers in paths if triggers[:1] == [Trigger.OFFLOAD] and handle.holding is not None]
-        coming = [handle for handle, triggers in paths if triggers[:1] == [Trigger.LOAD] and handle.holding is not None]
-        if not leaving and not coming:
+        moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
+        if not moving:
             return
-        with self._failing([(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]):
-            self.transition.moved = self._exchange(leaving, coming, early_release=early_release)
+        leaving = {h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding}
+        coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
+        transition = self._transition
+        texts = [f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those]
+        with self._failing(moving), self._mark(f"placement: {'; '.join(texts)}"):
+            exchange = Exchange(
+                device=self._device,
+                chunk_pool=transition.chunk_pool,
+                verifier=self._verifier,
+                room_bytes=min(self._device.memory().free_bytes, transition.chunk_pool.room_bytes) if leaving and coming else 0,
+                early_release=early_release,
+                dropping=transition.dropping,
+                staying=transition.staying,
+                while_copying=transition.while_copying,
+                calls_since_seconds=transition.began_seconds,
+            )
+            moved = exchange.run([*leaving], [*coming])
+        transition.moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}
 
     @contextmanager
-    def _failing(self, moves: Sequence[tuple[Handle, Trigger]]) -> Iterator[None]:
+    def _failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
         """Count an error in the block as a failure of these state transitions."""
         try:
             yield
@@ -183,123 +471,58 @@ class Mover:
 
     # --- one state transition
 
-    def fire(self, handle: Handle, trigger: Trigger) -> None:
+    def _fire_step(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
+        """Fire the triggers of a path that belong to this step, taking them off the list."""
+        while triggers and triggers[0] in step:
+            trigger = triggers.pop(0)
+            # State that an optimizer's first step created is in torch's own memory until the first offload. If no offload follows now,
+            # it has to be counted there.
+            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
+                handle.storage.measure_unadopted()
+            self._fire(handle, trigger)
+
+    def _fire(self, handle: Handle, trigger: Trigger) -> None:
         """Make one state transition: do its work, commit it, record it."""
         began, source = time.monotonic(), handle.state
         with self._failing([(handle, trigger)]):
             handle.machine.require(trigger)
             handle.require_sound(trigger)
+            if handle.is_streaming and trigger in _FROM_DEVICE:
+                raise PhaseError(f"{handle.name!r} is {handle.state} from its host copy; it cannot {trigger} before it is loaded")
+            if (whole := _WHOLE.get(trigger)) is not None and not handle.is_streaming and not handle.external:
+                raise PhaseError(f"{handle.name!r} is {handle.state} on the device; end that with {whole}, not with {trigger}")
+        if trigger in _MOVES and handle not in self._transition.moved:  # this is recovery, or the exchange of all has failed
+            self._exchange([(handle, [trigger])])
+        with self._failing([(handle, trigger)]):
             moved = self._work(handle, trigger)
             handle.machine.fire(trigger)
         self._record(handle, trigger, source, began, moved)
 
     def _work(self, handle: Handle, trigger: Trigger) -> MoveResult:
-        """`load` and `offload` move bytes if the exchange has not moved them; the others are only checked."""
-        holding = handle.holding
-        if handle.is_streaming and trigger in _FROM_DEVICE:
-            raise PhaseError(f"{handle.name!r} is {handle.state} from its host copy; it cannot {trigger} before it is loaded")
-        if (whole := _WHOLE.get(trigger)) is not None and not handle.is_streaming and not handle.external:
-            raise PhaseError(f"{handle.name!r} is {handle.state} on the device; end that with {whole}, not with {trigger}")
+        """Do what is left before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
-        if (residency := handle.residency) is not None and trigger in _MOVES:
+        if trigger not in _MOVES:
+            return MoveResult()
+        if (residency := handle.residency) is not None:
             began = time.monotonic()
             if trigger is Trigger.OFFLOAD:
                 copied = residency.offload(residency.resident)
             else:
                 copied = residency.load(self._wanted_tags.get(handle, residency.resident))
             return MoveResult(seconds=time.monotonic() - began, copied_bytes=copied)
-        if holding is None or trigger not in _MOVES:
+        if (holding := handle.holding) is None:
             return MoveResult()
-        moved = self.transition.moved.pop(handle, None)
-        if moved is None:  # not moved by the phase transition's exchange: this is recovery, or the exchange failed
-            moved = self._exchange([handle] if trigger is Trigger.OFFLOAD else [], [handle] if trigger is Trigger.LOAD else [])[handle]
-        if handle.kind == "engine" and trigger is Trigger.OFFLOAD:
+        moved = self._transition.moved.pop(handle)
+        if trigger is Trigger.OFFLOAD and handle.kind == "engine":
             guards.install_on_new(handle)
-        if trigger is Trigger.OFFLOAD:
-            self._complain_of_immovable(handle, holding)
-        else:
-            self._complain_of_views(handle, holding)
-        self._complain(handle, moved)
-        return moved
-
-    def _exchange(
-        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False
-    ) -> dict[Handle, MoveResult]:
-        """Move the bytes of several handles, in both directions at once. Handles that are already there get an empty result."""
-        by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
-        room_bytes = min(self._device.memory().free_bytes, self.chunk_pool.room_bytes) if leaving and coming else 0
-        exchange = Exchange(
-            device=self._device,
-            chunk_pool=self.chunk_pool,
-            verifier=self.verifier,
-            room_bytes=room_bytes,
-            early_release=early_release,
-            dropping=self.transition.dropping,
-            staying=self.transition.staying,
-            while_copying=self.transition.while_copying,
-            calls_since_seconds=self.transition.began_seconds,
-        )
-        texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]
-        with self._mark(f"placement: {'; '.join(texts)}"):
-            moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
-        return dict.fromkeys((*leaving, *coming), MoveResult()) | {by_holding[holding]: each for holding, each in moved.items()}
-
-    def _complain_of_immovable(self, handle: Handle, holding: ManagedStorage) -> None:
-        if holding in self.transition.dropping:
-            return
-        for name, problem in holding.adapter.immovable():
-            self.transition.complaints.append(
-                RegistrationError(f"{handle.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
-            )
-
-    def _complain_of_views(self, handle: Handle, holding: ManagedStorage) -> None:
-        """Tell, once a handle, of views that show its host copy while its values are on the device."""
-        if handle not in self._told_of_views and (names := holding.views_left_on_host()):
+        if trigger is Trigger.OFFLOAD and holding not in self._transition.dropping:
+            self._transition.complaints += immovable(handle, holding)
+        if trigger is Trigger.LOAD and handle not in self._told_of_views and warn_of_views(handle, holding):
             self._told_of_views.add(handle)
-            logger.warning(
-                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
-                "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "
-                "written to them is %s. Take views anew in each phase, or clone() them",
-                handle.name,
-                ", ".join(names[:8]),
-                "the handle's value from the next offload on" if handle.readonly else "lost",
-            )
-
-    def _complain(self, handle: Handle, moved: MoveResult) -> None:
-        """Note errors about a move, to be raised once the phase transition is complete."""
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
-        if moved.rewritten_chunks:
-            self.transition.complaints.append(
-                IntegrityError(
-                    f"{handle.name!r} is readonly, but {moved.rewritten_chunks} of its chunks changed on the device; the registered values "
-                    "were kept. Register it without readonly=True if it is meant to be written."
-                )
-            )
-        if moved.nan:
-            self.transition.complaints.append(IntegrityError(moved.nan))
-        if moved.brought_back:
-            self.transition.complaints.append(
-                IntegrityError(
-                    f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
-                    "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They have new places there, "
-                    "with the values that they had; a process that received the shared memory no longer sees changes. Share memory before "
-                    "registering, or send copies (clone())."
-                )
-            )
-        if moved.stray_references and self._strict and self._still_has_strays(handle):
-            self.transition.complaints.append(
-                IntegrityError(
-                    f"{handle.stray_references} references to storages of {handle.name!r} were alive at its offload "
-                    f"({handle.stray_names}). "
-                    "They read poison now. Drop such references before the phase ends, or use handle.state_dict() instead."
-                )
-            )
-
-    def _still_has_strays(self, handle: Handle) -> bool:
-        """Look for references to an offloaded handle's storages again. Returns whether there are any."""
-        handle.look_for_strays()
-        return handle.stray_references > 0
+        self._transition.complaints += complaints(handle, moved, strict=self._strict)
+        return moved
 
     def _record(self, handle: Handle, trigger: Trigger, source: State, began_seconds: float, moved: MoveResult) -> None:
         """Write one state change into the journal. Its duration is that of the move, else the time since `began_seconds`."""
@@ -321,7 +544,13 @@ class Mover:
         )
         self._journal.record(handle.counters, record)
 
-    def make_consistent(self, handle: Handle) -> None:
+    # --- repair
+
+    def _settle_all(self, handles: Iterable[Handle]) -> list[Exception]:
+        """Repair every handle after failed moves, those that free memory before those that need it. Returns the errors."""
+        return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
+
+    def _make_consistent(self, handle: Handle) -> None:
         """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes.
 
         Raises:
@@ -331,7 +560,7 @@ class Mover:
         if residency is not None:
             handle.broken = residency.doubt
             if residency.doubt is None and bool(residency.resident) is (handle.state is State.CPU_OFFLOADED):
-                self._run(handle, (State.GPU_RESIDENT, True) if residency.resident else (State.CPU_OFFLOADED, False))
+                self._fire_all(handle, (State.GPU_RESIDENT, True) if residency.resident else (State.CPU_OFFLOADED, False))
             return
         try:
             if holding is not None:
@@ -342,58 +571,47 @@ class Mover:
         # The device works again. Nothing was lost by an earlier error, because the decision had been stored before it.
         handle.broken = handle.storage.lost
         if holding is not None and holding.on_device is (handle.state is State.CPU_OFFLOADED) and not handle.is_streaming:
-            self.fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
+            self._fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
 
     # --- engines that manage their own memory
 
-    def engine_leaves(self, handle: Handle, plan: Plan) -> bool:
+    def _engine_leaves(self, handle: Handle, plan: Plan) -> bool:
         """Offload the tags that the plan does not want on the device. Returns whether there were any."""
-        residency, stays = residency_of(handle), wanted_tags(handle, plan)
+        residency, stays = _residency_of(handle), wanted_tags(handle, plan)
         if residency.resident <= stays:
             return False
         if residency.resident & stays:
             self._move_part(handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident - stays))
         else:
-            self._run(handle, (State.CPU_OFFLOADED, False))
+            self._fire_all(handle, (State.CPU_OFFLOADED, False))
         return True
 
-    def engine_lacks(self, handle: Handle, plan: Plan) -> bool:
+    def _engine_lacks(self, handle: Handle, plan: Plan) -> bool:
         """Whether the plan wants a tag on the device that is not there."""
-        return not wanted_tags(handle, plan) <= residency_of(handle).resident
+        return not wanted_tags(handle, plan) <= _residency_of(handle).resident
 
-    def engine_comes(self, handle: Handle, plan: Plan) -> None:
+    def _engine_comes(self, handle: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the handle to its state."""
         wanted = self._wanted_tags[handle] = wanted_tags(handle, plan)
         try:
-            if self.engine_lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
-                self._move_part(handle, Trigger.LOAD, lambda: residency_of(handle).load(wanted))
-            self._run(handle, target_of(handle, plan))
+            if self._engine_lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
+                self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
+            self._fire_all(handle, target_of(handle, plan))
             if wanted:
-                residency_of(handle).reopen()
+                _residency_of(handle).reopen()
         finally:
             del self._wanted_tags[handle]
 
-    def as_far_as_it_goes(self, step: Callable[[Handle, Plan], object], engines: Iterable[Handle], plan: Plan) -> list[Exception]:
-        """Do a step (`engine_leaves` or `engine_comes`) for every engine, even if it fails for some. Returns the errors."""
-        errors: list[Exception] = []
-        for handle in engines:
-            try:
-                self.make_consistent(handle)
-                step(handle, plan)
-            except Exception as error:
-                errors.append(error)
-        return errors
-
-    def _run(self, handle: Handle, target: Node) -> None:
-        state = handle.state  # not the state that the tags say: the path must begin where the state machine is
-        for trigger in path((state, state is not State.CPU_OFFLOADED), target):
-            self.fire(handle, trigger)
+    def _fire_all(self, handle: Handle, target: Node) -> None:
+        """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say."""
+        for trigger in path((handle.state, handle.state is not State.CPU_OFFLOADED), target):
+            self._fire(handle, trigger)
 
     def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
         """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""
         began = time.monotonic()
         with self._failing([(handle, trigger)]):
-            if (doubt := residency_of(handle).doubt) is not None:
+            if (doubt := _residency_of(handle).doubt) is not None:
                 raise BrokenHandleError(f"{handle.name!r} is broken and cannot {trigger}: {doubt}")
             copied = work()
         self._record(handle, trigger, handle.state, began, MoveResult(time.monotonic() - began, copied))

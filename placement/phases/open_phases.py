@@ -1,4 +1,4 @@
-"""The open phases of one manager: their holders, and the plans that apply around and between them.
+"""The open phases of one manager: their holders, the plans that apply around and between them, and the lock under which they change.
 
 A phase belongs to the thread or asyncio task that opened it. `Manager.enter` opens a phase that belongs to none, for frameworks
 whose hooks run in different threads.
@@ -7,16 +7,25 @@ whose hooks run in different threads.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.core.errors import PhaseError, PolicyError
+import torch
+
+from placement.core.errors import PhaseError, PlacementError, PolicyError
+from placement.core.interrupts import deferred
 from placement.core.states import IDLE, Plan, State
-from placement.planning import plan_checks
-from placement.planning.planner import Planner
+from placement.core.torch_modes import without_modes
+from placement.devices.base import Device
+from placement.group.vote import GroupVote
+from placement.planning.planner import Planner, still_meant, with_kept
 from placement.registration.handle import Handle
+
+_NOTHING = nullcontext()
 
 
 def here() -> Any:
@@ -48,15 +57,8 @@ class OpenPhase:
     """Whether the phase may be left while others are open inside it: it is a hold."""
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
-    torch_reserved_bytes: int = 0
-    """Device bytes that torch's allocator had reserved when the phase was entered."""
     is_abandoned: bool = False
     """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
-
-    def begin(self, name: str, only: tuple[str, ...] | None, plan: Plan, torch_reserved_bytes: int) -> None:
-        """Begin a phase: this one, or another in its place."""
-        self.name, self.only, self.plan, self.torch_reserved_bytes = name, only, plan, torch_reserved_bytes
-        self.kept = set()
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:
@@ -139,7 +141,7 @@ class OpenPhases:
 
     def with_kept(self, plan: Plan) -> Plan:
         """A plan in which kept handles stay on the device."""
-        return plan_checks.with_kept(plan, self.kept, self._handles)
+        return with_kept(plan, self.kept, self._handles)
 
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
         """The plan that applies once an open phase has ended. Phases inside it are open still, and get a new plan.
@@ -153,7 +155,7 @@ class OpenPhases:
         except PolicyError as error:
             plan, failures = Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
         for inner in self.inside(leaving):
-            own = plan_checks.still_meant(inner.only, self._handles)
+            own = still_meant(inner.only, self._handles)
             if own is not None:
                 away = {name for name, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED}
                 inner.plan = inner.plan.limited_to(own | away, plan)
@@ -165,8 +167,8 @@ class OpenPhases:
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         below = self._planner.idle(self.kept)
         for index, each in enumerate(self.all):
-            asked = self._planner.plan(each.name, innermost(self.all[:index]), self.kept)
-            meant = plan_checks.still_meant(each.only, self._handles)
+            _, asked = self._planner.ask(each.name, innermost(self.all[:index]), self.kept)
+            meant = still_meant(each.only, self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             dropped = each.plan.dropped | (below.dropped & {handle.name})
             parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
@@ -179,3 +181,145 @@ class OpenPhases:
         for each in self.all:
             each.kept.discard(name)
             each.plan = each.plan.without(name)
+
+
+def _without_inference_mode() -> AbstractContextManager[object]:
+    """Context manager in which inference mode is off. torch's own costs two microseconds even where the mode is off already."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+class TransitionLock:
+    """The lock of one manager. It is held during every phase transition.
+
+    Args:
+        vote: tells the ranks of the group about phase transitions that failed here.
+        sweep: leaves abandoned phases and forgets garbage-collected objects. Called at the beginning of every phase transition.
+        is_outside: whether no phase is open. Then this rank may have missed phase transitions of the other ranks.
+    """
+
+    def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
+        self._device = device
+        self._vote = vote
+        self._sweep = sweep
+        self._is_outside = is_outside
+        self._lock = threading.RLock()
+        self._is_busy = False
+        """Whether a phase transition is under way. Code that runs inside it (a policy, a factory, a finalizer) must not begin another."""
+        self.pid = os.getpid()
+        self.is_closed = False
+
+    def attempt(
+        self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
+    ) -> AbstractContextManager[None]:
+        """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
+
+        Args:
+            vote: tells the group; None: the vote with which phases are entered and left.
+            begins: a phase is about to begin. Outside every phase, this rank may have missed phase transitions of the others.
+            own: a rank that fails raises its own error. Otherwise all ranks raise the same error.
+            error: the user's exception with which a phase is left, if any.
+        """
+        vote = self._vote if vote is None else vote
+        if vote.is_alone or os.getpid() != self.pid:  # a forked child is not a rank
+            return _NOTHING
+        return self._attempt(vote, begins, own, error)
+
+    @contextmanager
+    def _attempt(self, vote: GroupVote, begins: bool, own: bool, error: BaseException | None) -> Iterator[None]:
+        with self._lock, deferred():
+            if self._is_busy:  # the transition around this one tells the group
+                yield
+                return
+            with vote.attempt(catches_up=begins and self._is_outside(), error=error):
+                try:
+                    yield
+                except BaseException as raised:
+                    self._is_busy = True  # objects that are garbage-collected while this waits must not begin a phase transition
+                    try:
+                        told = vote.failed(raised, waits=not own)
+                    finally:
+                        self._is_busy = False
+                    if own or told is None:
+                        raise
+                    try:
+                        raise told from raised
+                    finally:
+                        del told  # its traceback has this frame: a cycle would keep the tensors of all frames until they are collected
+
+    @contextmanager
+    def transition(self) -> Iterator[None]:
+        """Hold the lock for one phase transition, with Ctrl-C deferred. torch's modes are off inside, and abandoned phases have been left.
+
+        Raises:
+            PhaseError: another phase transition is under way in this thread, or a CUDA graph is being captured.
+            PlacementError: the manager is closed, or belongs to another process.
+        """
+        with self._lock, deferred():
+            self._begin(
+                "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition",
+                "phases cannot change while a graph is being captured: moving memory would become part of it",
+            )
+            try:
+                with without_modes(), _without_inference_mode(), torch.no_grad():
+                    self._sweep()
+                    yield
+            finally:
+                self._is_busy = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside.
+
+        Raises:
+            PhaseError, PlacementError: see `transition`.
+        """
+        with self._lock, deferred():
+            self._begin(
+                "a policy or a Lazy's factory must not call step(): it runs inside a phase transition",
+                "a step that streams its state cannot be captured in a graph: use optimizer_in='train'",
+            )
+            try:
+                yield
+            finally:
+                self._is_busy = False
+
+    def _begin(self, inside: str, capturing: str) -> None:
+        """Refuse what must not begin now: in another process, after `close`, inside a phase transition, or in a graph's capture."""
+        self.check_process()
+        if self._is_busy:
+            raise PhaseError(inside)
+        if self._device.is_capturing():
+            raise PhaseError(capturing)
+        self._is_busy = True
+
+    @contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Hold the lock if that is possible at once, outside of any phase transition. Gives whether it is held."""
+        with deferred():
+            held = self._lock.acquire(blocking=False)
+            try:
+                yield held and not self._is_busy and not self.is_closed and os.getpid() == self.pid
+            finally:
+                if held:
+                    self._lock.release()
+
+    def sweep_if_free(self) -> None:
+        """Sweep now, unless a phase transition is under way in this or another thread. In that case the next one sweeps."""
+        with self.if_free() as is_free:
+            if is_free:
+                with self.transition():
+                    pass
+
+    def check_process(self) -> None:
+        """Refuse any use by a forked child process, or after `close`.
+
+        Raises:
+            PlacementError: the manager is closed, or belongs to another process.
+        """
+        if os.getpid() != self.pid:
+            raise PlacementError(
+                f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "
+                "Make a manager of its own there."
+            )
+        if self.is_closed:
+            raise PlacementError("this manager is closed")

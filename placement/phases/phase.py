@@ -23,11 +23,7 @@ Item = TypeVar("Item")
 
 
 def checked(name: str) -> str:
-    """Return a phase's name.
-
-    Raises:
-        TypeError: it is not a string.
-    """
+    """Return a phase's name. Raises TypeError if it is not a string."""
     if not isinstance(name, str):
         raise TypeError(f"a phase has a string for a name, not {name!r}")
     return name
@@ -64,9 +60,6 @@ class Phase:
         self._weakly = weakref.ref(context)
         self._first_name = name
 
-    def _context(self) -> PhaseContext | None:
-        return self._weakly()
-
     @property
     def name(self) -> str:
         """The name of the phase, which `switch` changes. Before it is entered and after it is left: the first name."""
@@ -76,10 +69,8 @@ class Phase:
     def __repr__(self) -> str:
         return f"<phase {self.name!r}, {'not open' if self._opened() is None else 'open'}>"
 
-    @property
-    def _was_left(self) -> bool:
-        context = self._context()
-        return context is not None and context._was_entered and self._opened() is None
+    def _context(self) -> PhaseContext | None:
+        return self._weakly()
 
     def _opened(self) -> OpenPhase | None:
         """The phase, while it is open."""
@@ -102,8 +93,11 @@ class Phase:
         return Phase(context, self._first_name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._is_finalizing() or (isinstance(error, GeneratorExit) and self._was_left):
-            return  # the second: an error that passed through a phase around it has left it
+        if self._is_finalizing():
+            return
+        context = self._context()
+        if isinstance(error, GeneratorExit) and context is not None and context._was_entered and self._opened() is None:
+            return  # an error that passed through a phase around it has left it
         with self._in_open("leave", own=True, error=error) as context:
             context._stack.leave(context.phase, error)
 
@@ -216,7 +210,7 @@ class PhaseContext(Phase):
         return self._opened() is not None and not self.phase.is_abandoned
 
     def abandon(self) -> None:
-        """Leave the phase, if it is open, where nothing may be raised: see `PhaseStack.abandon`."""
+        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in the next phase transition."""
         if self._was_entered and not self._is_finalizing():
             self._stack.abandon(self.phase)
 
@@ -224,25 +218,15 @@ class PhaseContext(Phase):
         self.abandon()
 
 
-class Hold:
+class Hold(PhaseContext):
     """An open phase, from `manager.hold(...)`, which ends when it is released: from any thread or task, and in any order with other holds.
 
     While several holds are open, the latest that concerns a handle decides about it. A hold whose object is garbage-collected is released.
     """
 
-    def __init__(self, phase: PhaseContext) -> None:
-        self._phase = phase
-        phase.__enter__()
-
-    @property
-    def name(self) -> str:
-        """The name of the phase, which `switch` changes."""
-        return self._phase.name
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has not been released yet."""
-        return self._phase.is_open
+    def __init__(self, stack: PhaseStack, name: str, only: Iterable[str | Handle] | None, keeps_alive: object) -> None:
+        super().__init__(stack, name, only, None, keeps_alive, in_any_order=True)
+        super().__enter__()
 
     def __repr__(self) -> str:
         return f"<hold {self.name!r}, {'open' if self.is_open else 'released'}>"
@@ -260,19 +244,7 @@ class Hold:
             Exception: a handle could not be moved where it belongs. The hold is released all the same.
         """
         if self.is_open:
-            self._phase.__exit__(None if error is None else type(error), error, None)
-
-    def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """End this phase and begin phase `name` in its place, in one phase transition: see `Phase.switch`.
-
-        Raises:
-            PhaseError: it was released, or another phase was opened after it and is open still.
-        """
-        self._phase.switch(name, only=only)
-
-    def keep(self, handle: Handle | str) -> None:
-        """Keep a handle on the device when this phase ends: see `Phase.keep`."""
-        self._phase.keep(handle)
+            super().__exit__(None if error is None else type(error), error, None)
 
     def around(self, items: Iterable[Item]) -> Iterator[Item]:
         """Give the hold to an iterator over `items`, which releases it: for a generator that is returned and reads the device.
@@ -287,10 +259,6 @@ class Hold:
         except BaseException as error:
             self.release(error)
             raise
-
-    def abandon(self) -> None:
-        """Release the hold where nothing may be raised (in `__del__`): now, or in the phase transition that is under way or comes next."""
-        self._phase.abandon()
 
     def __enter__(self) -> Hold:
         return self
@@ -324,8 +292,7 @@ class _Around(Iterator[Item]):
             self._hold.release()
 
     def _close_items(self) -> None:
-        close: Any = getattr(self._items, "close", None)
-        if close is not None:
+        if (close := getattr(self._items, "close", None)) is not None:
             close()
 
     def __del__(self) -> None:

@@ -1,323 +1,327 @@
-"""The reconciler brings every handle to the state that a plan names. Nothing else moves handles.
-
-It is idempotent and looks only at where the handles are now, not at how they came there. `advance` is all or nothing; it is used to
-enter and switch phases. `retreat` moves every handle as far as possible; it is used to leave phases, after errors, and for recovery.
-"""
+"""One phase transition: ask the policy for a plan, agree on it with the group, lease the memory, and move the handles; or go back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from placement.core.errors import BrokenHandleError, CoordinatorLost
-from placement.core.journal import Journal
-from placement.core.machine import Node, path
-from placement.core.settings import Annotate, Verify
-from placement.core.states import Plan, State, Trigger
+from placement.core.errors import EngineError, PlacementError
+from placement.core.journal import Journal, logger
+from placement.core.settings import Settings
+from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device
-from placement.group.protocol import Reached, Stage
-from placement.group.vote import Agree
-from placement.phases.moves import Mover, residency_of, target_of, wanted_tags
-from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
+from placement.devices.inspection import Outside
+from placement.group.vote import Agree, GroupVote
+from placement.phases.findings import WrongWrites
+from placement.phases.lease_client import LeaseClient, giving_way
+from placement.phases.moves import Mover
+from placement.phases.open_phases import OpenPhase, innermost
+from placement.planning.host_tier import host_tier_for
+from placement.planning.planner import Planner, check_fits, meant, still_meant, with_kept, without_surplus
+from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
 from placement.registration.handle import Handle
-from placement.storage.managed import ManagedStorage
-from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.exchange import nothing
+from placement.registration.registry import Registry
+from placement.registration.streamed_optimizer import SteppedHandle
+from placement.storage.transfer.streamed import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
 
-_STEPS: tuple[tuple[Trigger, ...], ...] = (
-    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
-    (Trigger.OFFLOAD,),
-    (Trigger.LOAD,),
-    tuple(Trigger),
-)
-"""The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
+if TYPE_CHECKING:
+    from placement.group.lease import Lease
 
 
-_AFTER_ENGINES = "move what is left"
-_END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
+class PhaseRequest(NamedTuple):
+    """A phase that is to begin, and the phases and keeps around it."""
 
-
-def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handle]]:
-    """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
-    others = {name: handle for name, handle in handles.items() if handle.residency is None}
-    return others, [handle for handle in handles.values() if handle.residency is not None]
-
-
-def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
-    """Used in place of a group's agreement if there is no group."""
-    return Reached(stage, lacks_engines)
-
-
-def _tell_nobody(_: str) -> None:
-    """Used in place of `propose` where there is no group."""
+    name: str
+    only: tuple[str, ...] | None
+    enclosing: Plan
+    """The plan for the handles that `only` leaves out, without kept handles."""
+    around: tuple[OpenPhase, ...]
+    """The enclosing phases, outermost first."""
+    kept: frozenset[str]
+    """Names of the handles that the phase before kept."""
 
 
 class Reconciler:
-    """Moves handles of one device. Called with the manager's lock held."""
+    """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases.
 
-    def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify = "off", annotate: Annotate = "off") -> None:
-        self._mover = Mover(device, journal, strict=strict, verify=verify, annotate=annotate)
+    Args:
+        lease: this process's share of the device; None if the device is not shared under leases.
+    """
 
-    @property
-    def chunk_pool(self) -> ChunkPool:
-        """The chunks that the next phase transition begins with."""
-        return self._mover.chunk_pool
-
-    @staticmethod
-    def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
-        """Whether all handles are where the plan wants them, with nothing to repair."""
-        return all(handle.is_consistent and handle.node == target_of(handle, plan) for handle in handles.values())
-
-    def advance(
+    def __init__(
         self,
-        handles: Mapping[str, Handle],
-        plan: Plan,
-        room_bytes: int,
-        agree: Agree | None = None,
-        go_on: Callable[[str], object] = _tell_nobody,
-        ahead: Ahead = NOTHING_AHEAD,
+        device: Device,
+        policy: Any,
+        settings: Settings,
+        journal: Journal,
+        registry: Registry,
+        vote: GroupVote,
+        lease: Lease | None,
     ) -> None:
-        """Bring every handle to its target, or leave every handle where it was.
+        self._device = device
+        self._journal = journal
+        self._registry = registry
+        self._handles = registry.handles
+        self._mover = Mover(device, journal, settings)
+        self._vote = vote
+        self.writes = WrongWrites(device, journal, registry.handles)
+        self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
+        self.prefetcher = Prefetcher(device, self._handles, self.planner)
+        self.host_tier = host_tier_for(settings, device, self._handles, self.prefetcher.discard)
+        registry.admit = self.host_tier.admit
+        self.outside = Outside(device, self.planner.memory)
+        self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
+        self.left_behind: tuple[Handle, ...] = ()
+        """Handles that are on the device although the last phase transition wanted them off it."""
+        self._work_seconds = 0.0
+        """The seconds in which phase transitions waited for the worker's own kernels."""
+        self.peak_bytes = 0
+        """The largest number of device bytes that all handles together have held so far."""
 
-        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they
-        need to the driver. A failure does not bring engines back; the retreat that follows does.
+    def advance(self, action: str, wanted: PhaseRequest) -> Plan:
+        """Make the plan for a phase and carry it out, all or nothing. Call `measure` first.
 
         Args:
-            room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
-            agree: asks the group. Called when everything has moved and can still go back without new memory, and also after the
-                engines of any rank have left or come. If it raises, everything goes back, except on CoordinatorLost, which leaves
-                everything as it is. None: nobody is asked.
-            go_on: called before each further stage, with its description.
-            ahead: what is done for later phase transitions.
+            action: text that must be the same on every rank of the group, such as "enter 'train'".
+        """
+        name, handles = wanted.name, self._handles
+        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
+        try:
+            view, plan = self._ask(wanted)
+            for handle in list(handles.values()):
+                if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+                    self._registry.build(handle)
+                    view, plan = self._ask(wanted)  # ask again, because its size is known only now
+            plan = self._without_what_others_lack(wanted, plan)
+            room_bytes = check_fits(view, plan, self.planner.other_rank(name))
+        except PlacementError:
+            self._journal.decisions["refuse"] += 1
+            raise
+        self._refuse_stale(name, plan)
+        decisions = [_decision(handle, plan) for handle in handles.values()]
+        leaves = "offload" in decisions
+        if leaves:
+            self._wait_for_work()
+        self.prefetcher.hold()
+        # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
+        self.writes.look(wait=leaves)
+        if (written := self.writes.take()) is not None:
+            raise written
+        self._journal.decisions.update(decisions)
+        self._carry_out(name, plan, room_bytes, self._vote.agreement)
+        return plan
+
+    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
+        """Move a newly registered handle where the plan wants it, all or nothing.
+
+        Args:
+            name: the name of the open phase.
+            agree: asks all ranks of the group for agreement; None: nobody is asked.
+        """
+        if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+            self._registry.build(handle)
+        self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
+        self.carry_out(plan, name, kept, agree)
+
+    def carry_out(self, plan: Plan, name: str, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
+        """Move every handle where a plan wants it, all or nothing, while the phase `name` is and stays open.
 
         Raises:
-            Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
-                back, in its target state.
+            DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
         """
-        if agree is None and self.is_there(handles, plan):
-            self.end_without_moves(handles, ahead)
-            return
-        for error in self._settle_all(handles):
-            if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
-                raise error
-        handles, engines = _apart(handles)
-        if agree is None:
-            agree, go_on = _alone, _tell_nobody
-        sources = {handle.name: handle.node for handle in handles.values()}
-        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), ahead.staying)
-        try:
-            reached = self._move_together(handles.values(), engines, plan, agree, go_on)
-            self._complete(handles.values())
-            self._finish(handles.values())
-        except CoordinatorLost as lost:  # keep the freed chunks, so that going back later needs no new memory
-            try:
-                self._complete(handles.values())
-            except Exception as error:
-                lost.add_note(f"placement: {error}")
-            self._mover.forget()
-            raise
-        except BaseException as error:
-            self._go_back(handles, sources, error)
-            self._mover.end()
-            raise
-        if reached.lacks_engines:
-            self._mover.end()
-            go_on("load engines")
-            for engine in engines:
-                self._mover.engine_comes(engine, plan)
-            agree(plan, "engines loaded", False)
-        for engine in engines:  # engines that only change state, without loading anything
-            self._mover.engine_comes(engine, plan)
-        self._end(ahead)
+        self.measure()
+        self.prefetcher.hold()
+        room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
+        self._carry_out(name, plan, room_bytes, agree)
 
-    def _move_together(
-        self, handles: Collection[Handle], engines: Sequence[Handle], plan: Plan, agree: Agree, go_on: Callable[[str], object]
-    ) -> Reached:
-        """Offload engines and move the other handles, reversibly, until all ranks have done both."""
-        have_left = [self._mover.engine_leaves(engine, plan) for engine in engines]
-        if any(have_left):
-            agree(plan, "engines left", False)
-            go_on(_AFTER_ENGINES)
-        self._march(handles, lambda handle: target_of(handle, plan))
-        if self._mover.transition.complaints:
-            raise self._mover.transition.complaints.pop(0)
-        lacks_engines = any(self._mover.engine_lacks(engine, plan) for engine in engines)
-        while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
-            go_on(_AFTER_ENGINES)
-        return reached
-
-    def _end(self, ahead: Ahead) -> None:
-        """End the phase transition. Memory that it has freed is used for what arrives early, and else goes back to the driver."""
-        try:
-            ahead.begin(self._mover.chunk_pool)
-        finally:
-            self._mover.end()
-
-    def _complete(self, handles: Iterable[Handle]) -> None:
-        """Commit the loads that waited for the decision of the group, whatever it is."""
-        for handle in handles:
-            if (holding := handle.holding) is not None and not holding.is_complete:
-                holding.complete()
-                self._mover.verifier.check_device(holding)
-                holding.commit_load()
-                holding.make_consistent(self._mover.chunk_pool)
-
-    def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead = NOTHING_AHEAD) -> None:
-        """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
-        self._finish(handles.values())
-        self._end(ahead)
-
-    def _finish(self, handles: Iterable[Handle]) -> None:
-        """After the moves: drop gradients on the device that the plan drops, let offloaded optimizers adopt gradients that their modules
-        have dropped, and note new host copies for verification."""
-        dropping = self._mover.transition.dropping
-        for handle in handles if dropping else ():
-            holding = handle.holding
-            if holding is not None and holding in dropping and handle.state is not State.TRAINING and holding.on_device:
-                holding.gradients.drop(zero_buffers=True)
-                holding.measure_unadopted()
-        holdings = [handle.holding for handle in handles if handle.holding is not None]
-        for holding in holdings:
-            holding.adopt_dropped()
-        self._mover.verifier.note(holdings)
-
-    def retreat(
-        self,
-        handles: Mapping[str, Handle],
-        plan: Plan,
-        *,
-        while_copying: Callable[[], None] = nothing,
-        ahead: Ahead = NOTHING_AHEAD,
-    ) -> list[Exception]:
-        """Bring every handle as far towards its target as possible. The caller calls `complete`, once the ranks of a group have voted.
+    def _carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None) -> None:
+        """Move every handle where a plan wants it that fits the budget, all or nothing.
 
         Args:
-            while_copying: called once while bytes are being copied to the host, if any are.
-            ahead: see `advance`.
+            room_bytes: the device bytes that the budget leaves beside those in use now.
+        """
+        room_bytes = self.lease_client.take(name, plan, room_bytes)
+        self.host_tier.prepare(plan)
+        ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
+        before = self._journal.num_changes
+        try:
+            self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
+        except WrittenWhileOffloaded as error:
+            self.writes.count(error)
+            raise
+        self._settle(name, before)
+
+    def retreat(
+        self, plan: Plan, name: str, *, patiently: bool = False, vote: Callable[[list[Exception]], list[Exception]] | None = None
+    ) -> list[Exception]:
+        """Move every handle as far towards a plan as possible, and count the handles that wrongly stay on the device.
+
+        Args:
+            name: the name of the phase that is open afterwards.
+            patiently: wait for other processes if they hold memory that the plan needs.
+            vote: asks the other ranks of the group how far they came; gets the errors, and returns them with those of the others.
 
         Returns:
-            The errors; empty if every handle is at its target.
+            The errors; empty if every handle is where the plan wants it.
         """
-        others, engines = _apart(handles)
-        errors = self._mover.as_far_as_it_goes(self._mover.engine_leaves, engines, plan)
-        errors += self._retreat_others(others, plan, while_copying, ahead)
-        # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
-        engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
-        errors += self._mover.as_far_as_it_goes(self._mover.engine_comes, engines, plan)
-        if not errors:
-            self._end(ahead)
-        return errors
-
-    def complete(self, handles: Mapping[str, Handle]) -> list[Exception]:
-        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
+        leaves = bool(self._left_behind(plan))
+        if leaves:
+            with suppress(Exception):  # a device that failed says so below
+                self._wait_for_work()
+        self.prefetcher.hold()
+        within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
+        ahead, before = NOTHING_AHEAD, self._journal.num_changes
         try:
-            self._complete(handles.values())
+            self.host_tier.prepare(within)
+            ahead, _ = self.prefetcher.look_ahead(name, within, self._mover.chunk_pool)
+        except Exception as error:  # the device failed
+            failures.append(error)
+        try:
+            self.writes.look_at_gradients()
         except Exception as error:
-            return [error, *self._settle_all(handles)]
-        return []
+            failures.append(error)
+        failures += self._mover.retreat(self._handles, within, while_copying=self._device.compare_poison, ahead=ahead)
+        for failure in failures:
+            if isinstance(failure, WrittenWhileOffloaded):
+                self.writes.count(failure)
+        self.left_behind = self._left_behind(plan) if leaves else ()
+        self._journal.pairing_violations += len(self.left_behind)
+        if name == IDLE:
+            self.lease_client.trim()
+        self._settle(name, before)
+        self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
+        if (written := self.writes.take()) is not None:
+            failures.append(written)
+        failures = failures if vote is None else vote(failures)
+        return failures + self._mover.complete(self._handles)
 
-    def _retreat_others(
-        self, handles: Mapping[str, Handle], plan: Plan, while_copying: Callable[[], None], ahead: Ahead
-    ) -> list[Exception]:
-        errors: list[Exception] = []
-        self._mover.begin(0, _leaving_training(handles.values(), plan), ahead.staying, while_copying)
-        try:
-            paths: list[tuple[Handle, list[Trigger]]] = []
-            for handle in handles.values():
-                try:
-                    self._mover.make_consistent(handle)
-                    wanted = list(path(handle.node, target_of(handle, plan)))
-                    if wanted:
-                        handle.require_sound(wanted[0])
-                        paths.append((handle, wanted))
-                except Exception as error:
-                    errors.append(error)
-            for step in _STEPS:
-                if step is _STEPS[1]:
-                    errors += self._move_what_can(paths)
-                for handle, triggers in paths:
-                    try:
-                        self._run(handle, triggers, step)
-                    except Exception as error:
-                        errors.append(error)
-                        triggers.clear()
-            if paths or errors:
-                errors += self._settle_all({name: h for name, h in handles.items() if h.storage.is_complete})
-            self._finish(handles.values())
-        finally:
-            self._mover.end()
-        return errors + self._mover.transition.take_complaints()
+    def _settle(self, name: str, before: int) -> None:
+        """End a phase transition into the phase `name`: measure what it has changed, and give back the memory that it does not need.
 
-    def _move_what_can(self, paths: Sequence[tuple[Handle, list[Trigger]]]) -> list[Exception]:
-        """Move all at once, or none: if one handle cannot move, the others must, and then each moves by itself.
-
-        Returns the writes that were found. Each handle raises its own once, keeps its values, and can move after that.
+        Args:
+            before: the number of state changes before it. Measuring is a large part of the time of a phase transition that moves nothing.
         """
-        found: list[Exception] = []
-        for _ in range(len(paths) + 1):
-            try:
-                self._mover.move_at_once(paths, early_release=True)
-            except WrittenWhileOffloaded as error:
-                found.append(error)
-            except Exception:  # raised again by the handle that cannot move
-                break
-            else:
-                break
-        return found
+        if self.lease_client.is_shared or self._journal.num_changes != before:
+            self.measure()
+            self.outside.measure(self.planner.memory)
+        self.lease_client.settle(name)
+        self.host_tier.arrange(name)
 
-    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
-        """Fire the triggers on every handle's path, in an order that frees memory before loading."""
-        paths: list[tuple[Handle, list[Trigger]]] = []
-        for handle in handles:
-            wanted = list(path(handle.node, target(handle)))
-            if wanted:
-                handle.require_sound(wanted[0])
-                paths.append((handle, wanted))
-        for step in _STEPS:
-            if step is _STEPS[1]:
-                self._mover.move_at_once(paths)
-            for handle, triggers in paths:
-                self._run(handle, triggers, step)
+    def stopwatch(self) -> Callable[[], float]:
+        """Start a stopwatch. It gives the seconds until now, without those in which the worker's own kernels were waited for."""
+        began, work_seconds = time.monotonic(), self._work_seconds
+        return lambda: time.monotonic() - began - (self._work_seconds - work_seconds)
 
-    def _run(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
-        """Fire the triggers of a path that belong to this step, taking them off the list."""
-        while triggers and triggers[0] in step:
-            trigger = triggers.pop(0)
-            # State that an optimizer's first step created is in torch's own memory until the first offload. If no offload follows now,
-            # it has to be counted there.
-            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
-                handle.storage.measure_unadopted()
-            self._mover.fire(handle, trigger)
+    def _wait_for_work(self) -> None:
+        """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early meanwhile."""
+        began = time.monotonic()
+        self._device.wait_for_work()
+        self._work_seconds += time.monotonic() - began
 
-    def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
-        """Repair every handle after failed moves. Returns the errors."""
-        errors: list[Exception] = []
-        for handle in sorted(handles.values(), key=lambda each: each.is_on_device):  # handles that free memory before those that need it
-            try:
-                self._mover.make_consistent(handle)
-            except Exception as error:
-                errors.append(error)
-        return errors
+    def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
+        """The handles on the device that the plan wants off it."""
+        return tuple([each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name)])
 
-    def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
-        """After a failed phase transition: repair every handle, then bring it back to its source state, using the freed chunks."""
-        for holding in self._mover.transition.dropping:
-            if not holding.on_device:
-                cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
-        self._mover.begin()  # takes over the freed chunks, which are enough
-        for error in self._settle_all(handles):
-            cause.add_note(f"placement: {error}")
-        try:
-            self._march([h for h in handles.values() if h.broken is None], lambda handle: sources[handle.name])
-            self._complete(handles.values())
-        except Exception as error:
-            cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
-            self._settle_all(handles)
-        for complaint in self._mover.transition.take_complaints():
-            cause.add_note(f"placement: {complaint}")
+    def budget_bytes(self, name: str) -> int:
+        """Device bytes that all handles together may hold in a phase, as of now."""
+        return self.lease_client.within(self.planner.budget_bytes(name))
+
+    def measure(self) -> None:
+        """Measure the device's memory and the handles' bytes on it, and update the peak."""
+        self.planner.memory = self._device.memory()
+        held_bytes = 0
+        for handle in self._handles.values():
+            handle.storage.measure()
+            held_bytes += handle.storage.resident_bytes
+        self.planner.measure_state()
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
+
+    def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
+        """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
+        handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.offloaded_bytes += streamed.to_host_bytes
+        held_bytes = sum(each.resident_bytes for each in self._handles.values())
+        self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)
+        logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
+
+    def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
+        view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
+        chosen = meant(wanted.only, self._handles)
+        if chosen is None:
+            return view, plan
+        taken_over = [name for name in wanted.kept if plan.on_device(name)]
+        plan = plan.limited_to(chosen, with_kept(wanted.enclosing, taken_over, self._handles))
+        return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
+
+    def _without_what_others_lack(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams.
+
+        A policy that keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, has given
+        up a handle, missed a step or has larger handles.
+        """
+        if not self._vote.compares_plans:
+            return plan
+        chosen = still_meant(wanted.only, self._handles)
+        needed = self.planner.needed(wanted.name, innermost(wanted.around), wanted.kept, at_rest=True)
+        staying: dict[tuple[str, str], str] = {}  # the tag, by the name and what is told of it
+        for name, state in plan.targets.items():
+            of_need = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
+            staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - of_need}
+        stays, streamed = self._vote.in_common(staying, plan.streamed)
+        for lacked in staying.keys() - stays:
+            plan = self._giving_up(lacked[0], staying[lacked], plan)
+        used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
+        return replace(plan, streamed=plan.streamed | (streamed & used))
+
+    def _tags(self, name: str, plan: Plan) -> frozenset[str]:
+        """The tags of an engine that a plan uses. Another handle that it uses has one, the empty text."""
+        if plan.targets[name] is State.CPU_OFFLOADED:
+            return frozenset()
+        return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
+
+    def _giving_up(self, name: str, tag: str, plan: Plan) -> Plan:
+        """The plan without this tag of a handle, and without the handle if it has no other there."""
+        tags = self._tags(name, plan) - {tag}
+        return replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
+
+    def _needed(self, wanted: PhaseRequest) -> Plan:
+        """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""
+        needed = self.planner.needed(IDLE, None, wanted.kept)
+        levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
+        for index, (name, only) in enumerate(levels):
+            asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept)
+            chosen = still_meant(only, self._handles)
+            needed = asked if chosen is None else asked.limited_to(chosen, needed)
+        return needed
+
+    def _give_way(self) -> None:
+        """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
+        failures = self._mover.retreat(self._handles, giving_way(self._handles))
+        self.lease_client.trim()
+        self.measure()
+        if failures:
+            raise failures[0]
+
+    def _refuse_stale(self, name: str, plan: Plan) -> None:
+        """Refuse a phase that would generate with an engine whose weights were discarded.
+
+        Raises:
+            EngineError: the weights of an engine have not been published again since they were discarded.
+        """
+        roles = self.planner.generating(name)
+        for handle in self._handles.values():
+            stale = handle.storage.stale
+            if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
+                raise EngineError(
+                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
+                    f"inside manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
+                )
 
 
-def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
-    """The storages that the plan takes out of TRAINING, dropping their gradients."""
-    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
-    return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
+def _decision(handle: Handle, plan: Plan) -> str:
+    on, wanted = handle.is_on_device, plan.on_device(handle.name)
+    return "keep" if on is wanted else "load" if wanted else "offload"

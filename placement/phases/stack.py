@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,13 @@ from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan
+from placement.core.states import IDLE, Plan, State
 from placement.devices.background import is_background
 from placement.devices.base import Device
-from placement.group.vote import GroupVote, describe
-from placement.phases.executor import PhaseRequest, PlanExecutor
-from placement.phases.members import Members
-from placement.phases.open_phases import OpenPhase, OpenPhases, innermost
-from placement.phases.reconciler import Reconciler
-from placement.phases.transition_lock import TransitionLock
+from placement.group.vote import Agree, GroupVote, describe
+from placement.phases.open_phases import OpenPhase, OpenPhases, TransitionLock, innermost
+from placement.phases.reconciler import PhaseRequest, Reconciler
+from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle, Streaming
@@ -32,9 +31,14 @@ if TYPE_CHECKING:
     from placement.group.lease import Lease
     from placement.group.protocol import Group
 
+_GONE = (
+    "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing referred to it. Keep a reference to "
+    "registered objects; to drop one on purpose, call unregister() first"
+)
+
 
 class PhaseStack:
-    """The phase transitions of one manager. Used by `Manager` and `Phase`."""
+    """The phase transitions of one manager, and its handles as they come and go while phases may be open. Used by `Manager` and `Phase`."""
 
     def __init__(
         self,
@@ -48,28 +52,29 @@ class PhaseStack:
         self._device = device
         self._vote = GroupVote(group)
         self._journal = journal
-        reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
-        gone: deque[Handle] = deque()
+        self._gone: deque[Handle] = deque()
+        """The handles whose objects were garbage-collected."""
+        self.is_closing = False
+        """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
-        self.registry = Registry(device, lambda: self.phases.name, gone.append, streaming, settings)
+        self.registry = Registry(device, lambda: self.phases.name, self._gone.append, streaming, settings)
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
-        self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
-        self._planner = self.executor.planner
+        self.reconciler = Reconciler(device, policy, settings, journal, self.registry, self._vote, lease)
+        self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
-        self.members = Members(self.phases, self.registry, self.executor, gone)
         self.lock = TransitionLock(device, self._vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all))
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
         with self.lock.step():
-            self.executor.prefetcher.hold()  # the step needs the link for itself
+            self.reconciler.prefetcher.hold()  # the step needs the link for itself
             yield
 
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
-        self.executor.stepped(handle, streamed, seconds)
+        self.reconciler.stepped(handle, streamed, seconds)
         if self.phases.all:
-            self.executor.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
+            self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
 
     # --- entering and switching
 
@@ -77,14 +82,14 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
-            stalled, back = self.executor.stopwatch(), phases.plan_of(phases.all)
-            self.executor.measure()  # others may have freed or taken memory since the last phase transition
+            stalled, back = self.reconciler.stopwatch(), phases.plan_of(phases.all)
+            self.reconciler.measure()  # others may have freed or taken memory since the last phase transition
             if not phases.all:
                 self._planner.over(IDLE)
             wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
             self._journal.enter_phase(phase.name, phase.only)
             try:
-                plan = self.executor.advance(describe("enter", phase.name, phase.only), wanted)
+                plan = self.reconciler.advance(describe("enter", phase.name, phase.only), wanted)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
                 self._went_back(error, back)
@@ -97,14 +102,14 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
-            stalled, around, kept = self.executor.stopwatch(), phases.all[:-1], phases.kept
+            stalled, around, kept = self.reconciler.stopwatch(), phases.all[:-1], phases.kept
             enclosing = phases.plan_of(around)
             self._finish(phase)
             phases.kept |= self._worth_keeping(phase)
             wanted = PhaseRequest(name, only, enclosing, around, phases.kept)
             self._journal.enter_phase(name, only)
             try:
-                plan = self.executor.advance(describe("switch to", name, only), wanted)
+                plan = self.reconciler.advance(describe("switch to", name, only), wanted)
                 interrupts.check()
             except BaseException as error:
                 phases.kept = kept
@@ -115,8 +120,8 @@ class PhaseStack:
 
     def _begin(self, phase: OpenPhase, wanted: PhaseRequest, plan: Plan) -> None:
         self._expire_keeps(plan)
-        phase.begin(wanted.name, wanted.only, plan, self.executor.memory.torch_reserved_bytes)
-        self._planner.began(wanted.name)
+        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
+        self._planner.history.began(wanted.name)
 
     def _went_back(self, error: BaseException, plan: Plan) -> None:
         """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
@@ -128,7 +133,7 @@ class PhaseStack:
         plan = self.phases.with_kept(plan)
         if isinstance(error, CoordinatorLost):
             return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
-        _note(error, self.executor.retreat(plan, self.phases.name))
+        _note(error, self.reconciler.retreat(plan, self.phases.name))
         if (told := self._vote.failed(error)) is not None:
             try:
                 raise told from error
@@ -147,7 +152,7 @@ class PhaseStack:
             if error is not None:
                 self._leave_inner(phase)
             phases.require_leavable(phase)
-            stalled, others = self.executor.stopwatch(), phases.without(phase)
+            stalled, others = self.reconciler.stopwatch(), phases.without(phase)
             left_to = innermost(others) or IDLE
             try:
                 self._finish(phase)
@@ -157,13 +162,13 @@ class PhaseStack:
                 plan = phases.with_kept(plan)
                 is_patient = error is None or isinstance(error, Exception)
                 action, refused = describe("leave", phase.name, None), failures
-                failures = self.executor.retreat(
+                failures = self.reconciler.retreat(
                     plan, left_to, patiently=is_patient, vote=lambda found: self._vote.left(action, plan, refused + found, error)
                 )
             except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:
                     self._expire_keeps()
-                    self.executor.retreat(phases.plan_after(phase)[0], left_to)
+                    self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
                 finally:
                     self._vote.failed(stopped)
                 raise
@@ -192,23 +197,23 @@ class PhaseStack:
 
     def keep(self, phase: OpenPhase, name: str) -> None:
         self.phases.require_open(phase, "keep a handle")
-        phase.kept.add(self.members.known(name).name)
+        phase.kept.add(self.known(name).name)
 
     def done_with(self, phase: OpenPhase, name: str) -> None:
         with self.lock.transition():
             self.phases.require_innermost(phase, f"be done with {name!r}")
-            handle, plan = self.members.known(name), phase.plan
+            handle, plan = self.known(name), phase.plan
             if handle.external or not handle.is_on_device:
                 return
-            stalled = self.executor.stopwatch()
+            stalled = self.reconciler.stopwatch()
             self._vote.expect_different_plans()  # the other ranks may not give it up
             try:
                 phase.plan = plan.giving_up(name)
                 phase.kept.discard(name)
-                self.executor.carry_out(phase.plan, phase.name)
+                self.reconciler.carry_out(phase.plan, phase.name)
             except BaseException as error:
                 phase.plan = plan
-                _note(error, self.executor.retreat(plan, phase.name))
+                _note(error, self.reconciler.retreat(plan, phase.name))
                 raise
             finally:
                 self._journal.stall_seconds[phase.name] += stalled()
@@ -220,10 +225,10 @@ class PhaseStack:
         """
         with self.lock.if_free() as is_free:
             if is_free:
-                self.executor.prefetcher.give_up(self.phases.name)
+                self.reconciler.prefetcher.give_up(self.phases.name)
 
     def _finish(self, phase: OpenPhase) -> None:
-        self.executor.measure()
+        self.reconciler.measure()
         self._planner.over(phase.name)
 
     def _worth_keeping(self, phase: OpenPhase) -> frozenset[str]:
@@ -237,6 +242,97 @@ class PhaseStack:
                 self._journal.expired_keeps += 1
         self.phases.kept = frozenset()
 
+    # --- handles that come and go
+
+    def known(self, name: str) -> Handle:
+        """The handle of this name.
+
+        Raises:
+            PhaseError: there is none.
+        """
+        handle = self._handles.get(name)
+        if handle is None:
+            raise PhaseError(unknown_handle(name, self._handles))
+        return handle
+
+    def join(self, handle: Handle, agree: Agree | None = None) -> None:
+        """Move a newly registered handle where the open phase wants it.
+
+        Args:
+            agree: asks the ranks of the group for agreement, for a replicated handle; None: this process decides alone.
+
+        Raises:
+            Exception: the error that stopped the move. The plans of the open phases are then as before, without the handle.
+        """
+        phases = self.phases
+        plans = [each.plan for each in phases.all]
+        try:
+            phases.extend(handle)
+            self.reconciler.join(handle, phases.base_plan(), phases.name, phases.kept, agree)
+            interrupts.check()
+        except BaseException:
+            for each, plan in zip(phases.all, plans, strict=True):
+                each.plan = plan
+            raise
+
+    def bring(self, names: tuple[str, ...]) -> None:
+        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
+
+        Raises:
+            IntegrityError: a handle was written while it was offloaded, in a way that is lost. Nothing has moved.
+            DeviceMemoryError: they do not fit the budget.
+        """
+        self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
+        if (written := self.reconciler.writes.take()) is not None:
+            raise written
+        plan, named = self.phases.base_plan(), {self.known(name).name for name in names}
+        parts = {name: tags for name, tags in plan.parts.items() if name not in named}
+        plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
+        for name in named:
+            plan = plan.also(name, State.GPU_RESIDENT)
+        self.reconciler.carry_out(plan, self.phases.name)
+
+    def forget(self, handle: Handle) -> None:
+        """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""
+        self._look_for_writes(wait=False)
+        self.registry.remove(handle)
+        for other in self._handles.values():
+            other.owners = tuple(owner for owner in other.owners if owner is not handle)
+        self.phases.forget(handle.name)
+        self.reconciler.measure()
+        self.reconciler.lease_client.settle(self.phases.name)
+
+    def steppers_of(self, handle: Handle) -> list[Handle]:
+        """The optimizers that step a module."""
+        return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
+
+    def _forget_all(self) -> list[Exception]:
+        """Forget every handle that can be handed back, optimizers first. Returns the errors of the others."""
+        failures: list[Exception] = []
+        for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
+            try:
+                self.forget(handle)
+            except Exception as error:
+                failures.append(error)
+        return failures
+
+    def _forget_collected(self) -> None:
+        """Forget the handles whose objects were garbage-collected, and those that an error kept from being forgotten."""
+        while self._gone:
+            handle = self._gone[0]
+            if self._handles.get(handle.name) is handle:
+                if not self.is_closing:
+                    logger.warning(_GONE, handle.name, handle.kind)
+                self.forget(handle)
+            self._gone.popleft()  # last, so that after a failure the next phase transition does this again
+        for handle in [each for each in self._handles.values() if each.storage.is_leaving]:
+            self.forget(handle)
+
+    def _look_for_writes(self, *, wait: bool) -> None:
+        """Look for writes into a handle's offloaded memory before it is forgotten. The next phase transition raises what is found."""
+        with suppress(Exception):  # a broken device cannot answer, and values on the host can be handed back without it
+            self.reconciler.writes.look(wait=wait)
+
     # --- outside every phase
 
     def rejoin(self, group: Group) -> None:
@@ -248,7 +344,7 @@ class PhaseStack:
         """
         if self.phases.all:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
-        if failures := self.executor.retreat(self.phases.base_plan(), IDLE):
+        if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):
             _raise_all(failures)
         self._vote.rejoin(group)
         self._planner.least = None
@@ -266,24 +362,24 @@ class PhaseStack:
         """
         if self.lock.is_closed:
             return
-        self.members.is_closing = True
+        self.is_closing = True
         try:
             with self.lock.transition():
                 if self.phases.all:
                     raise PhaseError(f"phase {self.phases.name!r} is open; leave it before close()")
                 if on_device:
-                    self.members.bring(on_device)
-                self.members.look_for_writes(wait=True)
-                if failures := self.members.forget_all():
+                    self.bring(on_device)
+                self._look_for_writes(wait=True)
+                if failures := self._forget_all():
                     _raise_all(failures)
-                self.executor.host_tier.close()
+                self.reconciler.host_tier.close()
                 self._device.close()
-                self.executor.lease_client.close()
+                self.reconciler.lease_client.close()
                 self.lock.is_closed = True
-                if (written := self.executor.writes.take()) is not None:
+                if (written := self.reconciler.writes.take()) is not None:
                     logger.error("closed: %s", written)
         finally:
-            self.members.is_closing = False
+            self.is_closing = False
 
     # --- phases that were garbage-collected
 
@@ -296,14 +392,14 @@ class PhaseStack:
             self.lock.sweep_if_free()
 
     def _sweep(self) -> None:
-        self.members.forget_collected()
+        self._forget_collected()
         self._sweep_abandoned()
 
     def _sweep_abandoned(self) -> None:
         phases = self.phases
         while (gone := self._abandoned()) is not None:
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
-            failures = self.executor.retreat(phases.plan_after(gone)[0], innermost(phases.without(gone)) or IDLE)
+            failures = self.reconciler.retreat(phases.plan_after(gone)[0], innermost(phases.without(gone)) or IDLE)
             self._vote.abandoned(gone.name)
             phases.all = phases.without(gone)  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(phases.name, phases.only)

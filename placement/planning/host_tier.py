@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from placement.core.errors import HostMemoryError
 from placement.core.settings import Settings
+from placement.core.snapshot import mib
 from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.devices.host.disk_file import check_directory
 from placement.devices.host.slab import Slab, SlabPart
 from placement.devices.memory import HostSlab
-from placement.planning.plan_checks import mib
 from placement.registration.handle import Handle
 from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage

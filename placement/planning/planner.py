@@ -1,19 +1,24 @@
-"""The planner asks the policy for plans. It provides the view: handles, expected phases and the budget."""
+"""The planner asks the policy for plans, and checks them. It provides the view: handles, expected phases and the budget.
+
+Beside it: the meaning of `only=` and of keeps, and the check that a plan fits the budget.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from placement.core.errors import DeviceMemoryError, PhaseError, PolicyError
+from placement.core.journal import logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, HandleView, Plan, State, View
+from placement.core.snapshot import mib
+from placement.core.states import IDLE, HandleView, Plan, State, View, bytes_under
 from placement.devices.memory import DeviceMemory
 from placement.group.protocol import LeastBudget
-from placement.planning import plan_checks
+from placement.group.vote import OtherBudgetError
 from placement.planning.host_tier import PhaseHistory
-from placement.planning.plan_checks import Budget
-from placement.planning.reasons import Reasons
 from placement.registration.handle import Handle
 
 _GENERATING: dict[str, tuple[str, ...]] = {
@@ -29,10 +34,15 @@ _GENERATING: dict[str, tuple[str, ...]] = {
 class Planner:
     """Makes plans for one manager. Moves nothing.
 
+    The budget of a phase is the user's number. Without one it is the free memory plus the bytes that the handles hold, minus the additional
+    bytes that others (activations, the framework) were seen to need in this phase. Before a phase has run once, the fraction `headroom`
+    of the settings is left free instead.
+
     Args:
         handles: the manager's handles in registration order; read at each call.
         memory: the device's memory as measured now.
-        leased_from_bytes: see `Budget`.
+        leased_from_bytes: if the device is shared under leases, the bytes that all its processes may use together; else None. Memory
+            that other processes hold now counts as free then, because a phase waits for it.
     """
 
     def __init__(
@@ -41,39 +51,36 @@ class Planner:
         self._policy = policy
         self._settings = settings
         self._handles = handles
-        self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
-        self._is_leased = leased_from_bytes is not None
-        self._history = PhaseHistory()
-        self.reasons = Reasons(policy)
+        self._leased_from_bytes = leased_from_bytes
+        self.history = PhaseHistory()
         self.memory = memory
         """The device's memory as measured last."""
+        self._others_bytes: dict[str, int] = {}
+        """The most bytes that others were seen to need in each phase."""
         self._born_bytes = 0
         """Bytes of optimizer state that was created since the optimizers were last looked through. The handles hold them already."""
         self._state_bytes = 0
         """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into a range at the next offload."""
         self.least: LeastBudget | None = None
         """The least budget of all ranks of the group, from the last phase transition. All ranks use it, so that they make the same plan."""
+        self._views: dict[str, View] = {}
+        """The view from which the last plan of each phase was made."""
+        self._reasons: dict[str, tuple[View, dict[str, str]]] = {}
 
-    def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
-        """The policy's plan for a phase.
+    # --- plans
 
-        Raises:
-            PolicyError: the policy gave no valid plan.
-        """
-        return self.ask(phase, enclosing, kept)[1]
-
-    def ask(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> tuple[View, Plan]:
+    def ask(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> tuple[View, Plan]:
         """The view that the policy was shown, and its plan for a phase.
 
         Raises:
             PolicyError: the policy gave no valid plan.
         """
         view = self.view(phase, enclosing, kept)
-        plan = plan_checks.ask(self._policy, view)
+        plan = ask_policy(self._policy, view)
         if _follow_groups(handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED):
             view = self.view(phase, enclosing, kept)
-            plan = plan_checks.ask(self._policy, view)
-        self.reasons.note(view)
+            plan = ask_policy(self._policy, view)
+        self._views[phase] = view
         return view, plan
 
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
@@ -88,55 +95,98 @@ class Planner:
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:
             view = replace(view, handles={name: handle.at_rest() for name, handle in view.handles.items()})
-        return plan_checks.ask(self._policy, view)
+        return ask_policy(self._policy, view)
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
         """The plan that applies outside every phase."""
-        return self.plan(IDLE, None, kept)
+        return self.ask(IDLE, None, kept)[1]
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
         """The view for the policy: everything that it may base its plan on."""
-        handles = {name: plan_checks.handle_view(handle, kept) for name, handle in self._handles.items()}
+        handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
+        budget_bytes = self._budget_bytes(phase, handles.values())
         return View(
             phase=phase,
             enclosing=enclosing,
-            upcoming=self._history.upcoming(phase),
+            upcoming=self.history.upcoming(phase),
             handles=handles,
-            budget_bytes=self._within_the_group(self._limit(phase, handles.values())),
+            budget_bytes=budget_bytes if self.least is None else min(budget_bytes, self.least.nbytes),
             worker_role=self._settings.worker_role,
             phases=self._settings.phases,
         )
 
-    def _within_the_group(self, budget_bytes: int) -> int:
-        return budget_bytes if self.least is None else min(budget_bytes, self.least.nbytes)
+    def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
+        """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
+        _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
+        views = {name: handle_view(handle) for name, handle in self._handles.items()}
+        return {name: (each.num_bytes, self._handles[name].is_on_device, sorted(each.resident_tags)) for name, each in views.items()}
+
+    def generating(self, phase: str) -> tuple[str, ...]:
+        """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
+        return _GENERATING.get(phase, tuple(self._settings.phases.get(phase, ())))
+
+    def reasons(self, phase: str) -> Mapping[str, str]:
+        """Why the last plan of a phase has each handle where it is, in the policy's words; empty without a plan or a method `reasons`.
+
+        The policy is asked when somebody wants to know, on that thread, and once for each view.
+        """
+        view, ask = self._views.get(phase), getattr(self._policy, "reasons", None)
+        if view is None or ask is None:
+            return {}
+        known = self._reasons.get(phase)
+        if known is None or known[0] is not view:
+            try:
+                said = {str(name): str(words) for name, words in ask(view).items()}
+            except Exception as error:  # a user's code, asked by a page: the page goes on without it
+                logger.warning("policy %r gives no reasons for phase %s: %s", getattr(self._policy, "name", "?"), phase, repr(error))
+                said = {}
+            known = self._reasons[phase] = view, said
+        return known[1]
+
+    # --- the budget
+
+    def budget_bytes(self, phase: str) -> int:
+        """Device bytes that all handles of this rank together may hold in a phase, as of now."""
+        return self._budget_bytes(phase, list(self._handles.values()))
+
+    def _budget_bytes(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
+        given, leased = self._settings.budget_bytes, self._leased_from_bytes
+        if leased is not None:
+            return min(leased if given is None else given, leased - self._leased_beside_bytes(phase))
+        if given is not None:
+            return given
+        held_bytes = sum(handle.resident_bytes for handle in handles if not handle.external)  # what can be offloaded to make room
+        available = self.memory.free_bytes + held_bytes + self._born_bytes
+        seen = self._others_bytes.get(phase)
+        if seen is None:
+            return int(available * (1 - self._settings.headroom))
+        return max(0, available - max(0, seen - self._reserved_by_others()))
 
     def other_rank(self, phase: str) -> int | None:
         """The rank of the group whose budget the plan for a phase must fit; None if it is this process's own budget."""
         return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
 
-    def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
-        """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
-        _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
-        views = {name: plan_checks.handle_view(handle) for name, handle in self._handles.items()}
-        return {name: (each.num_bytes, self._handles[name].is_on_device, sorted(each.resident_tags)) for name, each in views.items()}
-
-    def budget_bytes(self, phase: str) -> int:
-        """Device bytes that all handles of this rank together may hold in a phase, as of now."""
-        return self._limit(phase, list(self._handles.values()))
-
-    def _limit(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
-        return self._budget.limit(phase, self._others(), _held_bytes(handles) + self._born_bytes)
-
     def room_bytes(self, phase: str, plan: Plan) -> int:
         """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. 0 under leases: others wait for it."""
-        if self._is_leased:
+        if self._leased_from_bytes is not None:
             return 0
         view = self.view(phase, None, frozenset())
         return max(0, view.budget_bytes - view.bytes_of(plan))
 
     def growth_bytes(self, phase: str, memory: DeviceMemory) -> int:
-        """Bytes that others may still take in a phase that has begun, as of this measurement."""
-        return self._budget.growth_bytes(phase, memory)
+        """Bytes that others may still take in a phase that has begun, as of this measurement: the most that was seen, or the headroom."""
+        seen = self._others_bytes.get(phase)
+        return int(memory.free_bytes * self._settings.headroom) if seen is None else max(0, seen - memory.torch_reserved_bytes)
+
+    def working_bytes(self, phase: str) -> int:
+        """Device bytes to lease for a phase in addition to the handles': for activations, and for the cache of torch's allocator."""
+        return max(self._leased_beside_bytes(phase), self._reserved_by_others()) + self._state_bytes
+
+    def _leased_beside_bytes(self, phase: str) -> int:
+        """The most that torch's allocator reserved in the phase; before its first run the headroom, if there is no number from the user."""
+        leased = self._leased_from_bytes or 0
+        guess = int(leased * self._settings.headroom) if self._settings.budget_bytes is None and phase != IDLE else 0
+        return min(leased, self._others_bytes.get(phase, guess))
 
     def measure_state(self) -> None:
         """Measure the optimizer state in torch's own memory. Call `Handle.measure` first."""
@@ -144,32 +194,13 @@ class Planner:
         self._born_bytes = sum(each.born_bytes for each in storages)
         self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)
 
-    def working_bytes(self, phase: str) -> int:
-        """Device bytes to lease for a phase in addition to the handles': for activations, and for the cache of torch's allocator."""
-        return max(self._budget.working_bytes(phase), self._others().torch_reserved_bytes) + self._state_bytes
-
-    def generating(self, phase: str) -> tuple[str, ...]:
-        """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
-        return _GENERATING.get(phase, tuple(self._settings.phases.get(phase, ())))
-
-    def began(self, phase: str) -> None:
-        """Note that a phase is open now, to know the cycle of phases."""
-        self._history.began(phase)
-
     def over(self, phase: str) -> None:
         """Note that a phase ends now, to remember how much memory others need in it."""
-        self._budget.observe(phase, self._others())
+        self._others_bytes[phase] = max(self._reserved_by_others(), self._others_bytes.get(phase, 0))
 
-    def _others(self) -> DeviceMemory:
-        """The device's memory, without counting optimizer state as memory that torch has reserved for others."""
-        if not self._state_bytes:
-            return self.memory
-        return replace(self.memory, torch_reserved_bytes=max(0, self.memory.torch_reserved_bytes - self._state_bytes))
-
-
-def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:
-    """Bytes that can be offloaded to make room. External handles do not count, because placement cannot move them."""
-    return sum(handle.resident_bytes for handle in handles if not handle.external)
+    def _reserved_by_others(self) -> int:
+        """The bytes that torch's allocator has reserved, without optimizer state."""
+        return max(0, self.memory.torch_reserved_bytes - self._state_bytes)
 
 
 def _follow_groups(handles: Iterable[Handle]) -> bool:
@@ -177,4 +208,196 @@ def _follow_groups(handles: Iterable[Handle]) -> bool:
 
     This looks at every parameter, so the optimizers that a phase does not use are not asked.
     """
-    return True in [handle.holding.follow_groups() for handle in handles if handle.holding is not None]  # each is asked
+    has_any = False
+    for handle in handles:
+        if handle.holding is not None:
+            has_any |= handle.holding.follow_groups()
+    return has_any
+
+
+def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
+    """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
+    storage, streamed = handle.storage, handle.streamed
+    facts: dict[str, Any] = {
+        "name": handle.name,
+        "kind": handle.kind,
+        "role": handle.role,
+        "state": handle.state,
+        "num_bytes": storage.num_bytes,
+        "resident_bytes": storage.resident_bytes,
+        "prefetched_bytes": storage.prefetched_bytes,
+        "can_prefetch": storage.can_prefetch,
+        "owners": tuple([owner.name for owner in handle.owners]),
+        "readonly": handle.readonly,
+        "external": handle.external,
+        "gathers": handle.gathers is not None,
+        "built": handle.is_built,
+        "kept": handle.name in kept,
+        "tags": storage.bytes_by_tag(),
+        "resident_tags": storage.resident_tags,
+        "streaming": handle.is_streaming,
+        "window_bytes": 0 if streamed is None else streamed.window_bytes,
+        "unstreamable": None if streamed is None else streamed.refusal,
+    }
+    if handle.last_view is None or handle.last_view[0] != facts:
+        handle.last_view = facts, HandleView(**facts)
+    return handle.last_view[1]
+
+
+def ask_policy(policy: Any, view: View) -> Plan:
+    """Ask the policy for a plan, and check it.
+
+    Raises:
+        PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
+            something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
+    """
+    try:
+        plan = policy.plan(view)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"policy {policy.name!r} failed on phase {view.phase!r}: {error!r}") from error
+    if not isinstance(plan, Plan):
+        raise PolicyError(f"policy {policy.name!r} returned {type(plan).__name__} for phase {view.phase!r}, not a Plan")
+    problems = list(_problems(view, plan))
+    if problems:
+        raise PolicyError(f"policy {policy.name!r} gave no usable plan for phase {view.phase!r}: {'; '.join(problems)}")
+    return plan
+
+
+def _problems(view: View, plan: Plan) -> Iterable[str]:
+    forgotten = [name for name in view.handles if name not in plan.targets]
+    if forgotten:
+        yield f"it forgets {', '.join(map(repr, forgotten))}"
+    unknown = [
+        name
+        for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch))
+        if name not in view.handles
+    ]
+    if unknown:
+        yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
+    for name, state in plan.targets.items():
+        handle = view.handles.get(name)
+        if handle is not None and handle.readonly and state is State.TRAINING:
+            yield f"it wants {name!r} in TRAINING, which is readonly"
+    yield from _wrongly_streamed(view, plan)
+    for name, tags in plan.parts.items():
+        if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
+            yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
+        elif not tags or name not in plan.targets or not plan.on_device(name):
+            yield f"it wants parts of {name!r}, but not the handle on the device: leave {name!r} out of parts"
+    for name in plan.dropped & view.handles.keys():
+        if view.handles[name].kind == "optimizer":
+            yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"
+        elif plan.targets.get(name) is State.TRAINING:
+            yield f"it drops gradients of {name!r} and wants it in TRAINING"
+    yield from _problems_of_prefetch(view, plan)
+
+
+def _problems_of_prefetch(view: View, plan: Plan) -> Iterable[str]:
+    wishes: Mapping[str, Any] = plan.prefetch  # written by a user's policy
+    for name, nbytes in wishes.items():
+        if name in view.handles and not view.handles[name].can_prefetch:
+            yield f"it prefetches {name!r}, of which nothing can arrive early (HandleView.can_prefetch)"
+        elif plan.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
+            yield f"it prefetches {name!r}, which it wants {plan.targets[name]}: only what is CPU_OFFLOADED can arrive early"
+        elif not isinstance(nbytes, int) or nbytes < 0:
+            yield f"it prefetches {nbytes!r} bytes of {name!r}"
+
+
+def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
+    """The problems of the handles that a plan streams. A model must be SYNCING, an optimizer TRAINING with a step that can be streamed."""
+    wrong = []
+    for name in plan.streamed:
+        handle, state = view.handles.get(name), plan.targets.get(name)
+        if handle is None or handle.kind != "optimizer" or state is not State.TRAINING:
+            wrong += [] if state is State.SYNCING else [name]
+        elif handle.external:
+            yield f"it streams the state of {name!r}, which a framework moves: leave {name!r} out of streamed"
+        elif handle.unstreamable is not None:
+            yield f"it streams the state of {name!r}, whose step cannot be made in parts: {handle.unstreamable}"
+    if wrong:
+        yield f"it streams {', '.join(map(repr, wrong))} without SYNCING, and they are no optimizers in TRAINING"
+
+
+def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+    """The handles that `only=` means: the named ones and the optimizers that they own.
+
+    Raises:
+        PhaseError: a name is not registered; the message suggests the nearest name that is.
+    """
+    if only is None:
+        return None
+    for name in only:
+        if name not in handles:
+            raise PhaseError(f"only=: {unknown_handle(name, handles)}")
+    return still_meant(only, handles)
+
+
+def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+    """The handles that `only=` of an open phase means now, like `meant`, but without handles that were unregistered meanwhile."""
+    if only is None:
+        return None
+    chosen = {name for name in only if name in handles}
+    return chosen | {handle.name for handle in handles.values() if any(owner.name in chosen for owner in handle.owners)}
+
+
+def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
+    """A plan with kept handles added. A keep loads nothing: of an engine only the tags that are on the device stay there."""
+    for name in kept:
+        plan = plan.also(name, State.GPU_RESIDENT, handles[name].storage.resident_tags or None)
+    return plan
+
+
+def unknown_handle(name: object, handles: Iterable[str]) -> str:
+    known = list(handles)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"no handle {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; registered: {', '.join(known) or 'none'}")
+
+
+def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
+    """Refuse a plan that does not fit, before a byte moves.
+
+    Args:
+        other_rank: the rank of the group whose budget applies; None: this process's own budget.
+
+    Returns:
+        Bytes that the budget leaves in addition to those that the handles hold now.
+
+    Raises:
+        DeviceMemoryError: the plan does not fit; the message has a table of the bytes that each handle holds and wants.
+    """
+    wanted = view.bytes_of(plan)
+    if wanted <= view.budget_bytes:
+        return max(0, view.budget_bytes - sum(h.resident_bytes for h in view.handles.values() if not h.external))
+    if other_rank is not None:
+        reason = (
+            f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank: raise "
+            "budget_bytes there, or name the handles that the phase needs together (only=[...])"
+        )
+        raise OtherBudgetError(f"rank {other_rank} {reason}", other_rank, reason)
+    error = DeviceMemoryError(
+        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
+        'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'
+    )
+    error.wanted_bytes = wanted
+    raise error
+
+
+def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:
+    """Make a plan fit: offload the cheapest handles that `needed` does not have on the device, just enough for the missing bytes."""
+    freed = {
+        h.name: bytes_under(plan, h) - bytes_under(needed, h)
+        for h in view.handles.values()
+        if plan[h.name] is State.GPU_RESIDENT and needed[h.name] in (State.CPU_OFFLOADED, State.GPU_RESIDENT)
+    }
+    leaving = view.evicted({name: nbytes for name, nbytes in freed.items() if nbytes > 0}, view.bytes_of(plan) - view.budget_bytes)
+    return needed.limited_to(leaving, plan)
+
+
+def table(handles: Mapping[str, HandleView], plan: Plan) -> str:
+    """A table of the bytes that each handle holds now and wants under the plan, largest first."""
+    rows: Iterable[tuple[str, int, int]] = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in handles.values() if not h.external)
+    lines = [f"  {'handle':<24} {'holds':>16} {'wants':>16}"]
+    lines += [f"  {name:<24} {holds:>16,} {wants:>16,}" for name, holds, wants in sorted(rows, key=lambda row: -max(row[1], row[2]))]
+    return "\n".join(lines)

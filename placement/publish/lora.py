@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from placement.core.lazy_names import is_a
+from placement.core import is_a
 from placement.frameworks.weights import Reader, Weight
 from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
 from placement.tensors.plain import is_scaled

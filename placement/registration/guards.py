@@ -20,9 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from placement.core import is_a
 from placement.core.call_guard import CHECKS, CallGuard
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
-from placement.core.lazy_names import is_a
 from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
 from placement.ownership.optimizer import OptimizerAdapter

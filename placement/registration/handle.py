@@ -10,8 +10,7 @@ import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
-from placement.core.machine import HandleMachine, Node
-from placement.core.states import HandleView, State, Trigger
+from placement.core.states import HandleMachine, HandleView, Node, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
@@ -77,7 +76,7 @@ class Handle:
         self.stray_names = ""
         """Names of the storages to which others held references at the last offload."""
         self.drift_bytes = 0
-        self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
+        self.last_view: tuple[dict[str, Any], HandleView] | None = None
         """The view of this handle that a policy was shown last, with the facts from which it was made."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
@@ -148,7 +147,7 @@ class Handle:
     @property
     def external(self) -> bool:
         """Whether the framework itself places the bytes. Then placement tracks and guards the object, but never moves it."""
-        return self.external_reason is not None
+        return self.adapter is not None and self.adapter.external is not None
 
     @property
     def external_reason(self) -> str | None:
@@ -185,7 +184,8 @@ class Handle:
     @property
     def is_on_device(self) -> bool:
         """Whether the bytes are on the device, as the state says. An external handle's state says what may be done, not where they are."""
-        return self.node[1]
+        state = self.machine.state
+        return state is State.GPU_RESIDENT or (state is not State.CPU_OFFLOADED and self.storage.on_device)
 
     def state_dict(self) -> Any:
         """The object's state dict with its present values, in every state.
@@ -303,10 +303,9 @@ class Handle:
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         return sum(id(parameter) not in known for parameter in self.adapter.parameters())
 
-    @property
-    def is_consistent(self) -> bool:
-        """Whether the state and the storage agree, so that nothing has to be repaired."""
-        return self.broken is None and self.storage.is_consistent_in(self.state)
+    def is_at(self, node: Node) -> bool:
+        """Whether the handle is in a state, with the bytes on its side, and nothing has to be repaired."""
+        return self.node == node and self.broken is None and self.storage.is_consistent_in(node[0])
 
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:

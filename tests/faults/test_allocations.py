@@ -143,33 +143,6 @@ def test_a_device_that_fails_while_handles_leave(forever: bool) -> None:
     worker.manager.close()
 
 
-def test_a_failed_restore_is_a_note_on_the_users_exception() -> None:
-    worker = FaultyWorker().register_few()
-    with pytest.raises(ZeroDivisionError) as caught, worker.manager.phase("log_prob"):  # noqa: PT012
-        worker.device.fail("copy", forever=True)
-        worker.device.fail("sync", forever=True)
-        raise ZeroDivisionError
-    assert any("injected fault" in note for note in caught.value.__notes__)
-    assert worker.device.fired
-    assert worker.manager.handles["actor"].state is State.GPU_RESIDENT, "it stays where it is complete"
-    assert worker.manager.snapshot().pairing_violations == 1
-    worker.device.clear()
-    with worker.manager.phase("values"):
-        assert worker.manager.handles["actor"].resident_bytes == 0, "the next phase transition takes it off"
-    check_left(worker)
-
-
-def test_a_failed_restore_without_another_exception_is_raised() -> None:
-    worker = FaultyWorker().register_few()
-    with pytest.raises(InjectedFault, match="sync") as caught, worker.manager.phase("log_prob"):
-        worker.device.fail("sync", forever=True)
-    assert any("leaving phase 'log_prob'" in note for note in caught.value.__notes__)
-    worker.device.clear()
-    with worker.manager.phase("rollout"):
-        pass
-    check_left(worker)
-
-
 def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() -> None:
     """Gradients are not reserved for: the exit says so, and what was written is not lost."""
     worker = FaultyWorker().register_few()

@@ -58,7 +58,7 @@ def states(worker: GpuSharer) -> list[State]:
 
 def impatient(worker: GpuSharer) -> None:
     """Does not wait longer than it takes to look twice."""
-    lease = worker.manager._stack.executor.lease_client._lease
+    lease = worker.manager._stack.reconciler.lease_client._lease
     assert lease is not None
     lease.deadline_seconds = 0.05
 

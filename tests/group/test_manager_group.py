@@ -371,7 +371,7 @@ def test_a_leave(failing: int) -> None:
 def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrupted: int) -> None:
     """A rank has no memory, so that all of them go back, and one of them is interrupted while it does."""
     ranks = ranks_of(2)
-    executor = ranks[interrupted].manager._stack.executor
+    executor = ranks[interrupted].manager._stack.reconciler
     retreat = executor.retreat
 
     def interrupt(*arguments: Any, **keywords: Any) -> Any:

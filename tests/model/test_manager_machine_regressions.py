@@ -153,20 +153,6 @@ def test_a_state_dict_of_ours_may_be_loaded_back_into_the_optimizer(taken: str) 
     assert not [finding for finding in manager.audit().findings if finding.what in ("leak", "drift")]
 
 
-def test_a_state_dict_of_ours_may_be_assigned_to_the_module() -> None:
-    manager, _ = manager_on()
-    net = Plain()
-    actor = manager.register("actor", net, role="actor")
-    sgd = torch.optim.SGD(net.head.parameters())
-    manager.register("optimizer", sgd)
-    saved, before = actor.state_dict(), {name: tensor.clone() for name, tensor in actor.state_dict().items()}
-    with manager.phase("restore"):
-        net.load_state_dict(saved, assign=True)
-    del saved
-    assert all(torch.equal(tensor, before[name]) for name, tensor in actor.state_dict().items())
-    assert net.head.weight.isnan().all()
-
-
 ON_IN_EVAL = {"eval": State.GPU_RESIDENT, "log_prob": State.GPU_RESIDENT}
 """For `Table`: on the device in these phases, off it in all others."""
 
@@ -282,6 +268,8 @@ def test_a_module_leaves_with_the_values_of_a_state_dict_that_was_taken_offloade
         if end == "on the device":
             manager.unregister("optimizer")
             manager.unregister(actor)
+    if end != "on the device":
+        assert net.head.weight.isnan().all()
     if end == "a phase later":
         with manager.phase("restore"):
             assert _bytes(net.state_dict()) == before
@@ -343,24 +331,6 @@ def test_a_handle_may_join_in_a_restore_inside_a_training_that_streams_its_state
         assert adagrad.resident_bytes == 0
     assert late.state is State.CPU_OFFLOADED
     manager.close()
-
-
-def test_state_that_was_loaded_back_is_adopted_at_the_next_offload() -> None:
-    manager, _ = manager_on()
-    net = Plain()
-    optimizer = torch.optim.AdamW(net.head.parameters(), fused=True)
-    manager.register("actor", net, role="actor")
-    adam = manager.register("optimizer", optimizer)
-    with manager.phase("train") as step:
-        backward(net, 0)
-        optimizer.step()
-        step.switch("weight_sync")
-        saved = optimizer.state_dict()
-        step.switch("train")
-        optimizer.load_state_dict(saved)
-    assert adam.holding is not None
-    adopted = {entry.ref.cdata for r in adam.holding.ranges for entry in r.placed}
-    assert {tensor.untyped_storage()._cdata for tensor in state_of(optimizer).values()} <= adopted
 
 
 def test_an_optimizer_that_was_registered_goes_with_its_last_reference() -> None:

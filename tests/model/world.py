@@ -14,7 +14,7 @@ from placement import IntegrityError, Manager, Plan, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.simulated.device import SimulatedDevice
 from placement.phases.phase import Hold, PhaseContext
-from placement.planning.plan_checks import without_surplus
+from placement.planning.planner import without_surplus
 from placement.testing import Faults
 from tests.model.shadow import Recording, Shadow, raw
 

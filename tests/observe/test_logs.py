@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import placement
 from placement.core.journal import Record
-from placement.core.summary import readable
+from placement.core.snapshot import readable
 from placement.testing import Faults, SimulatedDevice
 
 

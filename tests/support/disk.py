@@ -14,7 +14,7 @@ from placement.storage.transfer.chunk_pool import ChunkPool
 
 
 def tier_of(manager: Manager) -> DiskTier:
-    tier = manager._stack.executor.host_tier
+    tier = manager._stack.reconciler.host_tier
     assert isinstance(tier, DiskTier)
     return tier
 
@@ -49,7 +49,7 @@ def spills_of(manager: Manager, name: str) -> list[Spill]:
 
 def _give_up_early(manager: Manager, names: Iterable[str]) -> None:
     """Give up the pages aside of handles, for which their host copies are needed in host memory."""
-    chunk_pool = ChunkPool(manager._stack.executor._device)
+    chunk_pool = ChunkPool(manager._stack.reconciler._device)
     for handle in [manager.handles[name] for name in names]:
         if handle.prefetched_bytes and handle.holding is not None:
             handle.holding.give_up_early(0, chunk_pool)

@@ -11,7 +11,7 @@ import torch
 import placement
 from placement.core.snapshot import Snapshot
 from placement.devices.simulated import device as simulated
-from placement.phases import executor
+from placement.phases import reconciler
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LinkClock:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the simulated device wait by this clock, and phase transitions measure by it."""
-        for module in (simulated, executor):
+        for module in (simulated, reconciler):
             monkeypatch.setattr(module, "time", self)
 
 

@@ -11,7 +11,7 @@ import pytest
 import placement
 from placement import HandleView, Plan, PolicyError, State, View
 from placement.core.states import PHASES
-from placement.planning import plan_checks
+from placement.planning.planner import ask_policy
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Colocated, Cyclic
 from tests.support.seeds import seed
@@ -177,7 +177,7 @@ def test_whatever_the_phases_each_plan_is_valid_and_fits(optimizer_in: Any, idle
             coming = (phases * 2)[at % len(phases) + 1 :][: len(phases) - 1] if at >= len(phases) else ()
             enclosing = rng.choice([None, None, None, *PHASES])
             now = replace(now, phase=phase, upcoming=tuple(coming), enclosing=enclosing)
-            plan = plan_checks.ask(policy, now)
+            plan = ask_policy(policy, now)
             need = now.bytes_of(Colocated.plan(policy, now))
             assert now.bytes_of(plan) <= max(now.budget_bytes, need)
             now = after(now, plan)

@@ -145,7 +145,7 @@ def test_what_is_on_the_device_is_dropped_and_not_written(tmp_path: Path) -> Non
         worker.settle()
         spilled = worker.handles["adam"].counters.spilled_bytes
         for r in worker.handles["actor"].storage.ranges:
-            worker.manager._stack.executor.host_tier._keeper.hold()
+            worker.manager._stack.reconciler.host_tier._keeper.hold()
             worker.settle()
             if r.spill.place is Place.MEMORY:
                 assert r.spill.drops

@@ -78,7 +78,7 @@ def device_bytes(worker: Worker, name: str) -> int:
 def wait_for_the_thread(worker: Worker) -> None:
     """Until the reference has all the memory that it wants, or the thread has stopped."""
     deadline = time.monotonic() + 60
-    copies = worker.manager._stack.executor.prefetcher._copies
+    copies = worker.manager._stack.reconciler.prefetcher._copies
     while copies._bursts:
         assert time.monotonic() < deadline
         time.sleep(0.001)  # a thread is at work

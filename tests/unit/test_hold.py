@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -61,29 +62,16 @@ def test_releasing_again_does_nothing() -> None:
     assert repr(hold) == "<hold 'log_prob', released>"
 
 
-def test_a_hold_outlives_the_block_in_which_it_was_opened() -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_hold_outlives_the_block_in_which_it_was_opened(raises: bool) -> None:
     worker = Worker()
-    with worker.manager.phase("train"):
+    with pytest.raises(ZeroDivisionError) if raises else nullcontext(), worker.manager.phase("train"):
         hold = worker.manager.hold("ref_log_prob", only=["ref"])
+        if raises:
+            raise ZeroDivisionError
     assert worker.on_device() == {"ref"}
     assert worker.manager.phase_name == "ref_log_prob"
     hold.release()
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_hold_outlives_an_exception_of_the_block_around_it() -> None:
-    worker = Worker()
-    holds = []
-
-    def work() -> None:
-        with worker.manager.phase("train"):
-            holds.append(worker.manager.hold("ref_log_prob", only=["ref"]))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert worker.on_device() == {"ref"}
-    holds.pop().release()
     assert_nothing_resident(worker.manager)
 
 

@@ -300,16 +300,6 @@ def test_without_an_accelerator_the_error_names_the_simulated_device() -> None:
         Manager()
 
 
-def test_two_managers_on_two_devices_do_not_disturb_each_other() -> None:
-    one, other = Worker(), Worker()
-    with one.manager.phase("train"), other.manager.phase("log_prob"):
-        learn(one.net, one.adam)
-        other.net(batch())
-        assert other.on_device() == {"actor", "ref"}
-    for worker in (one, other):
-        assert_nothing_resident(worker.manager)
-
-
 @pytest.mark.parametrize("device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"])
 def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice | None) -> None:
     def come_and_go() -> None:

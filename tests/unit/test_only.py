@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
 from placement.group.protocol import LeastBudget, Reached, Stage
-from placement.planning.plan_checks import without_surplus
+from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Scripted
@@ -214,16 +214,6 @@ def test_a_kept_handle_that_the_enclosing_phase_needs_stays() -> None:
     assert job.manager.snapshot().expired_keeps == 0
 
 
-def test_a_kept_handle_over_a_switch_with_only() -> None:
-    job = Job("colocated", 20, THREE)
-    with job.manager.phase("log_prob", only=["actor"]) as phase:
-        phase.keep("actor")
-        phase.switch("values", only=["critic"])
-        assert job.on_device() == {"critic"}
-        assert job.manager.snapshot().expired_keeps == 1
-    assert_nothing_resident(job.manager)
-
-
 def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
     job = Job("colocated", 12, {**THREE, "critic": 16})
     with job.manager.phase("log_prob", only=["actor"]) as phase:
@@ -298,7 +288,7 @@ OWN = {"distill": ("actor", "teacher")}
 
 def needed(job: Job, phase: str) -> set[str]:
     """By the table: shipped policies need in a phase what Colocated has there."""
-    view = job.manager._stack.executor.planner.view(phase, None, frozenset())
+    view = job.manager._stack.reconciler.planner.view(phase, None, frozenset())
     plan = Colocated().plan(view)
     return {name for name in plan.targets if plan.on_device(name)}
 

@@ -300,7 +300,7 @@ def test_ranks_are_told_what_an_optimizer_needs_from_now_on() -> None:
     manager.register("actor", model, role="actor")
     optimizer = torch.optim.AdamW(model.parameters())
     manager.register("adam", optimizer)
-    planner = manager._stack.executor.planner
+    planner = manager._stack.reconciler.planner
     assert planner.placing()["adam"][0] == 2 * PAGE
     model[1].requires_grad_()
     assert planner.placing()["adam"][0] == 4 * PAGE

@@ -1,16 +1,19 @@
-"""Writes into the memory of offloaded handles: looked for at every phase transition, and remembered until one raises them."""
+"""Findings of phase transitions: writes into the memory of offloaded handles, and errors that a move has met.
+
+Writes are looked for at every phase transition, and remembered until one raises them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from placement.core.errors import IntegrityError, PlacementError
-from placement.core.journal import Journal
+from placement.core.errors import IntegrityError, PlacementError, RegistrationError
+from placement.core.journal import Journal, logger
 from placement.devices.base import Device
 from placement.devices.memory import WrittenPoison
 from placement.registration.handle import Handle
-from placement.storage.managed import ManagedStorage
+from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.writes import WrittenWhileOffloaded
 
 _NAMES = 8
@@ -131,3 +134,49 @@ def _changed(holding: ManagedStorage) -> str:
 def _listed(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:_NAMES]) + (f" and {len(distinct) - _NAMES} more" if len(distinct) > _NAMES else "")
+
+
+def immovable(handle: Handle, holding: ManagedStorage) -> Iterator[RegistrationError]:
+    """Errors about tensors that an offload has left on the device."""
+    for name, problem in holding.adapter.immovable():
+        yield RegistrationError(f"{handle.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
+
+
+def complaints(handle: Handle, moved: MoveResult, *, strict: bool) -> Iterator[IntegrityError]:
+    """Errors about a move, to be raised once its phase transition is complete."""
+    if moved.rewritten_chunks:
+        yield IntegrityError(
+            f"{handle.name!r} is readonly, but {moved.rewritten_chunks} of its chunks changed on the device; the registered values "
+            "were kept. Register it without readonly=True if it is meant to be written."
+        )
+    if moved.nan:
+        yield IntegrityError(moved.nan)
+    if moved.brought_back:
+        yield IntegrityError(
+            f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
+            "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They have new places there, "
+            "with the values that they had; a process that received the shared memory no longer sees changes. Share memory before "
+            "registering, or send copies (clone())."
+        )
+    if moved.stray_references and strict:
+        handle.look_for_strays()  # which of them still exist
+        if handle.stray_references:
+            yield IntegrityError(
+                f"{handle.stray_references} references to storages of {handle.name!r} were alive at its offload ({handle.stray_names}). "
+                "They read poison now. Drop such references before the phase ends, or use handle.state_dict() instead."
+            )
+
+
+def warn_of_views(handle: Handle, holding: ManagedStorage) -> bool:
+    """Log a warning if views show the host copy of a loaded handle. Returns whether there are any."""
+    names = holding.views_left_on_host()
+    if names:
+        logger.warning(
+            "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
+            "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "
+            "written to them is %s. Take views anew in each phase, or clone() them",
+            handle.name,
+            ", ".join(names[:8]),
+            "the handle's value from the next offload on" if handle.readonly else "lost",
+        )
+    return bool(names)
