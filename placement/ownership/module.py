@@ -25,13 +25,16 @@ from placement.tensors.plain import (
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_sparse,
+    nbytes_of,
     nested_tensors,
     parts_of,
     problem_of,
+    problem_of_sparse,
     reference,
+    sparse_parts,
     with_index,
 )
-from placement.tensors.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
 
 _NO_TENSOR, _TENSOR, _CONTAINER, _OBJECT = range(4)
 _OF_FRAMEWORKS = frozenset({"accelerate", "bitsandbytes", "deepspeed", "megatron", "torchao", "transformer_engine", "veomni"})

@@ -39,13 +39,15 @@ from placement.tensors.plain import (
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_sparse,
     parts_of,
     plain_parts,
     problem_of,
+    problem_of_sparse,
     reference,
+    sparse_parts,
     with_index,
 )
-from placement.tensors.sparse import is_sparse, problem_of_sparse, sparse_parts
 
 _CDATA = operator.attrgetter("_cdata")
 _LAYOUT = operator.attrgetter("layout")

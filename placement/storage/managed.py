@@ -32,8 +32,7 @@ from placement.storage.scan import lasting_stray_references
 from placement.storage.state_dicts import handed_out, was_handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.host_read_locks import HostReadLocks
-from placement.tensors.plain import has_storage, is_plain_type, parts_of
-from placement.tensors.sparse import is_sparse, sparse_parts
+from placement.tensors.plain import has_storage, is_plain_type, is_sparse, parts_of, sparse_parts
 
 
 @dataclass(frozen=True, slots=True)

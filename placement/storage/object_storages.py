@@ -27,8 +27,18 @@ from placement.storage.state_dicts import StateDictTensors
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import WritesWhileOffloaded
-from placement.tensors.plain import Owned, align_all, has_storage, is_leaf, is_plain_type, parts_of
-from placement.tensors.sparse import follow, is_sparse, own_storages, sparse_parts
+from placement.tensors.plain import (
+    Owned,
+    align_all,
+    follow,
+    has_storage,
+    is_leaf,
+    is_plain_type,
+    is_sparse,
+    own_storages,
+    parts_of,
+    sparse_parts,
+)
 
 
 class ObjectStorages:

@@ -27,8 +27,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare
 from placement.storage.point import Form, byte_view
 from placement.storage.range import PlacedStorage, Range, storage_use_count, used_bytes
-from placement.tensors.plain import Outline, Owned, is_wrapper
-from placement.tensors.sparse import is_sparse
+from placement.tensors.plain import Outline, Owned, is_sparse, is_wrapper
 
 _CDATA = operator.attrgetter("_cdata")
 _NAME = operator.attrgetter("name")
