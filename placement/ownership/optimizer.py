@@ -6,7 +6,6 @@ import inspect
 import itertools
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
-from placement.ownership.adapter import Adapter, Seen
-from placement.ownership.detect import external_optimizer, refuse_optimizer
+from placement.ownership.adapter import TRACK, Adapter, Seen, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
@@ -82,11 +80,10 @@ class OptimizerAdapter(Adapter):
         self._name = name
         self._device = with_index(compute_device)
         self._steady: SteadyState | None = None
-        self._borrowed: list[weakref.ref[torch.Tensor]] = []
+        self._borrowed: WeakIdSet[torch.Tensor] = WeakIdSet()
         """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of a parameter in the state."""
-        self._sparse: list[weakref.ref[torch.Tensor]] = []
-        """Sparse state tensors that the last walk found."""
-        self._lent_gradients: list[weakref.ref[torch.Tensor]] = []
+        self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
+        self._lent_gradients: WeakIdSet[torch.Tensor] = WeakIdSet()
         """State tensors of the last walk that are the modules' gradients, or lie in their storages."""
         self._unborn: tuple[Unborn, ...] = ()
         """State still to be created, as far as the last `expected_sizes` could predict it."""
@@ -105,9 +102,9 @@ class OptimizerAdapter(Adapter):
                 f"What to do: {_advice(optimizer)}."
             )
         parameters = self.parameters()
-        self.external = "the caller says so (external=True)" if external else external_optimizer(objects, parameters, self._device)
+        self.external = "the caller says so (external=True)" if external else _external(objects, parameters, self._device)
         if self.external is None:
-            refuse_optimizer(name, objects)
+            _refuse(name, objects)
             for index, parameter in enumerate(parameters):
                 for _, part in parts_of(parameter, ""):
                     if (problem := problem_of(part, self._device)) is not None:
@@ -141,7 +138,7 @@ class OptimizerAdapter(Adapter):
         optimizers = [leaf.optimizer for leaf in leaves]
         if self.external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
-        if self._lent_gradients:  # they become the optimizer's own when the modules drop them
+        if any(True for _ in self._lent_gradients):  # they become the optimizer's own when the modules drop them
             return None
         staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
         if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
@@ -152,7 +149,8 @@ class OptimizerAdapter(Adapter):
         return SteadyState(optimizers, [each.tensor for each in owned])
 
     def _walk(self) -> Iterator[Owned]:
-        self._sparse, self._borrowed, self._lent_gradients = [], [], []
+        for noted in (self._sparse, self._borrowed, self._lent_gradients):
+            noted.clear()
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
@@ -171,7 +169,7 @@ class OptimizerAdapter(Adapter):
                     yield held
             for name, key, group, tensor in state_of(leaf):
                 if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
-                    self._lent_gradients.append(weakref.ref(tensor))
+                    self._lent_gradients.add(tensor)
                 if id(tensor) in seen or id(tensor) in gradients or (in_groups and not in_groups.isdisjoint(_storages((tensor,)))):
                     continue
                 seen.add(id(tensor))
@@ -190,14 +188,14 @@ class OptimizerAdapter(Adapter):
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
-        self._sparse.append(weakref.ref(tensor))
+        self._sparse.add(tensor)
         for path, part in sparse_parts(tensor, name):
             if self.external is None and not self.hands_back and (problem := problem_of_sparse(part, self._device)) is not None:
                 raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
 
     def sparse(self) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
+        return iter(self._sparse)
 
     def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
         """Yield a tensor to move; nothing if it has no bytes, or if they are in one of these storages. Refuse one that cannot be moved."""
@@ -209,15 +207,15 @@ class OptimizerAdapter(Adapter):
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
         storage, has_elements = owned.tensor.untyped_storage(), owned.tensor.numel() > 0
         if storage._cdata in storages or (storage.nbytes() and not has_elements):  # a rank without a part of a sharded parameter
-            self._borrowed.append(weakref.ref(owned.tensor))
+            self._borrowed.add(owned.tensor)
         elif has_elements:
             yield owned
 
     def borrowed(self) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in (alive() for alive in self._borrowed) if tensor is not None)
+        return iter(self._borrowed)
 
     def lent_gradients(self) -> set[int]:
-        return _storages(tensor for tensor in (alive() for alive in self._lent_gradients) if tensor is not None)
+        return _storages(self._lent_gradients)
 
     def stepped(self) -> Iterator[torch.Tensor]:
         return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
@@ -390,6 +388,26 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     if {*map(type, found)} <= PLAIN_TYPES and {*map(_LAYOUT, found)} <= {torch.strided} and not any(map(_IS_NESTED, found)):
         return {*map(_CDATA, map(torch.Tensor.untyped_storage, found))}
     return {part.untyped_storage()._cdata for each in found for _, part in plain_parts(each, "")}
+
+
+def _refuse(name: str, objects: Sequence[object]) -> None:
+    """Refuse an optimizer if it, or one inside it, keeps state where placement cannot find it or must not move it."""
+    for obj in objects:
+        for each in answering("refuse_optimizer"):
+            if (reason := each.refuse_optimizer(obj)) is not None:
+                found = f"{name!r}: {type(obj).__module__}.{type(obj).__qualname__}{reason[0]}"
+                supported = "the optimizers of torch.optim and their like, and wrappers that hold them"
+                raise refusal(found, supported, f"{reason[1]}, {TRACK}")
+
+
+def _external(objects: Sequence[object], parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
+    """The reason why a framework itself moves an optimizer's state; None if it does not."""
+    known = [advised for each in answering("external_optimizers") for advised in each.external_optimizers]
+    for obj in objects:
+        if (reason := next((advised.advice for advised in known if advised.cls.is_of(obj)), None)) is not None:
+            return reason
+    reasons = (each.places_state_of(parameters, compute_device) for each in answering("places_state_of"))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _advice(obj: Any) -> str:

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import itertools
 import logging
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ from placement.group.protocol import Stage
 from placement.group.vote import GroupVote
 from placement.ownership import adapter_for
 from placement.ownership.adapter import Adapter
-from placement.ownership.detect import captured_collectives
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
@@ -207,7 +207,7 @@ class Registry:
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
                 handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
-            if not self._has_warned and (reason := captured_collectives()) is not None:
+            if not self._has_warned and (reason := _captured_collectives()) is not None:
                 self._has_warned = True
                 _logger.warning("%s", reason)
         else:
@@ -290,6 +290,23 @@ class Registry:
             if any(each is parameter for adapter in other.module_adapters() for each in adapter.parameters()):
                 return other
         return None
+
+
+def _captured_collectives() -> str | None:
+    """A warning that CUDA graphs with collectives may hang after a handle has moved, and what to do; None if they cannot.
+
+    NCCL registers the buffers of a captured collective by the physical memory behind them, unless NCCL_GRAPH_REGISTER is 0. placement
+    cannot see what a graph has captured, so it warns whenever NCCL is in use.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    if "nccl" not in str(distributed.get_backend_config()).lower():
+        return None
+    return (
+        "NCCL is in use and NCCL_GRAPH_REGISTER is not 0: a CUDA graph that captures a collective over registered memory may hang when "
+        "it is replayed after that memory was offloaded and loaded. If you capture any, set NCCL_GRAPH_REGISTER=0 before NCCL starts."
+    )
 
 
 _ADVICE = "or register it without replicated=True"

@@ -37,6 +37,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
         cls = type(name, bases, {**fields, "__module__": module})
         setattr(fake, name, cls)
         monkeypatch.setitem(sys.modules, module, fake)
+        package = module.partition(".")[0]
+        monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or ModuleType(package))
         return cls
 
     return make
@@ -86,7 +88,8 @@ def test_torchscript_is_refused() -> None:
     assert_refused(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "(submodule '0')", "torch.compile instead")
 
 
-def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain() -> None:
+def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(stand_in: Any) -> None:
+    stand_in("accelerate", "Accelerator")
     module = nn.Linear(2, 2)
     module.hf_device_map = {"embed": 0, "layers": "cpu"}
     assert_refused(module, "a device map with 2 entries on several devices", "load without device_map")
