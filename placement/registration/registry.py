@@ -63,10 +63,6 @@ def _collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def _admit(handle: Handle, nbytes: int) -> None:
-    """Admit every handle: there is no limit on host memory."""
-
-
 class Registry:
     """The handles of one manager, in registration order."""
 
@@ -86,8 +82,8 @@ class Registry:
         self._when_gone = when_gone
         self._streaming = streaming
         self._settings = settings
-        self.admit: Callable[[Handle, int], None] = _admit
-        """Called before a handle takes so many more bytes of host memory. Raises HostMemoryError where they must not be taken."""
+        self.admit: Callable[[Handle, Callable[[], int]], None]
+        """See `HostTier.admit`. Set by the manager's `PlanExecutor`."""
         self._has_warned = False
 
     def add(
@@ -202,7 +198,7 @@ class Registry:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
             holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
-                self.admit(handle, holding.storages.expected_host_bytes())
+                self.admit(handle, holding.storages.expected_host_bytes)
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
@@ -243,7 +239,7 @@ class Registry:
         sizes = adapter.expected_sizes()
         parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         try:
-            self.admit(handle, holding.storages.host_bytes_for(sizes or (), parts))
+            self.admit(handle, lambda: holding.storages.host_bytes_for(sizes or (), parts))
             holding.storages.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()
