@@ -29,8 +29,8 @@ from placement.engines.base import Engine, EngineAdapter
 from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.group.protocol import Stage
 from placement.group.vote import GroupVote
-from placement.ownership import adapter_for
 from placement.ownership.adapter import Adapter
+from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
@@ -229,7 +229,8 @@ class Registry:
         if isinstance(target, Engine):
             handle.built_object = target  # nobody else holds it if it was made in the call of register()
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
-        return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+        cls = ModuleAdapter if isinstance(target, torch.nn.Module) else OptimizerAdapter
+        return cls(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
     def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
         """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from placement import Manager
-from placement.ownership import adapter_for
+from placement.ownership.module import ModuleAdapter
 from placement.storage.range import RangesByAddress
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import align, rewrapped
@@ -105,7 +105,7 @@ def test_a_wrapper_says_where_its_parts_are() -> None:
 def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
     live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
     handed_out = StateDictTensors(
-        SimulatedDevice(1 << 16), "actor", adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu"))
+        SimulatedDevice(1 << 16), "actor", ModuleAdapter(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu"))
     )
     shown: Any = handed_out.hand_out(live, RangesByAddress(()), from_host=False)
     assert type(shown) is Scaled

@@ -12,16 +12,13 @@ import torch
 from torch import nn
 
 from placement.core.errors import RegistrationError
-from placement.ownership import adapter_for
 from placement.ownership.module import ModuleAdapter
 
 CPU = torch.device("cpu")
 
 
 def adapt(module: nn.Module, **options: Any) -> ModuleAdapter:
-    adapter = adapter_for(module, name="actor", compute_device=CPU, **options)
-    assert isinstance(adapter, ModuleAdapter)
-    return adapter
+    return ModuleAdapter(module, name="actor", compute_device=CPU, **options)
 
 
 def names(adapter: ModuleAdapter) -> list[str]:

@@ -16,7 +16,6 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placement.core.errors import RegistrationError
-from placement.ownership import adapter_for
 from placement.ownership.optimizer import OptimizerAdapter
 
 CPU = torch.device("cpu")
@@ -56,9 +55,7 @@ BORN_IN_CONSTRUCTOR = {"adagrad", "adagrad-fused"}
 
 
 def adapt(optimizer: Any, **options: Any) -> OptimizerAdapter:
-    adapter = adapter_for(optimizer, name="adam", compute_device=CPU, **options)
-    assert isinstance(adapter, OptimizerAdapter)
-    return adapter
+    return OptimizerAdapter(optimizer, name="adam", compute_device=CPU, **options)
 
 
 def names(adapter: OptimizerAdapter) -> list[str]:

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from placement.core.errors import RegistrationError
-from placement.ownership import adapter_for
+from placement.ownership.module import ModuleAdapter
+from placement.ownership.optimizer import OptimizerAdapter
 
 CPU = torch.device("cpu")
 
 
 def adapt(obj: Any, **options: Any) -> Any:
-    return adapter_for(obj, name="actor", compute_device=CPU, **options)
+    cls = ModuleAdapter if isinstance(obj, nn.Module) else OptimizerAdapter
+    return cls(obj, name="actor", compute_device=CPU, **options)
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_an_optimizer_of_cpu_shards_beside_an_accelerator_is_external(one_rank: 
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = optim.AdamW(module.parameters())
     elsewhere = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
-    adapter = adapter_for(optimizer, name="adam", compute_device=elsewhere)
+    adapter = OptimizerAdapter(optimizer, name="adam", compute_device=elsewhere)
     assert adapter.external == "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -143,14 +145,15 @@ def test_no_framework_is_imported() -> None:
     program = (
         "import sys, torch\n"
         "from placement import Manager, WeightInfo\n"
-        "from placement.ownership import adapter_for\n"
+        "from placement.ownership.module import ModuleAdapter\n"
+        "from placement.ownership.optimizer import OptimizerAdapter\n"
         "module = torch.nn.Linear(2, 2)\n"
         "assert not {'torch.distributed.fsdp', 'torch._dynamo'} & set(sys.modules)\n"
         "optimizer = torch.optim.AdamW(module.parameters())\n"
         "before = set(sys.modules)  # the constructor of a torch optimizer imports torch._dynamo, and with it much of torch\n"
         "cpu = torch.device('cpu')\n"
-        "adapter_for(module, name='a', compute_device=cpu)\n"
-        "adapter_for(optimizer, name='o', compute_device=cpu).expected_sizes()\n"
+        "ModuleAdapter(module, name='a', compute_device=cpu)\n"
+        "OptimizerAdapter(optimizer, name='o', compute_device=cpu).expected_sizes()\n"
         "heavy = ('torch.distributed.fsdp', 'torch._dynamo', 'accelerate', 'deepspeed', 'megatron', 'transformers', 'torchao')\n"
         "print(sorted(set(heavy) & (set(sys.modules) - before)))\n"
     )
