@@ -27,17 +27,18 @@ from placement.ownership.optimizer_state import (
     tensors_beside,
     tensors_in_groups,
     unborn_state,
-    wrapper_of,
 )
 from placement.ownership.steady import SteadyState
 from placement.tensors.plain import (
     LAZY_VIEW,
     PLAIN_TYPES,
     Owned,
+    has_bytes,
     is_lazy_view,
     is_leaf,
     is_plain,
     is_sparse,
+    owned_parts,
     parts_of,
     plain_parts,
     problem_of,
@@ -181,10 +182,16 @@ class OptimizerAdapter(Adapter):
 
     def _parts(self, leaf: Leaf, name: str, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[Owned]:
         """The parts of a state tensor, but for those that stay on the CPU."""
-        is_external = self.external is not None
-        for path, part in plain_parts(tensor, name) if is_external else parts_of(tensor, name):
-            if is_external or not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
-                yield Owned(path, part, wrapper=wrapper_of(tensor, part))
+        for each in owned_parts(tensor, name):
+            if self.external is not None:
+                stays = not has_bytes(each.tensor)
+            else:
+                # torch's own step functions keep only counters on the CPU. Any other CPU state of theirs was created before the parameters
+                # came to the device, and must follow them. Other step functions may keep state on the CPU on purpose, so it stays.
+                is_counter = self.is_counter(leaf.optimizer, key, group, each.tensor)
+                stays = each.tensor.is_cpu and (is_counter or not self.follows(leaf.optimizer))
+            if not stays:
+                yield each
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
@@ -230,14 +237,6 @@ class OptimizerAdapter(Adapter):
         for name, tensor in tensors_beside(leaves, objects) if self.external is None else ():
             if id(tensor) not in steps:
                 yield from ((path, part) for path, part in plain_parts(tensor, name) if id(part) not in moved and part.numel() > 1)
-
-    def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
-        """Whether a CPU tensor of the state stays on the CPU.
-
-        torch's own step functions keep only counters on the CPU. Any other CPU state of theirs was created before the parameters came
-        to the device, and must follow them. Other step functions may keep state on the CPU on purpose, so it stays.
-        """
-        return self.is_counter(optimizer, key, group, tensor) or not self.follows(optimizer)
 
     def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
         """Whether a value of the state is a counter that torch keeps on the CPU."""
@@ -439,14 +438,10 @@ def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.
             if id(main) in models
         ]
     for index, main, gradients in found:
-        yield from _parts(f"main.{index}", main, is_gradient=False)
+        yield from owned_parts(main, f"main.{index}")
         for name, gradient in gradients:
             if gradient is not None:
-                yield from _parts(f"main.{index}.{name}", gradient, is_gradient=True)
-
-
-def _parts(name: str, tensor: torch.Tensor, *, is_gradient: bool) -> Iterator[Owned]:
-    return (Owned(path, part, is_gradient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
+                yield from owned_parts(gradient, f"main.{index}.{name}", transient=True)
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:

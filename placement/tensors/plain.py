@@ -316,6 +316,11 @@ class Owned:
         return version_of(self.tensor) + (0 if self.wrapper is None else version_of(self.wrapper))
 
 
+def owned_parts(tensor: torch.Tensor, name: str, transient: bool = False) -> Iterator[Owned]:
+    """The parts of a tensor as those of an object."""
+    return (Owned(path, part, transient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
+
+
 def align_all(owned: Iterable[Owned]) -> None:
     """Correct the device that each wrapper names, where its parts were rebound to another one."""
     for each in owned:

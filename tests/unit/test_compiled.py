@@ -169,9 +169,10 @@ def test_a_compiled_wrapper_that_was_registered_itself() -> None:
     wrapper = compiler(counter)(model)
     with torch.no_grad():
         wanted = wrapper(batch())
-    manager.register("actor", wrapper, role="actor")
+    handle = manager.register("actor", wrapper, role="actor")
     assert_guarded(manager, wrapper, wanted, counter, 1)
     assert_guarded(manager, model, wanted, counter, 1)
+    assert handle.weights_info()[0].name == "0.weight"
 
 
 def test_a_wrapper_around_a_class_of_torch_that_is_made_while_offloaded_works_without_compiling() -> None:
