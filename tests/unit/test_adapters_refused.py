@@ -99,16 +99,6 @@ def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(stan
     assert len(list(adapt(module).owned())) == 2
 
 
-def test_a_parameter_of_a_class_that_nobody_knows_is_refused() -> None:
-    class Packed(torch.Tensor):
-        """May keep anything beside its bytes."""
-
-    module = nn.Linear(2, 2)
-    module.packed = torch.zeros(2).as_subclass(Packed)
-    with pytest.raises(RegistrationError, match=r"'packed' is a .*Packed: only plain tensors.*external=True"):
-        adapt(module)
-
-
 def test_what_merely_bears_the_name_of_a_framework_is_taken_for_what_it_is() -> None:
     class DeepSpeedEngine(nn.Linear):
         __module__ = "deepspeed.runtime.engine"
