@@ -6,21 +6,22 @@ import abc
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core.call_guard import wait_for_calls
-from placement.core.errors import EngineError
+from placement.core.errors import EngineError, RegistrationError
 from placement.core.torch_modes import without_modes
 from placement.frameworks.known import frameworks_of
 from placement.frameworks.weights import Weight
-from placement.ownership.module import CompositeAdapter, ModuleAdapter
+from placement.ownership.adapter import Adapter, Seen
+from placement.ownership.module import ModuleAdapter
 from placement.publish.buckets import WeightInfo, writable
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.tensors.plain import plain_parts
+from placement.tensors.plain import Owned, plain_parts
 
 
 class WeightTaker:
@@ -155,22 +156,105 @@ class TorchEngine(Engine):
             self._taker = None
 
 
-class EngineAdapter(CompositeAdapter):
-    """The adapter for an engine: it covers the tensors of the engine's modules."""
+class EngineAdapter(Adapter):
+    """The adapter for an engine: it covers the tensors of the modules that the engine names now. It may have replaced modules since
+    it was registered.
+
+    Raises:
+        RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
+    """
 
     kind = "engine"
 
     def __init__(self, engine: Engine, *, name: str, compute_device: torch.device, external: bool = False) -> None:
+        self._name = name
         self._engine = weakref.ref(engine)
-        adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
-        super().__init__(name, adapt, engine.modules())
+        self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
+        self._shares = False
+        """Whether a tensor was found in more than one of the modules."""
+        self._take([self._adapt(module) for module in engine.modules()])
 
-    def current_modules(self) -> Sequence[torch.nn.Module] | None:
-        """The modules that the engine names now, which may differ from those at registration; None when the engine is gone."""
+    def _take(self, adapters: list[ModuleAdapter]) -> None:
+        """Be about these modules from now on."""
+        self._adapters = adapters
+        self.frameworks = [framework for adapter in adapters for framework in adapter.frameworks]
+        reasons = [adapter.external for adapter in adapters]
+        self.external = next(filter(None, reasons), None)
+        if any(reasons) and not all(reasons):
+            raise RegistrationError(
+                f"{self._name!r}: a framework moves {sum(map(bool, reasons))} of its {len(reasons)} modules itself "
+                f"({self.external}), but not the others. What to do: register these two kinds as separate engines, or with "
+                "external=True, so that all of them are tracked and never moved"
+            )
+
+    def _others(self) -> Sequence[torch.nn.Module] | None:
+        """The modules that the engine names now; None if they are those of the adapters, or the engine is gone."""
         engine = self._engine()
-        return None if engine is None else engine.modules()
+        modules = None if engine is None else engine.modules()
+        keys = [{id(key) for key in adapter.key_objects()} for adapter in self._adapters]
+        if modules is None or (len(keys) == len(modules) and all(id(each) in of for of, each in zip(keys, modules, strict=True))):
+            return None
+        return modules
+
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        return tuple(self._adapters)
+
+    def owned(self) -> Iterator[Owned]:
+        """The tensors of the modules. While the engine is handed back, of those known already: a new one may be refused, and has no place.
+
+        Raises:
+            RegistrationError: a module cannot be moved, or the engine has other modules, and only the old or the new ones are external.
+        """
+        if not self.hands_back and (modules := self._others()) is not None:
+            was_external = self.external
+            known = {id(key): adapter for adapter in self._adapters for key in adapter.key_objects()}
+            self._take([known.get(id(module)) or self._adapt(module) for module in modules])
+            if self._adapters and (self.external is None) is not (was_external is None):
+                raise RegistrationError(
+                    f"{self._name!r} has other modules than when it was registered, and only the old or only the new ones are external "
+                    f"({self.external or was_external}). What to do: unregister it, and register it again"
+                )
+        for adapter in self._adapters:
+            adapter.hands_back = self.hands_back
+        found = [owned for adapter in self._adapters for owned in adapter.owned()]
+        distinct = {id(owned.tensor): owned for owned in reversed(found)}
+        self._shares = len(distinct) < len(found)
+        return reversed(distinct.values()) if self._shares else iter(found)
+
+    def unchanged(self) -> Seen | None:
+        seen = [] if self._shares or self._others() is not None else [adapter.unchanged() for adapter in self._adapters]
+        known = [each for each in seen if each is not None]
+        if not known or len(known) < len(seen):
+            return None
+        return Seen(*(list(itertools.chain.from_iterable(column)) for column in zip(*known, strict=True)))
+
+    def standing(self) -> object | None:
+        if self._shares or self._others() is not None:
+            return None
+        found = [adapter.standing() for adapter in self._adapters]
+        return None if None in found else found
 
     def key_objects(self) -> Sequence[Any]:
         """The modules and the engine itself."""
-        engine, keys = self._engine(), super().key_objects()
-        return keys if engine is None else [*keys, engine]
+        engine = self._engine()
+        return [*(key for adapter in self._adapters for key in adapter.key_objects()), *([] if engine is None else [engine])]
+
+    def with_gradients(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.with_gradients())
+
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
+        return (each for adapter in self._adapters for each in adapter.kept_by_framework())
+
+    def sparse(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.sparse())
+
+    def immovable(self) -> Iterator[tuple[str, str]]:
+        return (each for adapter in self._adapters for each in adapter.immovable())
+
+    def other_names(self) -> Mapping[str, str]:
+        return {other: name for adapter in self._adapters for other, name in adapter.other_names().items()}
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each tensor object once: modules may share some."""
+    return iter({id(tensor): tensor for tensor in tensors}.values())

@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from placement.core.errors import RegistrationError
 from placement.frameworks.base import Framework
 from placement.tensors.plain import Owned, is_leaf
+
+TRACK = "or register it with external=True to have it tracked and never moved"
+
+
+def refusal(found: str, supported: str, advice: str) -> RegistrationError:
+    """The error for an object that is not supported."""
+    return RegistrationError(f"{found} is not supported now. Supported: {supported}. What to do: {advice}.")
 
 
 class Seen(NamedTuple):
@@ -90,7 +98,7 @@ class Adapter(abc.ABC):
         return iter(())
 
     def sparse(self) -> Iterator[torch.Tensor]:
-        """The sparse tensors of the last walk, which may use storages of other objects: see `sparse.own_storages`."""
+        """The sparse tensors of the last walk, which may use storages of other objects: see `own_storages`."""
         return iter(())
 
     def immovable(self) -> Iterator[tuple[str, str]]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.frameworks.known import frameworks_of
-from placement.ownership.adapter import Adapter, Seen
-from placement.ownership.detect import refuse_module
+from placement.core.weak_set import WeakIdSet
+from placement.frameworks.base import Advised
+from placement.frameworks.known import answering, frameworks_of
+from placement.ownership.adapter import TRACK, Adapter, Seen, refusal
 from placement.ownership.steady import MODULE_FIELDS, Steady
 from placement.tensors.plain import (
     LAZY_VIEW,
@@ -25,17 +26,21 @@ from placement.tensors.plain import (
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_sparse,
+    nbytes_of,
     nested_tensors,
     parts_of,
     problem_of,
+    problem_of_sparse,
     reference,
+    sparse_parts,
     with_index,
 )
-from placement.tensors.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
 
 _NO_TENSOR, _TENSOR, _CONTAINER, _OBJECT = range(4)
 _OF_FRAMEWORKS = frozenset({"accelerate", "bitsandbytes", "deepspeed", "megatron", "torchao", "transformer_engine", "veomni"})
 """The packages whose objects are left to the file in `frameworks`."""
+_SUPPORTED = "torch.nn.Module objects, also compiled, quantised, with adapters, under DDP, FSDP1, FSDP2, tensor parallel, DeepSpeed"
 
 
 class ModuleAdapter(Adapter):
@@ -60,15 +65,14 @@ class ModuleAdapter(Adapter):
         while type(inner).__name__ == "OptimizedModule" and (wrapped := inner._modules.get("_orig_mod")) is not None:
             inner = wrapped
         self._name = name
-        self._device = with_index(compute_device)
+        self.compute_device = with_index(compute_device)
         # `inner` is a key too: registering a module and its compiled wrapper would claim the same bytes twice.
         self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
         self._module: Callable[[], torch.nn.Module | None] = reference(inner)
         self._kinds: dict[type, int] = {}
         self._shown: dict[int, torch.Tensor] = {}
         self._steady: Steady | None = None
-        self._sparse: list[weakref.ref[torch.Tensor]] = []
-        """Sparse gradients that the last walk found."""
+        self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         """Name and tensor of gradients that cannot be moved, found by the last walk."""
         self._left: list[tuple[str, weakref.ref[torch.Tensor]]] = []
@@ -86,15 +90,15 @@ class ModuleAdapter(Adapter):
         if self.external is None:
             self.external = next(filter(None, (each.external for each in self.frameworks)), None)
         if self.external is None:
-            refuse_module(name, inner)
+            _refuse_parts(name, inner)
             for each in self.frameworks:
-                if (reason := each.refusal(self._device)) is not None:
+                if (reason := each.refusal(self.compute_device)) is not None:
                     raise RegistrationError(f"{name!r}: {reason}.")
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
             for item in self._collect(inner, []):
                 is_cache = type(item.tensor) is torch.Tensor and item.tensor.is_inference()  # moves; a weight could never be trained
-                if not is_cache and (problem := problem_of(item.tensor, self._device)) is not None:
+                if not is_cache and (problem := problem_of(item.tensor, self.compute_device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
             for path, problem in self.immovable():
                 raise RegistrationError(f"{name!r}: {path!r} {problem}.")
@@ -105,19 +109,19 @@ class ModuleAdapter(Adapter):
         Decided once, because after adoption every tensor of a module that was made on the CPU is on the accelerator.
         """
         weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
-        return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
+        return self.compute_device.type != "cpu" and any(weight.device == self.compute_device for weight in weights)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living([*self._immovable, *self._left]))
         return itertools.chain(super().kept_by_framework(), staying)
 
     def sparse(self) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
+        return iter(self._sparse)
 
     def immovable(self) -> Iterator[tuple[str, str]]:
         for path, tensor in _living(self._immovable):
             part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
-            problem = problem_of(tensor, self._device) if part is None else problem_of_sparse(part, self._device)
+            problem = problem_of(tensor, self.compute_device) if part is None else problem_of_sparse(part, self.compute_device)
             if problem is not None:
                 yield path, problem
 
@@ -162,22 +166,13 @@ class ModuleAdapter(Adapter):
 
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters as an optimizer has them. Sharded ones appear as wrappers, while `owned()` yields the tensors inside."""
-        module = self._module()
-        if module is None:
-            return []
-        own_tensors = self._own_tensors()
-        return list({id(own): own for own in (own_tensors.get(id(each), each) for each in module.parameters())}.values())
+        return [each for _, each in self.named_parameters()]
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the module that have a gradient now, including those that stay on the CPU."""
         parameters = [each for each in self.parameters() if each.grad is not None]
         known = {id(each) for each in parameters}
         return itertools.chain(parameters, (each for each in super().with_gradients() if id(each) not in known))
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device on which the module computes."""
-        return self._device
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
@@ -199,7 +194,8 @@ class ModuleAdapter(Adapter):
 
     def _collect(self, root: torch.nn.Module, modules: list[torch.nn.Module]) -> list[Owned]:
         """The tensors of a module tree. Its modules are added to `modules`."""
-        self._nests, self._sparse, self._immovable, self._left = False, [], [], []
+        self._nests, self._immovable, self._left = False, [], []
+        self._sparse.clear()
         held: dict[int, tuple[str, Any]] = {}
         found: list[Owned] = []
         self._other_names = {}
@@ -214,12 +210,10 @@ class ModuleAdapter(Adapter):
             visited.add(id(module))
             modules.append(module)
             fields = module.__dict__
-            for name, tensor in fields["_parameters"].items():
-                if tensor is not None:
-                    self._add(prefix + name, tensor, found, seen)
-            for name, tensor in fields["_buffers"].items():
-                if tensor is not None:
-                    self._add(prefix + name, tensor, found, seen)
+            for registry in (fields["_parameters"], fields["_buffers"]):
+                for name, tensor in registry.items():
+                    if tensor is not None:
+                        self._add(prefix + name, tensor, found, seen)
             self._add_attributes(prefix, fields, found, seen, held)
             if children := fields["_modules"]:
                 stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
@@ -244,7 +238,7 @@ class ModuleAdapter(Adapter):
             if all(key in transient for key in keys) or all(self._is_free(part) for _, part in parts_of(tensor, path)):
                 self._add(path, tensor, found, seen, any(transient.get(key, False) for key in keys if key is not None))
                 found[first:] = [replace(owned, held=True) for owned in found[first:]]
-            elif any(part.device == self._device and nbytes_of(part) for _, part in parts_of(tensor, "")):
+            elif any(part.device == self.compute_device and nbytes_of(part) for _, part in parts_of(tensor, "")):
                 self._left.append((path, weakref.ref(tensor)))
             self._nests = True
 
@@ -284,10 +278,10 @@ class ModuleAdapter(Adapter):
                 if has_bytes(part):
                     found.append(Owned(path, part, transient, wrapper))
             elif not self._stays(path, part):
-                if not is_plain(part, self._device):
+                if not is_plain(part, self.compute_device):
                     if self.hands_back:
                         continue
-                    raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
+                    raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self.compute_device)}.")
                 if not transient and not self.hands_back and is_lazy_view(part):  # a gradient moves with its range, and is in no state dict
                     raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard may be a view of padding, which has to move
@@ -314,10 +308,10 @@ class ModuleAdapter(Adapter):
             if self.external is not None:
                 found += parts
             elif not (self._cpu_stays and gradient.is_cpu):
-                if any(problem_of_sparse(each.tensor, self._device) for each in parts):
+                if any(problem_of_sparse(each.tensor, self.compute_device) for each in parts):
                     self._immovable.append((name, weakref.ref(gradient)))
                 else:
-                    self._sparse.append(weakref.ref(gradient))
+                    self._sparse.add(gradient)
                     found += parts
         elif self.external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
             self._immovable.append((name, weakref.ref(gradient)))
@@ -326,120 +320,12 @@ class ModuleAdapter(Adapter):
 
     def _is_free(self, part: torch.Tensor) -> bool:
         """Whether a part of a tensor that an object holds is on the device and can be moved from there."""
-        return part.device == self._device and (problem_of(part, self._device) is None or part.is_inference()) and not is_lazy_view(part)
+        if part.device != self.compute_device or is_lazy_view(part):
+            return False
+        return part.is_inference() or problem_of(part, self.compute_device) is None
 
     def _can_go(self, part: torch.Tensor) -> bool:
-        return (is_plain(part, self._device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)
-
-
-class CompositeAdapter(Adapter):
-    """Several modules registered as one object, such as the models of an engine. A subclass says which modules there are.
-
-    Args:
-        name: The handle's name, for errors.
-        adapt: makes the adapter of one module.
-        modules: the modules that the object has now.
-
-    Raises:
-        RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
-    """
-
-    def __init__(self, name: str, adapt: Callable[[torch.nn.Module], ModuleAdapter], modules: Sequence[torch.nn.Module]) -> None:
-        self._name = name
-        self._adapt = adapt
-        self._shares = False
-        """Whether a tensor was found in more than one of the modules."""
-        self._take([adapt(module) for module in modules])
-
-    def current_modules(self) -> Sequence[torch.nn.Module] | None:
-        """The modules that the object has now; None if they have not changed."""
-        return None
-
-    def _take(self, adapters: list[ModuleAdapter]) -> None:
-        """Be about these modules from now on."""
-        self._adapters = adapters
-        self.frameworks = [framework for adapter in adapters for framework in adapter.frameworks]
-        reasons = [adapter.external for adapter in adapters]
-        self.external = next(filter(None, reasons), None)
-        if any(reasons) and not all(reasons):
-            raise RegistrationError(
-                f"{self._name!r}: a framework moves {sum(map(bool, reasons))} of its {len(reasons)} modules itself "
-                f"({self.external}), but not the others. What to do: register these two kinds as separate engines, or with "
-                "external=True, so that all of them are tracked and never moved"
-            )
-
-    def _refresh(self) -> None:
-        """Make adapters for modules that were added, and forget those of modules that the object no longer has."""
-        modules = self.current_modules()
-        if modules is None or self._is_of(modules):
-            return
-        was_external = self.external
-        known = {id(key): adapter for adapter in self._adapters for key in adapter.key_objects()}
-        self._take([known.get(id(module)) or self._adapt(module) for module in modules])
-        if self._adapters and (self.external is None) is not (was_external is None):
-            raise RegistrationError(
-                f"{self._name!r} has other modules than when it was registered, and only the old or only the new ones are external "
-                f"({self.external or was_external}). What to do: unregister it, and register it again"
-            )
-
-    def _is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
-        keys = [{id(key) for key in adapter.key_objects()} for adapter in self._adapters]
-        return len(keys) == len(modules) and all(id(module) in of for of, module in zip(keys, modules, strict=True))
-
-    def module_adapters(self) -> Sequence[ModuleAdapter]:
-        return tuple(self._adapters)
-
-    def owned(self) -> Iterator[Owned]:
-        """The tensors of the modules that the object has now. The object may have replaced modules since it was registered.
-
-        While the object is handed back, those of the modules that are known already: a new one may be refused, and has no place yet.
-
-        Raises:
-            RegistrationError: a module cannot be moved.
-        """
-        if not self.hands_back:
-            self._refresh()
-        for adapter in self._adapters:
-            adapter.hands_back = self.hands_back
-        found = [owned for adapter in self._adapters for owned in adapter.owned()]
-        distinct = {id(owned.tensor): owned for owned in reversed(found)}
-        self._shares = len(distinct) < len(found)
-        return reversed(distinct.values()) if self._shares else iter(found)
-
-    def unchanged(self) -> Seen | None:
-        modules = self.current_modules()
-        if self._shares or (modules is not None and not self._is_of(modules)):
-            return None
-        seen = [adapter.unchanged() for adapter in self._adapters]
-        known = [each for each in seen if each is not None]
-        if not known or len(known) < len(seen):
-            return None
-        return Seen(*(list(itertools.chain.from_iterable(column)) for column in zip(*known, strict=True)))
-
-    def standing(self) -> object | None:
-        modules = self.current_modules()
-        if self._shares or (modules is not None and not self._is_of(modules)):
-            return None
-        found = [adapter.standing() for adapter in self._adapters]
-        return None if None in found else found
-
-    def key_objects(self) -> Sequence[Any]:
-        return [key for adapter in self._adapters for key in adapter.key_objects()]
-
-    def with_gradients(self) -> Iterator[torch.Tensor]:
-        return _distinct(tensor for adapter in self._adapters for tensor in adapter.with_gradients())
-
-    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        return (each for adapter in self._adapters for each in adapter.kept_by_framework())
-
-    def sparse(self) -> Iterator[torch.Tensor]:
-        return _distinct(tensor for adapter in self._adapters for tensor in adapter.sparse())
-
-    def immovable(self) -> Iterator[tuple[str, str]]:
-        return (each for adapter in self._adapters for each in adapter.immovable())
-
-    def other_names(self) -> Mapping[str, str]:
-        return {other: name for adapter in self._adapters for other, name in adapter.other_names().items()}
+        return (is_plain(part, self.compute_device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)
 
 
 def _living(noted: Iterable[tuple[str, weakref.ref[torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -458,6 +344,18 @@ def _kind_of(cls: type) -> int:
     return _OBJECT if has_fields(cls) and cls.__module__.partition(".")[0] not in _OF_FRAMEWORKS else _NO_TENSOR
 
 
-def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each tensor object once: modules may share some."""
-    return iter({id(tensor): tensor for tensor in tensors}.values())
+def _refuse_parts(name: str, module: torch.nn.Module) -> None:
+    """Refuse a module of which a part is sharded, wrapped or moved by a framework in a way that placement does not support."""
+    refused = [advised for each in answering("refused_modules") for advised in each.refused_modules]
+    asked = answering("refuse_part")
+    answers: dict[type, Advised | None] = {}
+    for path, part in module.named_modules():
+        where = f" (submodule {path!r})" if path else ""
+        cls = type(part)
+        if cls not in answers:
+            answers[cls] = next((advised for advised in refused if advised.cls.is_of(part)), None)
+        if (advised := answers[cls]) is not None:
+            raise refusal(f"{name!r}{where}: {cls.__module__}.{cls.__qualname__}", _SUPPORTED, advised.advice)
+        for each in asked:
+            if (reason := each.refuse_part(part)) is not None:
+                raise refusal(f"{name!r}{where}: {reason[0]}", _SUPPORTED, f"{reason[1]}, {TRACK}")

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
-from placement.ownership.adapter import Adapter, Seen
-from placement.ownership.detect import external_optimizer, refuse_optimizer
+from placement.ownership.adapter import TRACK, Adapter, Seen, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
@@ -29,23 +27,26 @@ from placement.ownership.optimizer_state import (
     tensors_beside,
     tensors_in_groups,
     unborn_state,
-    wrapper_of,
 )
 from placement.ownership.steady import SteadyState
 from placement.tensors.plain import (
     LAZY_VIEW,
     PLAIN_TYPES,
     Owned,
+    has_bytes,
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_sparse,
+    owned_parts,
     parts_of,
     plain_parts,
     problem_of,
+    problem_of_sparse,
     reference,
+    sparse_parts,
     with_index,
 )
-from placement.tensors.sparse import is_sparse, problem_of_sparse, sparse_parts
 
 _CDATA = operator.attrgetter("_cdata")
 _LAYOUT = operator.attrgetter("layout")
@@ -80,11 +81,10 @@ class OptimizerAdapter(Adapter):
         self._name = name
         self._device = with_index(compute_device)
         self._steady: SteadyState | None = None
-        self._borrowed: list[weakref.ref[torch.Tensor]] = []
+        self._borrowed: WeakIdSet[torch.Tensor] = WeakIdSet()
         """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of a parameter in the state."""
-        self._sparse: list[weakref.ref[torch.Tensor]] = []
-        """Sparse state tensors that the last walk found."""
-        self._lent_gradients: list[weakref.ref[torch.Tensor]] = []
+        self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
+        self._lent_gradients: WeakIdSet[torch.Tensor] = WeakIdSet()
         """State tensors of the last walk that are the modules' gradients, or lie in their storages."""
         self._unborn: tuple[Unborn, ...] = ()
         """State still to be created, as far as the last `expected_sizes` could predict it."""
@@ -103,9 +103,9 @@ class OptimizerAdapter(Adapter):
                 f"What to do: {_advice(optimizer)}."
             )
         parameters = self.parameters()
-        self.external = "the caller says so (external=True)" if external else external_optimizer(objects, parameters, self._device)
+        self.external = "the caller says so (external=True)" if external else _external(objects, parameters, self._device)
         if self.external is None:
-            refuse_optimizer(name, objects)
+            _refuse(name, objects)
             for index, parameter in enumerate(parameters):
                 for _, part in parts_of(parameter, ""):
                     if (problem := problem_of(part, self._device)) is not None:
@@ -139,7 +139,7 @@ class OptimizerAdapter(Adapter):
         optimizers = [leaf.optimizer for leaf in leaves]
         if self.external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
-        if self._lent_gradients:  # they become the optimizer's own when the modules drop them
+        if any(True for _ in self._lent_gradients):  # they become the optimizer's own when the modules drop them
             return None
         staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
         if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
@@ -150,7 +150,8 @@ class OptimizerAdapter(Adapter):
         return SteadyState(optimizers, [each.tensor for each in owned])
 
     def _walk(self) -> Iterator[Owned]:
-        self._sparse, self._borrowed, self._lent_gradients = [], [], []
+        for noted in (self._sparse, self._borrowed, self._lent_gradients):
+            noted.clear()
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
@@ -169,7 +170,7 @@ class OptimizerAdapter(Adapter):
                     yield held
             for name, key, group, tensor in state_of(leaf):
                 if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
-                    self._lent_gradients.append(weakref.ref(tensor))
+                    self._lent_gradients.add(tensor)
                 if id(tensor) in seen or id(tensor) in gradients or (in_groups and not in_groups.isdisjoint(_storages((tensor,)))):
                     continue
                 seen.add(id(tensor))
@@ -181,21 +182,27 @@ class OptimizerAdapter(Adapter):
 
     def _parts(self, leaf: Leaf, name: str, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[Owned]:
         """The parts of a state tensor, but for those that stay on the CPU."""
-        is_external = self.external is not None
-        for path, part in plain_parts(tensor, name) if is_external else parts_of(tensor, name):
-            if is_external or not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
-                yield Owned(path, part, wrapper=wrapper_of(tensor, part))
+        for each in owned_parts(tensor, name):
+            if self.external is not None:
+                stays = not has_bytes(each.tensor)
+            else:
+                # torch's own step functions keep only counters on the CPU. Any other CPU state of theirs was created before the parameters
+                # came to the device, and must follow them. Other step functions may keep state on the CPU on purpose, so it stays.
+                is_counter = self.is_counter(leaf.optimizer, key, group, each.tensor)
+                stays = each.tensor.is_cpu and (is_counter or not self.follows(leaf.optimizer))
+            if not stays:
+                yield each
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
-        self._sparse.append(weakref.ref(tensor))
+        self._sparse.add(tensor)
         for path, part in sparse_parts(tensor, name):
             if self.external is None and not self.hands_back and (problem := problem_of_sparse(part, self._device)) is not None:
                 raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
 
     def sparse(self) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
+        return iter(self._sparse)
 
     def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
         """Yield a tensor to move; nothing if it has no bytes, or if they are in one of these storages. Refuse one that cannot be moved."""
@@ -207,15 +214,15 @@ class OptimizerAdapter(Adapter):
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
         storage, has_elements = owned.tensor.untyped_storage(), owned.tensor.numel() > 0
         if storage._cdata in storages or (storage.nbytes() and not has_elements):  # a rank without a part of a sharded parameter
-            self._borrowed.append(weakref.ref(owned.tensor))
+            self._borrowed.add(owned.tensor)
         elif has_elements:
             yield owned
 
     def borrowed(self) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in (alive() for alive in self._borrowed) if tensor is not None)
+        return iter(self._borrowed)
 
     def lent_gradients(self) -> set[int]:
-        return _storages(tensor for tensor in (alive() for alive in self._lent_gradients) if tensor is not None)
+        return _storages(self._lent_gradients)
 
     def stepped(self) -> Iterator[torch.Tensor]:
         return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
@@ -230,14 +237,6 @@ class OptimizerAdapter(Adapter):
         for name, tensor in tensors_beside(leaves, objects) if self.external is None else ():
             if id(tensor) not in steps:
                 yield from ((path, part) for path, part in plain_parts(tensor, name) if id(part) not in moved and part.numel() > 1)
-
-    def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
-        """Whether a CPU tensor of the state stays on the CPU.
-
-        torch's own step functions keep only counters on the CPU. Any other CPU state of theirs was created before the parameters came
-        to the device, and must follow them. Other step functions may keep state on the CPU on purpose, so it stays.
-        """
-        return self.is_counter(optimizer, key, group, tensor) or not self.follows(optimizer)
 
     def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
         """Whether a value of the state is a counter that torch keeps on the CPU."""
@@ -390,6 +389,26 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {part.untyped_storage()._cdata for each in found for _, part in plain_parts(each, "")}
 
 
+def _refuse(name: str, objects: Sequence[object]) -> None:
+    """Refuse an optimizer if it, or one inside it, keeps state where placement cannot find it or must not move it."""
+    for obj in objects:
+        for each in answering("refuse_optimizer"):
+            if (reason := each.refuse_optimizer(obj)) is not None:
+                found = f"{name!r}: {type(obj).__module__}.{type(obj).__qualname__}{reason[0]}"
+                supported = "the optimizers of torch.optim and their like, and wrappers that hold them"
+                raise refusal(found, supported, f"{reason[1]}, {TRACK}")
+
+
+def _external(objects: Sequence[object], parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
+    """The reason why a framework itself moves an optimizer's state; None if it does not."""
+    known = [advised for each in answering("external_optimizers") for advised in each.external_optimizers]
+    for obj in objects:
+        if (reason := next((advised.advice for advised in known if advised.cls.is_of(obj)), None)) is not None:
+            return reason
+    reasons = (each.places_state_of(parameters, compute_device) for each in answering("places_state_of"))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def _advice(obj: Any) -> str:
     """Advice what to register in place of an object that is none of the supported kinds."""
     if isinstance(obj, torch.Tensor | list | tuple | dict):
@@ -419,14 +438,10 @@ def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.
             if id(main) in models
         ]
     for index, main, gradients in found:
-        yield from _parts(f"main.{index}", main, is_gradient=False)
+        yield from owned_parts(main, f"main.{index}")
         for name, gradient in gradients:
             if gradient is not None:
-                yield from _parts(f"main.{index}.{name}", gradient, is_gradient=True)
-
-
-def _parts(name: str, tensor: torch.Tensor, *, is_gradient: bool) -> Iterator[Owned]:
-    return (Owned(path, part, is_gradient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
+                yield from owned_parts(gradient, f"main.{index}.{name}", transient=True)
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -171,11 +171,6 @@ def tensors_beside(leaves: Sequence[Leaf], objects: Sequence[Any]) -> Iterator[t
     yield from tensors_in_groups(leaves)
 
 
-def wrapper_of(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that wraps `part`; None if `tensor` is the part itself."""
-    return None if part is tensor else tensor
-
-
 def _label(owner: Any) -> str:
     return "unlisted" if isinstance(owner, torch.Tensor) else str(owner)
 

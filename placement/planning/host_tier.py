@@ -33,8 +33,11 @@ class HostTier:
         """Total time that was spent waiting for the disk."""
         return 0.0
 
-    def admit(self, handle: Handle, nbytes: int) -> None:
+    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
         """Make room for host memory that a registration is about to take.
+
+        Args:
+            needed: returns the bytes. It may look at every tensor, so it is called only where there is a limit.
 
         Raises:
             HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
@@ -83,7 +86,8 @@ class DiskTier(HostTier):
     def waited_seconds(self) -> float:
         return self._keeper.waited_seconds
 
-    def admit(self, handle: Handle, nbytes: int) -> None:
+    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
+        nbytes = needed()
         shares = {name: _share(holding) for name, holding in _holdings([*self._handles.values(), handle]).items()}
         check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
         held = sum(share.held_bytes for share in shares.values())

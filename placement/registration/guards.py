@@ -14,7 +14,7 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,10 +33,6 @@ from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
-
-
-class _Removable(Protocol):
-    def remove(self) -> None: ...
 
 
 def is_guard(hook: object) -> bool:
@@ -67,10 +63,6 @@ class _Guard:
                 "nor its host copy. Start data loaders before registering, or give them copies."
             )
         return handle
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        self.refuse_copy()
-        return nothing
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         self.refuse_copy()
@@ -328,12 +320,12 @@ class GatherGuard(_Guard):
             advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
 
-    def install(self, module: torch.nn.Module) -> _Removable:
+    def install(self, module: torch.nn.Module) -> Any:
         """Register the hook in front of the framework's own hooks. Torch would put it behind them."""
         removable: Any = module.register_state_dict_pre_hook(self)
         hooks: Any = module._state_dict_pre_hooks
         hooks.move_to_end(removable.id, last=False)
-        return cast("_Removable", removable)
+        return removable
 
 
 def own_methods(target: Any) -> list[str]:
@@ -421,43 +413,39 @@ class _Untouched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _parts(roots: list[torch.nn.Module]) -> Iterable[torch.nn.Module]:
-    """The submodules of a handle's modules, each once."""
-    return {id(part): part for root in roots for part in root.modules() if not any(part is each for each in roots)}.values()
-
-
-def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
+def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
-    hooks: list[_Removable] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
-    gathers = handle.adapter is not None and handle.adapter.gathers is not None
+    hooks: list[Any] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
+    owner, gathers = _Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
+    objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
-    for kind, parts in ((PartGuard, _parts(roots)), (StateDictGuard, roots)):
-        for part in parts:
-            hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
-            hooks.append(part.register_state_dict_post_hook(kind(handle)))
-            hooks.append(StateDictCall(_Guard(handle).handle, part))
-            hooks.extend(_zero_calls(handle, part))
-            if gathers:
-                hooks.append(GatherGuard(handle).install(part))
-            hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
-            _install_for_peft(handle, part, hooks)
-    for target in objects:
-        if handle.kind == "optimizer" and not isinstance(target, torch.nn.Module):
-            _install_on_optimizer(handle, target, hooks)
+    kinds: dict[torch.nn.Module, type[StateDictGuard]] = dict.fromkeys((part for root in roots for part in root.modules()), PartGuard)
+    for part, kind in (kinds | dict.fromkeys(roots, StateDictGuard)).items():
+        hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
+        hooks.append(part.register_state_dict_post_hook(kind(handle)))
+        hooks.append(StateDictCall(owner, part))
+        _install_zero_calls(owner, part, hooks)
+        if gathers:
+            hooks.append(GatherGuard(handle).install(part))
+        hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
+        _install_for_peft(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
+        for target in objects:
+            if target not in roots:
+                _install_on_optimizer(handle, target, hooks)
         for each in handle.adapter.objects():
-            for name in own_methods(each):
-                hooks.append(OwnMethodCall(_Guard(handle).handle, each, name))
+            hooks.extend(OwnMethodCall(owner, each, name) for name in own_methods(each))
     _install_on_calls(handle, roots, hooks)
     return hooks
 
 
-def _zero_calls(handle: Handle, target: Any) -> Iterator[ZeroCall]:
-    names = [name for name in ("zero_grad", "zero_grad_buffer") if callable(getattr(type(target), name, None))]  # the second: Megatron's
-    return (ZeroCall(_Guard(handle).handle, target, name) for name in names)  # one by one, as `install` says
+def _install_zero_calls(owner: Callable[[], Handle | None], target: Any, hooks: list[Any]) -> None:
+    for name in ("zero_grad", "zero_grad_buffer"):  # the second: Megatron's
+        if callable(getattr(type(target), name, None)):
+            hooks.append(ZeroCall(owner, target, name))
 
 
-def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[_Removable]) -> None:
+def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[Any]) -> None:
     if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
         hooks.extend(MethodCall(ReadGuard(handle, "merged with its adapters"), part, name) for name in ("merge", "unmerge"))
     elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
@@ -481,7 +469,7 @@ def _is_guarded(module: torch.nn.Module, handle: Handle) -> bool:
     return any(isinstance(hook, ForwardGuard) and hook.handle() is handle for hook in module._forward_pre_hooks.values())
 
 
-def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[_Removable]) -> None:
+def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[Any]) -> None:
     if (holding := handle.holding) is None:
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
@@ -502,7 +490,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
             calls.refuse()
 
 
-def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) -> None:
+def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves.
 
     The optimizers inside another one get hooks of their own.
@@ -521,7 +509,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) 
     if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
         hooks.append(StateDictCall(_Guard(handle).handle, target))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
-        hooks.extend(_zero_calls(handle, target))
+        _install_zero_calls(_Guard(handle).handle, target, hooks)
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
         plain = getattr(type(target), name, None)
         if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:

@@ -36,12 +36,11 @@ class MethodCall:
         theirs = vars(target).get(name)
         plain = getattr(type(target), name) if theirs is None else theirs
 
-        @functools.wraps(plain)
         def call(self_: Any, *args: Any, **kwargs: Any) -> Any:
             method = functools.partial(plain, self_) if theirs is None else plain
             return self.run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
 
-        bound = _Bound(call, target, name, theirs)
+        bound = _Bound(call, plain, target, name, theirs)
         self._bound = weakref.ref(bound)  # weak: it may hold the object, which the handle, our holder, must not keep alive
         vars(target)[name] = bound
 
@@ -65,8 +64,8 @@ class MethodCall:
 class _Bound:
     """A bound method that does not keep its object alive. An ordinary one in the object's own fields would, until the next collection."""
 
-    def __init__(self, function: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
-        functools.update_wrapper(self, function)
+    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
+        functools.update_wrapper(self, plain)
         self.__func__ = function
         self._target, self._name, self.theirs = reference(target), name, theirs
 

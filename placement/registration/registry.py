@@ -11,6 +11,7 @@ import gc
 import hashlib
 import itertools
 import logging
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,9 +29,8 @@ from placement.engines.base import Engine, EngineAdapter
 from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.group.protocol import Stage
 from placement.group.vote import GroupVote
-from placement.ownership import adapter_for
 from placement.ownership.adapter import Adapter
-from placement.ownership.detect import captured_collectives
+from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
@@ -63,10 +63,6 @@ def _collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def _admit(handle: Handle, nbytes: int) -> None:
-    """Admit every handle: there is no limit on host memory."""
-
-
 class Registry:
     """The handles of one manager, in registration order."""
 
@@ -86,8 +82,8 @@ class Registry:
         self._when_gone = when_gone
         self._streaming = streaming
         self._settings = settings
-        self.admit: Callable[[Handle, int], None] = _admit
-        """Called before a handle takes so many more bytes of host memory. Raises HostMemoryError where they must not be taken."""
+        self.admit: Callable[[Handle, Callable[[], int]], None]
+        """See `HostTier.admit`. Set by the manager's `PlanExecutor`."""
         self._has_warned = False
 
     def add(
@@ -202,12 +198,12 @@ class Registry:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
             holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
-                self.admit(handle, holding.expected_host_bytes())
+                self.admit(handle, holding.expected_host_bytes)
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
                 handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
-            if not self._has_warned and (reason := captured_collectives()) is not None:
+            if not self._has_warned and (reason := _captured_collectives()) is not None:
                 self._has_warned = True
                 _logger.warning("%s", reason)
         else:
@@ -233,7 +229,8 @@ class Registry:
         if isinstance(target, Engine):
             handle.built_object = target  # nobody else holds it if it was made in the call of register()
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
-        return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+        cls = ModuleAdapter if isinstance(target, torch.nn.Module) else OptimizerAdapter
+        return cls(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
     def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
         """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it.
@@ -243,7 +240,7 @@ class Registry:
         sizes = adapter.expected_sizes()
         parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         try:
-            self.admit(handle, holding.scanner.host_bytes_for(sizes or (), parts))
+            self.admit(handle, lambda: holding.scanner.host_bytes_for(sizes or (), parts))
             holding.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()
@@ -290,6 +287,23 @@ class Registry:
             if any(each is parameter for adapter in other.module_adapters() for each in adapter.parameters()):
                 return other
         return None
+
+
+def _captured_collectives() -> str | None:
+    """A warning that CUDA graphs with collectives may hang after a handle has moved, and what to do; None if they cannot.
+
+    NCCL registers the buffers of a captured collective by the physical memory behind them, unless NCCL_GRAPH_REGISTER is 0. placement
+    cannot see what a graph has captured, so it warns whenever NCCL is in use.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    if "nccl" not in str(distributed.get_backend_config()).lower():
+        return None
+    return (
+        "NCCL is in use and NCCL_GRAPH_REGISTER is not 0: a CUDA graph that captures a collective over registered memory may hang when "
+        "it is replayed after that memory was offloaded and loaded. If you capture any, set NCCL_GRAPH_REGISTER=0 before NCCL starts."
+    )
 
 
 _ADVICE = "or register it without replicated=True"

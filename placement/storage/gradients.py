@@ -11,8 +11,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee
 from placement.storage.range import Range
 from placement.storage.scan import lent_gradients
-from placement.tensors.plain import parts_of
-from placement.tensors.sparse import is_sparse, sparse_parts
+from placement.tensors.plain import is_sparse, parts_of, sparse_parts
 
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,8 +27,7 @@ from placement.storage.range import Range
 from placement.storage.scan import StorageScanner, borrowed, note_borrowed, stepped, tensors_of_all_objects
 from placement.storage.state_dicts import handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.tensors.plain import Owned, align_all, has_storage, is_leaf, is_plain_type
-from placement.tensors.sparse import follow
+from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, RangeLayout, byte_view, expected_bytes
 from placement.storage.range import ObjectRanges, PlacedStorage, Range, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
-from placement.tensors.plain import Owned, align_all
-from placement.tensors.sparse import is_sparse, own_storages
+from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
 _STORAGE = torch.Tensor.untyped_storage

@@ -30,8 +30,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
 from placement.storage.nan_check import has_nan
 from placement.storage.range import ObjectRanges, Range
-from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
-from placement.tensors.sparse import is_sparse, made_of
+from placement.tensors.plain import align, has_storage, is_plain_type, is_sparse, is_wrapper, made_of, parts_of, rewrapped, version_of
 
 _Span = tuple[int, int]
 """Addresses in host memory, from the first up to the last (not included)."""

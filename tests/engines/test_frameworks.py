@@ -15,9 +15,8 @@ from torch import nn
 
 from placement import Engine, EngineError, Lazy, NotResidentError, RegistrationError, State, TorchEngine
 from placement.engines.base import EngineAdapter
-from placement.frameworks.base import Framework
 from placement.ownership.adapter import Adapter
-from placement.ownership.module import CompositeAdapter, ModuleAdapter
+from placement.ownership.module import ModuleAdapter
 from placement.testing import assert_nothing_resident
 from tests.engines import matrix_worker as worker
 from tests.sharded import test_quantized, training
@@ -317,29 +316,33 @@ class Telling(ModuleAdapter):
 
     told: ClassVar[list[Any]] = []
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, name="rollout", compute_device=CPU)
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
         self.tensor = torch.ones(1)
-        self.frameworks = [Framework()]
+
+
+@pytest.fixture
+def engine() -> Several:
+    return Several(net(), net())
+
+
+@pytest.fixture
+def adapter(engine: Several, monkeypatch: pytest.MonkeyPatch) -> EngineAdapter:
+    monkeypatch.setattr("placement.engines.base.ModuleAdapter", Telling)
+    return EngineAdapter(engine, name="rollout", compute_device=CPU)
 
 
 QUESTIONS = {name: getattr(Adapter, name) for name in vars(ModuleAdapter) if callable(getattr(Adapter, name, None)) and name[0] != "_"}
 """What a module's adapter does not leave to the defaults of `Adapter`."""
 
 
-def test_the_frameworks_of_every_module_are_asked() -> None:
-    composite = CompositeAdapter("rollout", Telling, [net(), net()])
-    assert composite.frameworks == [each for part in composite.module_adapters() for each in part.frameworks]
-    assert len(composite.frameworks) == 2
-
-
 def test_no_question_to_a_module_falls_through_to_a_default() -> None:
     assert len(QUESTIONS) > 8
-    assert QUESTIONS.keys() <= vars(CompositeAdapter).keys()
+    assert QUESTIONS.keys() <= vars(EngineAdapter).keys()
 
 
 @pytest.mark.parametrize("name", sorted(QUESTIONS.keys() - {"key_objects", "module_adapters", "owned", "unchanged"}))
-def test_every_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_is_asked(adapter: EngineAdapter, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(self: Telling) -> Any:
         self.told.append(self)
         wanted = str(inspect.signature(QUESTIONS[name]).return_annotation)
@@ -347,30 +350,25 @@ def test_every_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             return {str(id(self)): "a"}
         return iter((self.tensor,)) if "Iterator[torch.Tensor]" in wanted else iter((("a", "1"),))
 
-    composite = CompositeAdapter("rollout", Telling, [net(), net()])
     monkeypatch.setattr(Telling, name, answer)
     Telling.told.clear()
-    assert len(list(getattr(composite, name)())) == 2
-    assert Telling.told == list(composite.module_adapters())
+    assert len(list(getattr(adapter, name)())) == 2
+    assert Telling.told == list(adapter.module_adapters())
 
 
-def test_all_of_them_know_that_the_object_is_handed_back() -> None:
+def test_all_of_them_know_that_the_object_is_handed_back(engine: Several, adapter: EngineAdapter) -> None:
     class Special(nn.Parameter):
         """A kind that cannot be moved."""
 
-    parts = [net(), net()]
-    composite = CompositeAdapter("rollout", Telling, parts)
-    moved = len(list(composite.owned()))
-    parts[1].special = Special(torch.ones(1))
+    moved = len(list(adapter.owned()))
+    engine.parts[1].special = Special(torch.ones(1))
     with pytest.raises(RegistrationError, match="Special"):
-        list(composite.owned())
-    composite.hands_back = True
-    assert len(list(composite.owned())) == moved
+        list(adapter.owned())
+    adapter.hands_back = True
+    assert len(list(adapter.owned())) == moved
 
 
-def test_unchanged_is_what_all_of_them_say() -> None:
-    engine = Several(net(), net())
-    adapter = EngineAdapter(engine, name="rollout", compute_device=CPU)
+def test_unchanged_is_what_all_of_them_say(engine: Several, adapter: EngineAdapter) -> None:
     owned = list(adapter.owned())
     seen = adapter.unchanged()
     assert seen is not None

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from placement import NotResidentError, RegistrationError
-from placement.ownership import adapter_for
+from placement.ownership.module import ModuleAdapter
+from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.worker import make_manager
@@ -159,7 +160,7 @@ def test_weights_that_bitsandbytes_has_yet_to_quantise_are_refused(kind: str) ->
     model.to("cpu")
     elsewhere = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
     with pytest.raises(RegistrationError, match=r"quantised by bitsandbytes and is on cpu.*model\.to\('meta'\)"):
-        adapter_for(model, name="actor", compute_device=elsewhere)
+        ModuleAdapter(model, name="actor", compute_device=elsewhere)
 
 
 # --- optimizers
@@ -252,8 +253,8 @@ def test_paged_optimizers_are_refused() -> None:
 
     model = nn.Linear(4, 4)
     with pytest.raises(RegistrationError, match=r"PagedAdamW8bit.*managed memory.*not paged: placement offloads it"):
-        adapter_for(bnb.optim.PagedAdamW8bit(model.parameters()), name="adam", compute_device=CPU)
-    assert adapter_for(bnb.optim.AdamW8bit(model.parameters()), name="adam", compute_device=CPU).external is None
+        OptimizerAdapter(bnb.optim.PagedAdamW8bit(model.parameters()), name="adam", compute_device=CPU)
+    assert OptimizerAdapter(bnb.optim.AdamW8bit(model.parameters()), name="adam", compute_device=CPU).external is None
 
 
 def test_an_optimizer_of_torchao_that_steps_on_the_cpu_is_external() -> None:

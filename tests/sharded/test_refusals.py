@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import IntegrityError, RegistrationError
-from placement.ownership import adapter_for
+from placement.ownership.module import ModuleAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
@@ -221,4 +221,4 @@ def test_integers_that_were_copied_from_offloaded_memory_are_found_and_put_back(
     with manager.phase("log_prob"):
         assert model.steps.tolist() == [-1] * 6
     assert_nothing_resident(manager)
-    assert adapter_for(model, name="again", compute_device=CPU).external is None
+    assert ModuleAdapter(model, name="again", compute_device=CPU).external is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from placement import Manager
-from placement.ownership import adapter_for
+from placement.ownership.module import ModuleAdapter
 from placement.storage.range import ObjectRanges
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import align, rewrapped
@@ -106,7 +106,7 @@ def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
     live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
     handed_out = StateDictTensors(
         SimulatedDevice(1 << 16),
-        adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu")),
+        ModuleAdapter(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu")),
         ObjectRanges("actor"),
     )
     shown: Any = handed_out.hand_out(live, from_host=False)

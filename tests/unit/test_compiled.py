@@ -169,26 +169,28 @@ def test_a_compiled_wrapper_that_was_registered_itself() -> None:
     wrapper = compiler(counter)(model)
     with torch.no_grad():
         wanted = wrapper(batch())
-    manager.register("actor", wrapper, role="actor")
+    handle = manager.register("actor", wrapper, role="actor")
     assert_guarded(manager, wrapper, wanted, counter, 1)
     assert_guarded(manager, model, wanted, counter, 1)
+    assert handle.weights_info()[0].name == "0.weight"
 
 
-def test_a_wrapper_around_a_class_of_torch_that_is_made_while_offloaded_works_without_compiling() -> None:
-    counter, manager, model = CompileCounter(), make_manager(), net()
+@pytest.mark.parametrize(
+    ("root", "form", "graphs"),
+    [
+        ("block", "wrapper", 1),
+        ("block", "in place", 1),
+        ("block", "function", 1),
+        ("block", "function of forward", 1),
+        ("sequential", "wrapper", 0),  # it works without being compiled
+    ],
+)
+def test_a_module_that_is_compiled_while_offloaded_is_refused(root: str, form: str, graphs: int) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
     with torch.no_grad():
         wanted = model(batch())
     manager.register("actor", model, role="actor")
-    assert_guarded(manager, compiler(counter)(model), wanted, counter, 0)
-
-
-@pytest.mark.parametrize("form", ["wrapper", "in place", "function", "function of forward"])
-def test_a_module_of_a_class_of_its_own_can_be_compiled_while_offloaded(form: str) -> None:
-    counter, manager, model = CompileCounter(), make_manager(), Block()
-    with torch.no_grad():
-        wanted = model(batch())
-    manager.register("actor", model, role="actor")
-    assert_guarded(manager, of_root(compiler(counter), model)[form](), wanted, counter, 1)
+    assert_guarded(manager, of_root(compiler(counter), model)[form](), wanted, counter, graphs)
 
 
 def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -> None:

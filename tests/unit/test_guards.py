@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch.nn import functional
 
 import placement
 from placement import PHASES, Handle, NotResidentError, PhaseError, PlacementError, Plan, State, View
@@ -22,18 +20,6 @@ from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(model: torch.nn.Module, counter: Any) -> Any:
-    return torch.compile(model, backend=counter)
-
 
 # --- what raises
 
@@ -175,17 +161,6 @@ def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
         ReadGuard(worker.actor)()
 
 
-# --- what slips past
-
-
-def test_reads_past_a_guard_are_nan_and_break_nothing() -> None:
-    worker = Worker()
-    assert functional.linear(batch(), worker.net[0].weight).isnan().all()
-    assert worker.net[0].weight.sum().isnan()
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.net.state_dict()), dict(worker.values))
-
-
 # --- copies and pickles
 
 
@@ -219,59 +194,6 @@ def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregister
 
 
 # --- torch.compile
-
-
-def test_guards_of_a_compiled_wrapper_cost_no_graph_and_no_recompilation(dynamo: None) -> None:
-    plain = CompileCounter()
-    compiled(net(), plain)(batch())
-    counter, manager, model = CompileCounter(), make_manager(), net()
-    wrapper = compiled(model, counter)
-    values = copy.deepcopy(model.state_dict())
-    handle = manager.register("actor", wrapper, role="actor")
-    with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
-        wrapper(batch())
-    assert counter.frame_count == 0  # refused before anything was compiled
-    for _ in range(3):
-        with manager.phase("log_prob"), torch.no_grad():
-            found = wrapper(batch())
-        with pytest.raises(NotResidentError):
-            wrapper(batch())
-        with pytest.raises(NotResidentError):
-            model(batch())
-    assert counter.frame_count == plain.frame_count == 1
-    assert counter.op_count == plain.op_count
-    assert handle.weights_info()[0].name == "0.weight"
-    twin = net()
-    twin.load_state_dict(values)
-    assert_same(found, twin(batch()).detach())
-    assert_same({name.removeprefix("_orig_mod."): value for name, value in handle.state_dict().items()}, dict(values))
-
-
-def test_guards_do_not_break_a_full_graph(dynamo: None) -> None:
-    manager, model = make_manager(), net()
-    wrapper = torch.compile(model, backend="eager", fullgraph=True)
-    manager.register("actor", wrapper, role="actor")
-    with manager.phase("log_prob"):
-        wrapper(batch())
-    explanation = torch._dynamo.explain(model)
-    with manager.phase("log_prob"):
-        explained = explanation(batch())
-    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-    with pytest.raises(NotResidentError):
-        wrapper(batch())
-
-
-def test_training_through_a_compiled_wrapper_compiles_once(dynamo: None) -> None:
-    counter, manager, model = CompileCounter(), make_manager(), net()
-    wrapper = compiled(model, counter)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager.register("actor", wrapper, role="actor")
-    manager.register("adam", adam)
-    for seed in range(4):
-        with manager.phase("train"):
-            learn(wrapper, adam, seed)
-    assert counter.frame_count == 1
-    assert_nothing_resident(manager)
 
 
 def test_compiled_wrapper_and_inner_module_are_one_object() -> None:
