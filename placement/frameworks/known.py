@@ -11,17 +11,13 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.frameworks.accelerate import Accelerate
 from placement.frameworks.base import Framework, OwnState
-from placement.frameworks.bitsandbytes import Bitsandbytes
 from placement.frameworks.deepspeed import DeepSpeed
 from placement.frameworks.fsdp1 import FSDP1
-from placement.frameworks.fsdp2 import FSDP2
+from placement.frameworks.fsdp2 import FSDP2, VeOmni
+from placement.frameworks.low_precision import Bitsandbytes, TorchAO, TransformerEngine
 from placement.frameworks.megatron import Megatron, MegatronFSDPShards
-from placement.frameworks.pytorch import DDP, TorchWrappers
-from placement.frameworks.torchao import TorchAO
-from placement.frameworks.transformer_engine import TransformerEngine
-from placement.frameworks.veomni import VeOmni
+from placement.frameworks.pytorch import DDP, Accelerate, TorchWrappers
 from placement.tensors import plain
 
 GROUP = "placement.frameworks"

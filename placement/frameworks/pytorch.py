@@ -1,4 +1,4 @@
-"""torch's own wrappers: DistributedDataParallel, compiled and checkpointed modules, and those that placement refuses.
+"""torch's own wrappers: DistributedDataParallel, compiled and checkpointed modules, and those that placement refuses. Accelerate's hooks.
 
 DistributedDataParallel's reducer averages gradients in buckets. With `gradient_as_bucket_view=True` gradients are views of the buckets. A
 bucket's storage then moves with them, and stays valid for the reducer, which has the same storage. placement can find a bucket only
@@ -156,3 +156,26 @@ class TorchWrappers(Framework):
             return None
         found = " with overlap_with_ddp=True, which steps inside the backward pass and moves parameters into buckets on the way,"
         return found, "leave overlap_with_ddp out"
+
+
+class Accelerate(Framework):
+    """accelerate's hooks on modules, and the device maps that transformers passes to it."""
+
+    packages = ("accelerate",)
+
+    @classmethod
+    def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
+        if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):
+            found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
+            return found, "call remove_hook_from_submodules(model), or load without device_map"
+        device_map = part.__dict__.get("hf_device_map")
+        if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
+            return f"a device map with {len(device_map)} entries on several devices", "load without device_map"
+        return None
+
+
+def _moves_weights(hook: Any) -> bool:
+    """Whether a hook of accelerate may move weights at a forward pass. With a device map of one device it moves only the inputs."""
+    if is_a(hook, "accelerate.hooks", "SequentialHook"):
+        return any(_moves_weights(each) for each in hook.hooks)
+    return not is_a(hook, "accelerate.hooks", "AlignDevicesHook") or bool(hook.offload)

@@ -1,16 +1,20 @@
-"""bitsandbytes: quantised weights, whose statistics are in objects beside the parameter, and 8-bit optimizers."""
+"""Libraries for low precision: bitsandbytes, torchao and TransformerEngine.
+
+torchao's quantised weights need no code here, because they are wrappers that list their tensors.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core.lazy_names import is_a
-from placement.frameworks.base import Framework, Named
-from placement.tensors.plain import Owned, has_bytes, reference
+from placement.frameworks.base import Advised, Framework, Named
+from placement.tensors.plain import Owned, has_bytes, nested_tensors, reference
 
 _WEIGHTS = "bitsandbytes.nn.modules"
 _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
@@ -117,3 +121,56 @@ def _staying(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield "nested_offset", state.offset
     if state.state2 is not None:
         yield "nested_quant_map", state.state2.code
+
+
+_OFFLOADED = Named("torchao.optim.cpu_offload", "CPUOffloadOptimizer")
+
+
+class TorchAO(Framework):
+    """torchao's `CPUOffloadOptimizer`, which steps copies of the parameters on the CPU."""
+
+    packages = ("torchao",)
+    external_optimizers = (Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),)
+
+    @classmethod
+    def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        optimizer: Any
+        for optimizer in objects:
+            if _OFFLOADED.is_of(optimizer):
+                found |= {id(copy): own for own, copy in optimizer.param_d2h_map.items()}
+        return found
+
+
+_TE_MODULE = "transformer_engine.pytorch.module.base"
+
+
+class TransformerEngine(Framework):
+    """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
+
+    packages = (_TE_MODULE,)
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = weakref.ref(root)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> TransformerEngine | None:
+        found = cls(root)
+        return found if any(found._modules()) else None
+
+    def caches(self) -> Iterator[torch.Tensor]:
+        for module in self._modules():
+            yield from (tensor for _, tensor in nested_tensors(module.__dict__.get("_fp8_workspaces"), ""))
+
+    def drop_caches(self) -> None:
+        for module in self._modules():
+            if isinstance(workspaces := module.__dict__.get("_fp8_workspaces"), dict):
+                workspaces.clear()
+        for name in (_TE_MODULE, "transformer_engine.pytorch.module._common"):
+            if isinstance(gradients := getattr(sys.modules.get(name), "_dummy_wgrads", None), dict):
+                gradients.clear()
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        root = self._root()
+        if root is not None and _TE_MODULE in sys.modules:
+            yield from (part for part in root.modules() if is_a(part, _TE_MODULE, "TransformerEngineBaseModule"))
