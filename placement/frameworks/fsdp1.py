@@ -209,7 +209,7 @@ class FlatWeight(Weight):
 
     def __init__(self, handle: Any, index: int, start: int) -> None:
         flat = handle.flat_param
-        super().__init__(flat._shapes[index], flat.dtype)
+        self.shape, self.dtype = flat._shapes[index], flat.dtype
         self._handle = handle
         self._start = start
         self._stride = None if flat._contiguities[index] else flat._strides[index]

@@ -257,7 +257,7 @@ class ExpertWeight(Weight):
     def __init__(self, part: Weight, mesh: Any, placement: Any) -> None:
         shape = list(part.shape)
         shape[placement.dim] *= mesh.size()
-        super().__init__(torch.Size(shape), part.dtype)
+        self.shape, self.dtype = torch.Size(shape), part.dtype
         self._part = part
         self._mesh = mesh
         self._placement = placement
