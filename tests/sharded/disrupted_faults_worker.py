@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import io
 from typing import Any
 
 import pytest
@@ -132,31 +131,6 @@ def collected(name: str) -> None:
     manager.close()
 
 
-def two_managers(name: str) -> None:
-    """Each moves its own model; a model of one is refused by the other."""
-    programs, managers = [], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        programs.append(PROGRAMS[name]("cpu"))
-        managers.append(placement.Manager(device=simulated()))
-        programs[-1].register(managers[-1])
-    with pytest.raises(placement.RegistrationError, match="belongs to 'actor'"):
-        managers[1].register("stolen", programs[0].model)
-    losses = [[], []]
-    for step in range(3):
-        with managers[0].phase("train"), managers[1].phase("train"):
-            for index, program in enumerate(programs):
-                losses[index].append(training.as_bytes(program.learn(step)))
-        for manager in managers:
-            assert_nothing_resident(manager)
-    assert losses[0] == losses[1]
-    managers[0].close()
-    with managers[1].phase("log_prob"):
-        other = training.as_bytes(programs[1].evaluate(7))
-    assert training.as_bytes(programs[0].evaluate(7)) == other
-    managers[1].close()
-
-
 def readonly(name: str) -> None:
     """A reference is never copied back, and a write to it is found and undone."""
     torch.manual_seed(0)
@@ -231,30 +205,5 @@ def copies(name: str) -> None:
         rows = one_of_each.rows(5 * 2, "cpu", same_data=name == "tensor_parallel")
         loss = training.Program(other, None, lambda number: other(rows).float().square().mean())
         assert training.as_bytes(loss.evaluate(5)) == wanted
-    assert_nothing_resident(manager)
-    manager.close()
-
-
-def dict_of(name: str) -> None:
-    """A sharded state dict that was taken while resident is readable while offloaded, and torch.save writes it whole."""
-    torch.manual_seed(0)
-    program = PROGRAMS[name]("cpu")
-    manager = placement.Manager(device=simulated())
-    program.register(manager)
-    with manager.phase("train"):
-        program.learn(0)
-    with manager.phase("log_prob"):
-        shown = program.model.state_dict()
-        values = {key: training.as_bytes(part) for key, value in shown.items() for _, part in training.local_parts(value)}
-    now = {key: training.as_bytes(part) for key, value in shown.items() for _, part in training.local_parts(value)}
-    assert now == values
-    offloaded = program.model.state_dict()
-    assert {k: training.as_bytes(part) for k, value in offloaded.items() for _, part in training.local_parts(value)} == values
-    file = io.BytesIO()
-    torch.save({key: part for key, value in offloaded.items() for _, part in training.local_parts(value)}, file)
-    file.seek(0)
-    assert {key: training.as_bytes(value) for key, value in torch.load(file).items()} == values
-    with manager.phase("train"):
-        program.learn(1)
     assert_nothing_resident(manager)
     manager.close()

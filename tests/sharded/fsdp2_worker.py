@@ -217,31 +217,6 @@ def hybrid_fsdp2() -> Program:
     return Hybrid(model, optimizer, functools.partial(loss_of, model), phases=(("train", "backward"), ("train", "learn")))
 
 
-@dataclass
-class Apart(Program):
-    """Forward in one phase, backward in the next: the graph lives across the phase transition."""
-
-    graph: torch.Tensor | None = None
-
-    def forward(self, step: int) -> torch.Tensor:
-        self.graph = self.loss(step)
-        return self.graph.detach().clone()
-
-    def learn(self, step: int) -> torch.Tensor:
-        graph, self.graph = self.graph, None
-        assert graph is not None
-        graph.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return next(iter(self.optimizer.state.values()))["exp_avg"].to_local().sum()
-
-
-def fsdp2_with_a_live_graph() -> Program:
-    model = sharded(Model(blocks=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return Apart(model, optimizer, functools.partial(loss_of, model), phases=(("train", "forward"), ("train", "learn")))
-
-
 def several_meshes() -> Program:
     """Parameters of one module on two meshes, so that it has two groups (torch 2.13 on)."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult

@@ -141,35 +141,6 @@ def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(t
     two_ranks.run(_never_started, when)
 
 
-def _shapes_without_collectives() -> list[Any]:
-    """In every state, and on rank 0 alone, which would hang in any collective."""
-    found = []
-    for build in ("fsdp2", "fsdp1_flat", "fsdp2_external"):
-        module = BUILDS[build](worker.Model())
-        manager = manager_of()
-        actor = manager.register("actor", module, role="actor")
-        if dist.get_rank() == 0:
-            found.append(actor.weights_info())
-        with manager.phase("log_prob") as phase:
-            with torch.no_grad():
-                module(worker.tokens())
-            if dist.get_rank() == 0:
-                found.append(actor.weights_info())
-            phase.switch("weight_sync")
-            if dist.get_rank() == 0:
-                found.append(actor.weights_info())
-        dist.barrier()
-    return found
-
-
-def test_asking_for_names_and_shapes_takes_one_rank_only(two_ranks: Ranks) -> None:
-    found, nothing = two_ranks.run(_shapes_without_collectives, deadline_seconds=30.0)
-    assert nothing == []
-    assert len(found) == 9
-    assert all(each == found[0] for each in found)
-    assert [tuple(info.shape) for info in found[0]] == [tuple(value.shape) for value in wanted_of(worker.Model()).values()]
-
-
 # --- one process
 
 

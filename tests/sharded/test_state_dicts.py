@@ -32,10 +32,6 @@ def test_a_load_raises_the_counters_of_what_was_written(kind: str, two_ranks: Ra
     two_ranks.run(worker.versions, kind)
 
 
-def test_a_held_state_dict_follows_on_one_rank(one_rank: Ranks) -> None:
-    one_rank.run(worker.held, "fsdp2")
-
-
 @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
 def test_what_is_handed_out_while_offloaded_can_be_gathered(kind: str, two_ranks: Ranks) -> None:
     two_ranks.run(worker.gathered, kind)
