@@ -8,18 +8,17 @@ storage, and gathers from it. So placement moves the storage, and does not repla
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core.lazy_names import is_a
-from placement.frameworks.base import Framework
+from placement.frameworks.base import Framework, Named
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.tensors.plain import Owned, parts_of
 
-_MODULE = "torch.distributed.fsdp"
+_SHARDED = Named("torch.distributed.fsdp", "FSDPModule")
 
 
 class FSDP2(Framework):
@@ -39,12 +38,10 @@ class FSDP2(Framework):
             return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
         return None
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = weakref.ref(root)
-
     @classmethod
     def find(cls, root: torch.nn.Module) -> FSDP2 | None:
-        return cls(root) if any(is_a(part, _MODULE, "FSDPModule") for part in root.modules()) else None
+        found = cls(root)
+        return found if any(found.parts(_SHARDED)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         offloaded = [path for path, group in self._groups() if _is_on_cpu(group)]
@@ -126,18 +123,16 @@ class FSDP2(Framework):
                 yield f"{paths.get(id(each._module_info.module), path)}.{each._module_info.param_name}".lstrip("."), each
 
     def _paths(self) -> dict[int, str]:
-        root = self._root()
+        root = self.root()
         return {} if root is None else {id(part): path for path, part in root.named_modules()}
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
         """Path and FSDP2 state of every part. Modules that share a state appear once."""
-        root = self._root()
         seen: set[int] = set()
-        part: Any
-        for path, part in root.named_modules() if root is not None else ():
-            if is_a(part, _MODULE, "FSDPModule") and id(state := part._get_fsdp_state()) not in seen:
+        for path, part in self.parts(_SHARDED):
+            if id(state := part._get_fsdp_state()) not in seen:
                 seen.add(id(state))
-                yield path, state
+                yield path.rstrip("."), state
 
     def _states(self) -> Iterator[Any]:
         return (state for _, state in self._sharded())
@@ -155,7 +150,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _is_on_cpu(group: Any) -> bool:
-    return is_a(group.offload_policy, _MODULE, "CPUOffloadPolicy")
+    return is_a(group.offload_policy, "torch.distributed.fsdp", "CPUOffloadPolicy")
 
 
 def _listed(paths: list[str]) -> str:
@@ -283,15 +278,12 @@ class VeOmni(Framework):
 
     packages = ("veomni",)
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = weakref.ref(root)
-
     @classmethod
     def find(cls, root: torch.nn.Module) -> VeOmni | None:
         return cls(root) if _NOTES in sys.modules and any(_notes(part) for part in root.modules()) else None
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
-        root = self._root()
+        root = self.root()
         found: dict[int, dict[str, Weight | None]] = {}
         sharded = FSDP2.find(root) if root is not None else None
         instead = {} if sharded is None else sharded.own_tensors()

@@ -6,15 +6,14 @@ torchao's quantised weights need no code here, because they are wrappers that li
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core.lazy_names import is_a
 from placement.frameworks.base import Advised, Framework, Named
-from placement.tensors.plain import Owned, has_bytes, nested_tensors, reference
+from placement.tensors.plain import Owned, has_bytes, nested_tensors
 
 _WEIGHTS = "bitsandbytes.nn.modules"
 _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
@@ -44,9 +43,6 @@ class Bitsandbytes(Framework):
         if _OPTIMIZER.is_of(optimizer):
             yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root: Callable[[], torch.nn.Module | None] = reference(root)
-
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
         return cls(root) if _WEIGHTS in sys.modules and next(_weights(root), None) is not None else None
@@ -74,7 +70,7 @@ class Bitsandbytes(Framework):
             else:
                 beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
             yield from _present(path, beside)
-        for path, module in _modules(self._root()):
+        for path, module in _modules(self.root()):
             # The first forward pass of an 8-bit layer moves the statistics from the weight into this object.
             if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
                 yield from _present(f"{path}state", vars(state))
@@ -89,7 +85,7 @@ class Bitsandbytes(Framework):
                     yield f"{path}.{name}", tensor.untyped_storage().nbytes()
 
     def _found(self) -> Iterator[tuple[str, Any]]:
-        root = self._root()
+        root = self.root()
         return _weights(root) if root is not None else iter(())
 
 
@@ -142,35 +138,27 @@ class TorchAO(Framework):
         return found
 
 
-_TE_MODULE = "transformer_engine.pytorch.module.base"
+_TE = Named("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
 
 
 class TransformerEngine(Framework):
     """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
 
-    packages = (_TE_MODULE,)
-
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = weakref.ref(root)
+    packages = (_TE.module,)
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> TransformerEngine | None:
         found = cls(root)
-        return found if any(found._modules()) else None
+        return found if any(found.parts(_TE)) else None
 
     def caches(self) -> Iterator[torch.Tensor]:
-        for module in self._modules():
+        for _, module in self.parts(_TE):
             yield from (tensor for _, tensor in nested_tensors(module.__dict__.get("_fp8_workspaces"), ""))
 
     def drop_caches(self) -> None:
-        for module in self._modules():
+        for _, module in self.parts(_TE):
             if isinstance(workspaces := module.__dict__.get("_fp8_workspaces"), dict):
                 workspaces.clear()
-        for name in (_TE_MODULE, "transformer_engine.pytorch.module._common"):
+        for name in (_TE.module, "transformer_engine.pytorch.module._common"):
             if isinstance(gradients := getattr(sys.modules.get(name), "_dummy_wgrads", None), dict):
                 gradients.clear()
-
-    def _modules(self) -> Iterator[torch.nn.Module]:
-        root = self._root()
-        if root is not None and _TE_MODULE in sys.modules:
-            yield from (part for part in root.modules() if is_a(part, _TE_MODULE, "TransformerEngineBaseModule"))

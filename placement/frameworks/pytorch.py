@@ -14,26 +14,26 @@ from typing import Any
 
 import torch
 
-from placement.core.lazy_names import is_a, loaded_class
+from placement.core.lazy_names import is_a
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned, nested_tensors
+
+_DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 
 
 class DDP(Framework):
     """All `DistributedDataParallel` modules of a module tree."""
 
-    wrappers = (Wrapper(Named("torch.nn.parallel.distributed", "DistributedDataParallel"), "module"),)
+    wrappers = (Wrapper(_DDP, "module"),)
 
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self._reducers = [_Reducer(f"{path}." if path else "", part) for path, part in parts.items()]
+    def __init__(self, root: torch.nn.Module) -> None:
+        super().__init__(root)
+        self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> DDP | None:
-        wrapper = loaded_class("torch.nn.parallel.distributed", "DistributedDataParallel")
-        if wrapper is None:
-            return None
-        parts = {path: part for path, part in root.named_modules() if isinstance(part, wrapper)}
-        return cls(parts) if parts else None
+        found = cls(root)
+        return found if found._reducers else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
