@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 from typing import Any
 
@@ -14,18 +13,9 @@ import torch.distributed as dist
 import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.sharded import one_of_each, training
-from tests.sharded.disrupted_worker import Script, check_off, simulated, twice
+from tests.sharded import training
+from tests.sharded.disrupted_worker import check_off, simulated
 from tests.sharded.one_of_each import PROGRAMS
-
-REFUSALS: dict[str, tuple[type[Exception], ...]] = {
-    "fsdp2": (AssertionError,),
-    "fsdp1_original": (TypeError,),
-    "fsdp1_flat": (RuntimeError,),
-    "ddp": (),
-    "tensor_parallel": (),
-}
-"""What torch itself raises where it does not copy what it made of a model."""
 
 
 class Interrupts(Faults):
@@ -42,11 +32,6 @@ def _any_rank(value: bool) -> bool:
     answer = torch.tensor(float(value))
     dist.all_reduce(answer)
     return bool(answer)
-
-
-def twice_verified(script: Script, name: str) -> None:
-    """`twice` with `verify="always"`. For `Ranks.run`, which takes no keywords."""
-    twice(script, name, verify="always")
 
 
 def fail_at_every_call(name: str, is_interrupt: bool) -> dict[str, int]:
@@ -181,29 +166,4 @@ def lazy(name: str) -> None:
     assert_nothing_resident(manager)
     torch.manual_seed(0)
     assert training.as_bytes(PROGRAMS[name]("cpu").evaluate(0)) == loss
-    manager.close()
-
-
-def copies(name: str) -> None:
-    """What torch can copy or pickle while it is resident is a model of its own; while it is offloaded that is refused."""
-    torch.manual_seed(0)
-    program = PROGRAMS[name]("cpu")
-    manager = placement.Manager(device=simulated())
-    program.register(manager)
-    with manager.phase("train"):
-        program.learn(0)
-    refusals = (placement.NotResidentError, *REFUSALS[name])
-    with pytest.raises(refusals):
-        copy.deepcopy(program.model)
-    with manager.phase("log_prob"):
-        wanted = training.as_bytes(program.evaluate(5))
-        other: Any = None
-        with contextlib.suppress(*REFUSALS[name]):
-            other = copy.deepcopy(program.model)
-    assert (other is None) == bool(REFUSALS[name])
-    if other is not None:
-        rows = one_of_each.rows(5 * 2, "cpu", same_data=name == "tensor_parallel")
-        loss = training.Program(other, None, lambda number: other(rows).float().square().mean())
-        assert training.as_bytes(loss.evaluate(5)) == wanted
-    assert_nothing_resident(manager)
     manager.close()

@@ -290,25 +290,6 @@ def test_gradients_zeroed_while_offloaded_do_not_come_back(two_ranks: Ranks, fus
     two_ranks.run(_zeroed_while_offloaded, fused)
 
 
-def _written_while_offloaded() -> None:
-    model, optimizer = _make()
-    manager, _, _ = worker.worker(model, optimizer)
-    wanted = _steps(model, optimizer, range(2), manager)
-    parameter = model.blocks[0].outer.weight
-    with torch.no_grad():
-        parameter.mul_(0.5)  # NaN, like the poison: nothing but the counter of the DTensor tells
-    with pytest.raises(IntegrityError, match=r"blocks\.0\.outer\.weight"), manager.phase("train"):
-        pass
-    assert_nothing_resident(manager)
-    again, other = _make()
-    assert _steps(again, other, range(4)) == wanted + _steps(model, optimizer, range(2, 4), manager)
-    manager.close()
-
-
-def test_a_write_through_a_dtensor_while_offloaded_is_named_and_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(_written_while_offloaded)
-
-
 # --- what is refused
 
 

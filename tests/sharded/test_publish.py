@@ -192,28 +192,6 @@ def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> 
         assert type(pickle.loads(pickle.dumps(first))) is list
 
 
-def test_a_quantised_weight_is_published_as_the_wrapper_it_is(manager_streams: bool) -> None:
-    """torchao's own int8 tensors: each part is read where it is, payload and scale."""
-    quantization = pytest.importorskip("torchao.quantization")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False))
-    quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
-    wanted = model[0].weight.dequantize().clone()
-    manager = manager_of(streams=manager_streams)
-    actor = manager.register("actor", model, role="actor", readonly=True)
-    with manager.phase("weight_sync"):
-        (bucket,) = actor.weights()
-        found = dict(bucket)["0.weight"]
-        assert type(found) is type(model[0].weight)
-        assert found.dequantize().equal(wanted)
-    assert_nothing_resident(manager)
-    assert found.dequantize().equal(wanted)  # memory of its own
-
-
-@pytest.fixture(params=[False, True], ids=["resident", "streamed"])
-def manager_streams(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 class Opaque(torch.Tensor):
     """Shaped as bitsandbytes' Params4bit: a subclass whose bytes mean nothing without what lies beside them."""
 
