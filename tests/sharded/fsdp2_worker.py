@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from placement import Handle, Manager
 from placement.testing import SimulatedDevice
-from tests.sharded.training import CAPACITY, CHUNK_BYTES, Program, as_bytes, local_parts
+from tests.sharded.training import CAPACITY, CHUNK_BYTES, Program
 
 WIDTH = 21
 WORDS = 13
@@ -112,50 +112,6 @@ def fsdp2_with_lent_state() -> Program:
     program = plain_fsdp2()
     program.optimizer.register_step_post_hook(lend)
     return program
-
-
-class Keeping(Program):
-    """Gradients that the model keeps to the end of the phase, where the policy drops them."""
-
-    def learn(self, step: int) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = self.loss(step)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, value) for name, value in super().values() if not name.endswith(".grad"))
-
-
-def fsdp2_that_steps_and_keeps_gradients() -> Program:
-    plain = fsdp2_with_lent_state()
-    return Keeping(plain.model, plain.optimizer, plain.loss, phases=(("log_prob", "evaluate"), ("train", "learn")))
-
-
-def state_dict_of_lent_state() -> None:
-    """In every state a state dict shows lent state as the model's shows it, also one that was taken earlier."""
-    program = fsdp2_with_lent_state()
-    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES))
-    program.register(manager)
-    names = [name for name, parameter in program.model.named_parameters() if parameter.requires_grad]
-    with manager.phase("train"):
-        program.loss(0).backward()
-        program.optimizer.step()
-        gradients = [_bytes_of(parameter.grad) for parameter in program.model.parameters() if parameter.requires_grad]
-        taken = program.optimizer.state_dict()["state"]
-    for _ in range(2):
-        for state in (taken, program.optimizer.state_dict()["state"]):
-            assert [_bytes_of(entry["previous"]) for entry in state.values()] == gradients
-            values = program.model.state_dict()
-            assert [_bytes_of(entry["anchor"]) for entry in state.values()] == [_bytes_of(values[name]) for name in names]
-        assert manager.audit().ok, manager.audit().report
-        manager.enter("train")
-    manager.leave()
-
-
-def _bytes_of(tensor: Any) -> list[bytes]:
-    return [as_bytes(part) for _, part in local_parts(tensor)]
 
 
 class Waiting(Program):
