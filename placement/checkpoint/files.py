@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from placement.checkpoint.changes import Change, apply, bytes_of
 from placement.checkpoint.optimizer import Optimizer
-from placement.checkpoint.parts import Model, Part, Path, Shown, under
+from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, bytes_of, under
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes

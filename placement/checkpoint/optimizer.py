@@ -16,8 +16,24 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from placement.checkpoint.changes import Change, load_by_itself, mapped, replace_state, same_values, settings_of, write
-from placement.checkpoint.parts import Part, Path, Read, Shown, fqn, fresh, refuse_own_cuts, some, under
+from placement.checkpoint.parts import (
+    Change,
+    Part,
+    Path,
+    Read,
+    Shown,
+    fqn,
+    fresh,
+    load_by_itself,
+    mapped,
+    refuse_own_cuts,
+    replace_state,
+    same_values,
+    settings_of,
+    some,
+    under,
+    write,
+)
 from placement.core import is_a
 from placement.core.errors import CheckpointError
 from placement.core.torch_modes import without_modes

@@ -45,7 +45,7 @@ class WeightTaker:
             for framework in frameworks:
                 framework.ready()
         try:
-            self._weights = writable(module)
+            self._weights = writable(module, frameworks)
         except ValueError as error:
             raise EngineError(f"weights cannot be published to {type(module).__qualname__}: {error}") from error
 

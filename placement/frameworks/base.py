@@ -14,12 +14,13 @@ Name the framework's classes with `Named`, and do not import them: `Named` finds
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from placement.core import is_a
+from placement.core import is_a, loaded_class
 from placement.tensors.plain import Owned
 
 if TYPE_CHECKING:
@@ -167,6 +168,16 @@ class Framework:
         return ()
 
     # --- about one module tree
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.root: Callable[[], torch.nn.Module | None] = weakref.ref(root)
+        """Returns the root of the module tree; None once it is gone."""
+
+    def parts(self, *classes: Named) -> Iterator[tuple[str, Any]]:
+        """Path prefix ("" or "layer.") and module, for each part of the module tree that is of one of these classes."""
+        loaded = tuple(cls for named in classes if (cls := loaded_class(*named)) is not None)
+        if loaded and (root := self.root()) is not None:
+            yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, loaded))
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:

@@ -27,7 +27,7 @@ class PartitionedWeight(Weight):
     """A weight under ZeRO 3. Each rank has a part; DeepSpeed gathers it for `whole`, and frees the gathered value afterwards."""
 
     def __init__(self, parameter: Any) -> None:
-        super().__init__(parameter.ds_shape, parameter.dtype)
+        self.shape, self.dtype = parameter.ds_shape, parameter.dtype
         self._parameter = parameter
 
     @property

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from placement.core import loaded_class
 from placement.core.errors import PhaseError
 from placement.frameworks.base import Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned
 
+_UNIT = Named("torch.distributed.fsdp", "FullyShardedDataParallel")
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 """Fields of a flat parameter whose storages are allocated for computing only."""
 
@@ -31,19 +31,17 @@ class FSDP1(Framework):
     """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of its own has no FSDP1 handle."""
 
     packages = ("torch.distributed.fsdp",)
-    wrappers = (Wrapper(Named("torch.distributed.fsdp", "FullyShardedDataParallel"), "_fsdp_wrapped_module"),)
+    wrappers = (Wrapper(_UNIT, "_fsdp_wrapped_module"),)
 
-    def __init__(self, parts: dict[str, Any]) -> None:
+    def __init__(self, root: torch.nn.Module) -> None:
+        super().__init__(root)
         # Found once, because walking a large model takes as long as all other work here. Wrapping comes before registering.
-        self._parts = [(f"{path}." if path else "", weakref.ref(part)) for path, part in parts.items()]
+        self._units = [(path, weakref.ref(part)) for path, part in self.parts(_UNIT)]
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> FSDP1 | None:
-        wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-        if wrapper is None:
-            return None
-        parts = {path: part for path, part in root.named_modules() if isinstance(part, wrapper)}
-        return cls(parts) if any(getattr(part, "_handle", None) is not None for part in parts.values()) else None
+        found = cls(root)
+        return found if any(found._handles()) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(handle._offload_params for _, handle in self._handles()):
@@ -76,7 +74,7 @@ class FSDP1(Framework):
                 f"the full parameters of {summoned} are summoned, and values written to them are not in the shards yet: leave "
                 "FSDP.summon_full_params before the phase ends, and enter it inside one phase"
             )
-        wrappers = [part for _, alive in self._parts if (part := alive()) is not None]
+        wrappers = [part for _, alive in self._units if (part := alive()) is not None]
         is_broken = any(part.training_state.name != "IDLE" for part in wrappers)
         for _, handle in self._handles() if is_broken else ():
             _end_iteration(handle)
@@ -135,7 +133,21 @@ class FSDP1(Framework):
                     yield Owned(f"{path}_flat_param._tensors.{index}", view.data)
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
-        return flat_weights(handle for _, handle in self._handles())
+        """The weight for each original parameter; None for names that show a flat parameter."""
+        found: dict[int, dict[str, Weight | None]] = {}
+        for _, handle in self._handles():
+            flat = handle.flat_param
+            for part in handle._fully_sharded_module.modules():
+                for name, shown in part._parameters.items():
+                    if shown is flat:
+                        found.setdefault(id(part), {})[name] = None
+            spans = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+            starts = [start for (start, _), is_padding in spans if not is_padding]
+            for index, info in enumerate(flat._param_infos):
+                found.setdefault(id(info.module), {})[info.param_name] = FlatWeight(handle, index, starts[index])
+            for shared in flat._shared_param_infos:
+                found.setdefault(id(shared.module), {})[shared.param_name] = found[id(shared.prim_module)][shared.prim_param_name]
+        return found
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         """This rank's shards of gradients that FSDP1 keeps apart in a backward pass without synchronisation (`no_sync()`)."""
@@ -149,7 +161,7 @@ class FSDP1(Framework):
 
     def _handles(self) -> Iterator[tuple[str, Any]]:
         """Path prefix and FSDP1 handle of every unit."""
-        for path, alive in self._parts:
+        for path, alive in self._units:
             part = alive()
             if part is not None and part._handle is not None:
                 yield path, part._handle
@@ -209,7 +221,7 @@ class FlatWeight(Weight):
 
     def __init__(self, handle: Any, index: int, start: int) -> None:
         flat = handle.flat_param
-        super().__init__(flat._shapes[index], flat.dtype)
+        self.shape, self.dtype = flat._shapes[index], flat.dtype
         self._handle = handle
         self._start = start
         self._stride = None if flat._contiguities[index] else flat._strides[index]
@@ -264,21 +276,3 @@ def _as_laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
     flat.as_strided(value.shape, stride).copy_(value)
     return flat
-
-
-def flat_weights(handles: Iterable[Any]) -> dict[int, dict[str, Weight | None]]:
-    """The weight for each original parameter, by identity of its module and name there; None for names that show a flat parameter."""
-    found: dict[int, dict[str, Weight | None]] = {}
-    for handle in handles:
-        flat = handle.flat_param
-        for part in handle._fully_sharded_module.modules():
-            for name, shown in part._parameters.items():
-                if shown is flat:
-                    found.setdefault(id(part), {})[name] = None
-        spans = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
-        starts = [start for (start, _), is_padding in spans if not is_padding]
-        for index, info in enumerate(flat._param_infos):
-            found.setdefault(id(info.module), {})[info.param_name] = FlatWeight(handle, index, starts[index])
-        for shared in flat._shared_param_infos:
-            found.setdefault(id(shared.module), {})[shared.param_name] = found[id(shared.prim_module)][shared.prim_param_name]
-    return found

@@ -1,4 +1,4 @@
-"""FSDP2: modules that `torch.distributed.fsdp.fully_shard` was applied to.
+"""FSDP2: modules that `torch.distributed.fsdp.fully_shard` was applied to; VeOmni's split by experts around it.
 
 A sharded parameter is a DTensor whose local tensor is a view of a padded storage. FSDP2's parameter group has a flat view of the same
 storage, and gathers from it. So placement moves the storage, and does not replace any tensor: after a new local tensor without
@@ -7,17 +7,18 @@ storage, and gathers from it. So placement moves the storage, and does not repla
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core import is_a
-from placement.frameworks.base import Framework
+from placement.frameworks.base import Framework, Named
+from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.tensors.plain import Owned, parts_of
 
-_MODULE = "torch.distributed.fsdp"
+_SHARDED = Named("torch.distributed.fsdp", "FSDPModule")
 
 
 class FSDP2(Framework):
@@ -37,12 +38,10 @@ class FSDP2(Framework):
             return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
         return None
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = weakref.ref(root)
-
     @classmethod
     def find(cls, root: torch.nn.Module) -> FSDP2 | None:
-        return cls(root) if any(is_a(part, _MODULE, "FSDPModule") for part in root.modules()) else None
+        found = cls(root)
+        return found if any(found.parts(_SHARDED)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         offloaded = [path for path, group in self._groups() if _is_on_cpu(group)]
@@ -124,18 +123,16 @@ class FSDP2(Framework):
                 yield f"{paths.get(id(each._module_info.module), path)}.{each._module_info.param_name}".lstrip("."), each
 
     def _paths(self) -> dict[int, str]:
-        root = self._root()
+        root = self.root()
         return {} if root is None else {id(part): path for path, part in root.named_modules()}
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
         """Path and FSDP2 state of every part. Modules that share a state appear once."""
-        root = self._root()
         seen: set[int] = set()
-        part: Any
-        for path, part in root.named_modules() if root is not None else ():
-            if is_a(part, _MODULE, "FSDPModule") and id(state := part._get_fsdp_state()) not in seen:
+        for path, part in self.parts(_SHARDED):
+            if id(state := part._get_fsdp_state()) not in seen:
                 seen.add(id(state))
-                yield path, state
+                yield path.rstrip("."), state
 
     def _states(self) -> Iterator[Any]:
         return (state for _, state in self._sharded())
@@ -153,7 +150,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _is_on_cpu(group: Any) -> bool:
-    return is_a(group.offload_policy, _MODULE, "CPUOffloadPolicy")
+    return is_a(group.offload_policy, "torch.distributed.fsdp", "CPUOffloadPolicy")
 
 
 def _listed(paths: list[str]) -> str:
@@ -239,3 +236,71 @@ def _give_up(group: Any) -> None:
     group.reshard()
     for each in group.fsdp_params:  # from a reshard to a smaller mesh, which torch keeps until the next reshard
         each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+
+
+# --- VeOmni's expert parallelism
+#
+# VeOmni splits a parameter along a mesh of experts before `fully_shard` shards it further, and records that only in its notes
+# (`_fqn2spec_info`). This does not matter to moves. A published weight contains the experts of every rank.
+
+_NOTES = "veomni.distributed.parallel_plan"
+
+
+class ExpertWeight(Weight):
+    """A weight that is split evenly along a further mesh, that of the experts."""
+
+    def __init__(self, part: Weight, mesh: Any, placement: Any) -> None:
+        shape = list(part.shape)
+        shape[placement.dim] *= mesh.size()
+        self.shape, self.dtype = torch.Size(shape), part.dtype
+        self._part = part
+        self._mesh = mesh
+        self._placement = placement
+
+    @property
+    def is_collective(self) -> bool:
+        return self._mesh.size() > 1 or self._part.is_collective
+
+    @property
+    def problem(self) -> str | None:
+        return self._part.problem
+
+    def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        local = self._part.whole(reader, dtype).contiguous()
+        full: torch.Tensor = DTensor.from_local(local, self._mesh, [self._placement], run_check=False).full_tensor()
+        return full
+
+
+class VeOmni(Framework):
+    """All models of a module tree that VeOmni split by experts."""
+
+    packages = ("veomni",)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> VeOmni | None:
+        return cls(root) if _NOTES in sys.modules and any(_notes(part) for part in root.modules()) else None
+
+    def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
+        root = self.root()
+        found: dict[int, dict[str, Weight | None]] = {}
+        sharded = FSDP2.find(root) if root is not None else None
+        instead = {} if sharded is None else sharded.own_tensors()
+        for model in () if root is None else root.modules():
+            for name, note in _notes(model).items():
+                path, _, own = name.rpartition(".")
+                part = model.get_submodule(path)
+                shown = part._parameters.get(own)
+                if shown is not None and note.para_mesh is not None and note.placement.is_shard():
+                    weight = weight_of(instead.get(id(shown), shown))
+                    found.setdefault(id(part), {})[own] = ExpertWeight(weight, note.para_mesh, note.placement)
+        return found
+
+
+def _notes(model: torch.nn.Module) -> dict[str, Any]:
+    """VeOmni's notes on a model's parameters, by the parameter's name."""
+    notes = vars(model).get("_fqn2spec_info")
+    if not isinstance(notes, dict):
+        return {}
+    return {name: note for name, note in notes.items() if is_a(note, _NOTES, "SpecInfo")}

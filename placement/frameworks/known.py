@@ -6,22 +6,19 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
-from typing import Any
+from inspect import getattr_static
 
 import torch
 
+from placement.core import loaded_class
 from placement.core.errors import RegistrationError
-from placement.frameworks.accelerate import Accelerate
 from placement.frameworks.base import Framework, OwnState
-from placement.frameworks.bitsandbytes import Bitsandbytes
 from placement.frameworks.deepspeed import DeepSpeed
 from placement.frameworks.fsdp1 import FSDP1
-from placement.frameworks.fsdp2 import FSDP2
+from placement.frameworks.fsdp2 import FSDP2, VeOmni
+from placement.frameworks.low_precision import Bitsandbytes, TorchAO, TransformerEngine
 from placement.frameworks.megatron import Megatron, MegatronFSDPShards
-from placement.frameworks.pytorch import DDP, TorchWrappers
-from placement.frameworks.torchao import TorchAO
-from placement.frameworks.transformer_engine import TransformerEngine
-from placement.frameworks.veomni import VeOmni
+from placement.frameworks.pytorch import DDP, Accelerate, TorchWrappers
 from placement.tensors import plain
 
 GROUP = "placement.frameworks"
@@ -96,17 +93,13 @@ def answering(question: str) -> list[type[Framework]]:
     The others are not asked, which saves time: most questions are asked for every object at every phase transition, and most
     frameworks answer few of them.
     """
-    return [each for each in _overriding(question) if any(package in sys.modules for package in each.packages)]
+    return [each for each in _overriding(question) if not sys.modules.keys().isdisjoint(each.packages)]
 
 
 @functools.cache
 def _overriding(question: str) -> tuple[type[Framework], ...]:
-
-    def answer(framework: type[Framework]) -> Any:
-        found = getattr(framework, question)
-        return getattr(found, "__func__", found)
-
-    return tuple(each for each in frameworks() if answer(each) is not answer(Framework))
+    default = getattr_static(Framework, question)
+    return tuple(each for each in frameworks() if getattr_static(each, question) is not default)
 
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
@@ -114,12 +107,10 @@ def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     return [found for found in (cls.find(root) for cls in answering("find")) if found is not None]
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside all wrappers around it, or the module itself if there are none."""
-    wrappers = [wrapper for each in answering("wrappers") for wrapper in each.wrappers]
-    while (inner := next((wrapper.inner for wrapper in wrappers if wrapper.cls.is_of(module)), None)) is not None:
-        module = module._modules[inner]  # type: ignore[assignment]
-    return module
+def wrappers() -> list[tuple[type, str]]:
+    """The wrapper classes that are imported, and the attribute name of the wrapped submodule in each."""
+    found = [wrapper for each in frameworks() for wrapper in each.wrappers]
+    return [(cls, wrapper.inner) for wrapper in found if (cls := loaded_class(*wrapper.cls)) is not None]
 
 
 def has_own_export(part: torch.nn.Module) -> bool:

@@ -11,7 +11,6 @@ long as the module. Gathered data is freed before a move.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,10 @@ _READING = (
     "offload_to_cpu",
     "restore_from_cpu",
 )
-_MODULES = ("megatron_fsdp.megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+_DDP = Named("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
+_FSDP = tuple(
+    Named(f"{package}.megatron_fsdp", "MegatronFSDP") for package in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
+)
 _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsdp_grad_comm_alloc")
 
 
@@ -96,17 +98,14 @@ class Megatron(Framework):
             return [name for name in _READING if callable(getattr(type(obj), name, None))]
         return ["sharded_state_dict"] if _MODULE.is_of(obj) else []
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = weakref.ref(root)
-
     @classmethod
     def find(cls, root: torch.nn.Module) -> Megatron | None:
-        if any(_ddps(root)) or any(isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters()):
-            return cls(root)
-        return None
+        found = cls(root)
+        has_gradients = any(isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters())
+        return found if has_gradients or any(found.parts(_DDP)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        for path, _, buffer in self._buffers():
+        for path, buffer in self._buffers():
             if getattr(buffer, "nccl_ub", False) or getattr(getattr(buffer, "ddp_config", None), "nccl_ub", False):
                 return (
                     f"{path} is in memory that NCCL allocated and registered by its address (nccl_ub), which must not move; "
@@ -123,8 +122,7 @@ class Megatron(Framework):
 
     @property
     def lost_by_conversion(self) -> str | None:
-        root = self._root()
-        if root is None or not any(_ddps(root)):
+        if not any(self.parts(_DDP)):
             return None
         return (
             "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops its hooks when a parameter changes dtype "
@@ -133,10 +131,10 @@ class Megatron(Framework):
 
     def tensors(self) -> Iterator[Owned]:
         """Buffers, their buckets' views, `main_grad` of every parameter, and the shards that bucket groups cache."""
-        root = self._root()
+        root = self.root()
         if root is None:
             return
-        for path, _, buffer in self._buffers():
+        for path, buffer in self._buffers():
             # With a shared buffer (parameters in MXFP8), gradients lie in the memory of the parameters, so it is not transient.
             is_loose = getattr(buffer, "shared_buffer", None) is None
             yield from _fields(buffer, path, ("param_data", "shared_buffer"), transient=False)
@@ -152,40 +150,28 @@ class Megatron(Framework):
                     yield from (Owned(f"bucket_groups.{index}.{field}", shard, transient) for shard in shards or ())
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        root = self._root()
-        if root is None:
-            return
-        for _, _, buffer in self._buffers():
+        for _, buffer in self._buffers():
             if buffer.grad_data is not None and getattr(buffer, "shared_buffer", None) is None:
                 yield buffer.grad_data
-        with_buffers = any(_ddps(root))
-        for parameter in () if with_buffers else root.parameters():
+        root = self.root()
+        for parameter in () if root is None or any(self.parts(_DDP)) else root.parameters():
             if isinstance(gradient := getattr(parameter, "main_grad", None), torch.Tensor):
                 yield gradient
 
     def drop_caches(self) -> None:
         drop_global_buffer()
 
-    def _buffers(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name, DistributedDataParallel module and buffer, for each of its buffers."""
-        root = self._root()
-        for path, ddp in () if root is None else _ddps(root):
+    def _buffers(self) -> Iterator[tuple[str, Any]]:
+        """Name and buffer, for each buffer of a DistributedDataParallel."""
+        for path, ddp in self.parts(_DDP):
             for field in ("buffers", "expert_parallel_buffers"):
                 for index, buffer in enumerate(ddp.__dict__.get(field, ())):
-                    yield f"{path}{field}.{index}", ddp, buffer
+                    yield f"{path}{field}.{index}", buffer
 
     def _bucket_groups(self) -> Iterator[Any]:
-        root = self._root()
-        for _, ddp in () if root is None else _ddps(root):
+        for _, ddp in self.parts(_DDP):
             for field in ("bucket_groups", "expert_parallel_bucket_groups"):
                 yield from ddp.__dict__.get(field, ())
-
-
-def _ddps(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Path prefix and module of every Megatron DistributedDataParallel in the tree."""
-    cls = loaded_class("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
-    if cls is not None:
-        yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, cls))
 
 
 def _fields(obj: Any, path: str, names: Iterable[str], *, transient: bool) -> Iterator[Owned]:
@@ -346,19 +332,16 @@ class MegatronFSDPShards(Framework):
     """All MegatronFSDP modules of a module tree."""
 
     packages = ("megatron.core", "megatron_fsdp")
-    wrappers = tuple(Wrapper(Named(module, "MegatronFSDP"), "module") for module in _MODULES)
-    with_own_export = tuple(Named(module, "MegatronFSDP") for module in _MODULES)
-
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = weakref.ref(root)
+    wrappers = tuple(Wrapper(named, "module") for named in _FSDP)
+    with_own_export = _FSDP
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> MegatronFSDPShards | None:
         found = cls(root)
-        return found if any(found._models()) else None
+        return found if any(found.parts(*_FSDP)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        for path, model in self._models():
+        for path, model in self.parts(*_FSDP):
             if getattr(getattr(model, "ddp_config", None), "nccl_ub", False):
                 return (
                     f"the buffers of {path or 'the root'} are in memory that NCCL allocated and registered by its address (nccl_ub), "
@@ -368,7 +351,7 @@ class MegatronFSDPShards(Framework):
 
     def ready(self) -> None:
         """Wait for communication, and release gathered parameters. The next forward pass gathers them again."""
-        for _, model in self._models():
+        for _, model in self.parts(*_FSDP):
             model.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             pipeline = model.all_gather_pipeline
             for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
@@ -381,13 +364,13 @@ class MegatronFSDPShards(Framework):
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
-        for _, model in self._models():
+        for _, model in self.parts(*_FSDP):
             sharded = dict(model.param_and_grad_buffer.optimizer_named_parameters)
             found.update({id(raw): sharded[name] for name, raw in model.raw_param.items() if name in sharded})
         return found
 
     def tensors(self) -> Iterator[Owned]:
-        for path, model in self._models():
+        for path, model in self.parts(*_FSDP):
             for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
                 for name, buffer in _buffers(group):
                     yield Owned(f"{path}parameter_groups.{number}.{name}.data", buffer.data, _is_of_gradients(group, buffer))
@@ -407,13 +390,13 @@ class MegatronFSDPShards(Framework):
                     yield Owned(f"{path}{name}.dist_main_grad", gradient, True)
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        for _, model in self._models():
+        for _, model in self.parts(*_FSDP):
             for group in model.param_and_grad_buffer.parameter_groups:
                 yield from (buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Buckets that the framework keeps between two uses (double buffers), in its own memory."""
-        for path, model in self._models():
+        for path, model in self.parts(*_FSDP):
             for name in _ALLOCATORS:
                 buckets = getattr(getattr(model.param_and_grad_buffer, name, None), "buckets", None) or {}
                 nbytes = sum(bucket.data.untyped_storage().nbytes() for bucket in buckets.values() if isinstance(bucket.data, torch.Tensor))
@@ -422,13 +405,6 @@ class MegatronFSDPShards(Framework):
 
     def drop_caches(self) -> None:
         drop_global_buffer()
-
-    def _models(self) -> Iterator[tuple[str, Any]]:
-        """Path prefix and module of every MegatronFSDP in the tree."""
-        root = self._root()
-        classes = tuple(cls for module in _MODULES if (cls := loaded_class(module, "MegatronFSDP")) is not None)
-        if root is not None and classes:
-            yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, classes))
 
 
 def _buffers(group: Any) -> Iterator[tuple[str, Any]]:

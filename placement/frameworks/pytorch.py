@@ -1,4 +1,4 @@
-"""torch's own wrappers: DistributedDataParallel, compiled and checkpointed modules, and those that placement refuses.
+"""torch's own wrappers: DistributedDataParallel, compiled and checkpointed modules, and those that placement refuses. Accelerate's hooks.
 
 DistributedDataParallel's reducer averages gradients in buckets. With `gradient_as_bucket_view=True` gradients are views of the buckets. A
 bucket's storage then moves with them, and stays valid for the reducer, which has the same storage. placement can find a bucket only
@@ -14,26 +14,26 @@ from typing import Any
 
 import torch
 
-from placement.core import is_a, loaded_class
+from placement.core import is_a
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned, nested_tensors
+
+_DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 
 
 class DDP(Framework):
     """All `DistributedDataParallel` modules of a module tree."""
 
-    wrappers = (Wrapper(Named("torch.nn.parallel.distributed", "DistributedDataParallel"), "module"),)
+    wrappers = (Wrapper(_DDP, "module"),)
 
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self._reducers = [_Reducer(f"{path}." if path else "", part) for path, part in parts.items()]
+    def __init__(self, root: torch.nn.Module) -> None:
+        super().__init__(root)
+        self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> DDP | None:
-        wrapper = loaded_class("torch.nn.parallel.distributed", "DistributedDataParallel")
-        if wrapper is None:
-            return None
-        parts = {path: part for path, part in root.named_modules() if isinstance(part, wrapper)}
-        return cls(parts) if parts else None
+        found = cls(root)
+        return found if found._reducers else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
@@ -156,3 +156,26 @@ class TorchWrappers(Framework):
             return None
         found = " with overlap_with_ddp=True, which steps inside the backward pass and moves parameters into buckets on the way,"
         return found, "leave overlap_with_ddp out"
+
+
+class Accelerate(Framework):
+    """accelerate's hooks on modules, and the device maps that transformers passes to it."""
+
+    packages = ("accelerate",)
+
+    @classmethod
+    def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
+        if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):
+            found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
+            return found, "call remove_hook_from_submodules(model), or load without device_map"
+        device_map = part.__dict__.get("hf_device_map")
+        if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
+            return f"a device map with {len(device_map)} entries on several devices", "load without device_map"
+        return None
+
+
+def _moves_weights(hook: Any) -> bool:
+    """Whether a hook of accelerate may move weights at a forward pass. With a device map of one device it moves only the inputs."""
+    if is_a(hook, "accelerate.hooks", "SequentialHook"):
+        return any(_moves_weights(each) for each in hook.hooks)
+    return not is_a(hook, "accelerate.hooks", "AlignDevicesHook") or bool(hook.offload)

@@ -19,8 +19,10 @@ from placement.tensors.plain import PLAIN_TYPES, is_scaled
 
 def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same tensors, seen as bytes where torch cannot copy or gather their dtype (uint4), or a backend may not."""
-    is_seen = all(type(each) in PLAIN_TYPES and is_scaled(each.dtype) and each.dtype is tensors[0].dtype for each in tensors)
-    return tuple(each.view(torch.uint8 if each.dtype.itemsize == 1 else torch.int16) for each in tensors) if is_seen else tensors
+    dtype = tensors[0].dtype
+    if not is_scaled(dtype) or any(type(each) not in PLAIN_TYPES or each.dtype is not dtype for each in tensors):
+        return tensors
+    return tuple(each.view(torch.uint8 if dtype.itemsize == 1 else torch.int16) for each in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +48,15 @@ class Reader:
 
 
 class Weight(abc.ABC):
-    """One weight, whose full value `whole` returns. Nothing is read or gathered before `whole` is called.
+    """One weight, whose full value `whole` returns. Nothing is read or gathered before `whole` is called."""
 
-    Attributes:
-        shape, dtype: those of the full weight.
-    """
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.keeps_dtype = False
-        """Whether the weight is not cast where one dtype is given for all. Publishing sets it."""
-        self.is_wrapper = False
-        """Whether the weight's bytes are in tensors that it wraps (quantised), which are never cast."""
+    shape: torch.Size
+    """The shape of the full weight."""
+    dtype: torch.dtype
+    keeps_dtype = False
+    """Whether the weight is not cast where one dtype is given for all. Publishing sets it."""
+    is_wrapper = False
+    """Whether the weight's bytes are in tensors that it wraps (quantised), which are never cast."""
 
     @property
     def is_collective(self) -> bool:
@@ -87,7 +85,7 @@ class LocalWeight(Weight):
     """A weight that this rank has in full: a plain tensor, or a wrapper around several (quantised)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor.shape, tensor.dtype)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self._tensor = tensor
         self.is_wrapper = type(tensor) not in PLAIN_TYPES
 
@@ -118,7 +116,7 @@ class ShardedWeight(Weight):
     """A weight that is a DTensor: each rank has a part, and torch gathers them."""
 
     def __init__(self, tensor: Any) -> None:
-        super().__init__(tensor.shape, tensor.dtype)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self._tensor = tensor
         self.is_wrapper = type(tensor._local_tensor) not in PLAIN_TYPES
 

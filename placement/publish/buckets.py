@@ -21,33 +21,35 @@ from placement.core.journal import HandleCounters
 from placement.core.settings import bytes_of
 from placement.core.states import State, Trigger
 from placement.core.torch_modes import without_modes
+from placement.frameworks.base import Framework
 from placement.frameworks.known import has_own_export
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.ownership.module import ModuleAdapter
 from placement.publish import lora
 from placement.publish.lora import Adapters
-from placement.publish.skeleton import Skeleton, key_of, named_places
+from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
 from placement.storage.base import Storage
 from placement.tensors.plain import dtype_of, is_scaled
 
 
-def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weight]]:
+def published(root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
     one of adapters alone under each name that PEFT saves.
 
     Reads no value, moves nothing and calls no collective. The order is the same on all ranks of a sharded module.
 
+    Args:
+        frameworks: those that have a part in the module (`frameworks_of`).
+
     Raises:
         ValueError: the module's adapters cannot be published in this way, or it has none.
     """
-    skeleton = Skeleton(root)
-    weights = skeleton.weights
-    if adapters == "separate":
-        places = lora.separate(skeleton)
-    else:
-        skeleton.root, merged = lora.without_adapters(skeleton, adapters)
-        weights = {**weights, **merged}
-        places = list(named_places(skeleton.root))
+    skeleton = Skeleton(Shown(root, frameworks))
+    bare, weights = skeleton.copy(root), skeleton.weights
+    if adapters != "separate" and "peft" in sys.modules:
+        bare, merged = lora.without_adapters(skeleton, bare, adapters)
+        weights = weights | merged
+    places = lora.separate(skeleton, bare) if adapters == "separate" else list(named_places(bare))
     first: dict[int, str] = {}
     for name, place in places:
         first.setdefault(key_of(place), name)
@@ -76,18 +78,19 @@ def _keep_dtypes(weights: Sequence[tuple[str, Weight]], names: set[str]) -> None
         weight.keeps_dtype = bool(is_scale or name in names)
 
 
-def writable(root: torch.nn.Module) -> dict[str, Weight]:
+def writable(root: torch.nn.Module, frameworks: Sequence[Framework]) -> dict[str, Weight]:
     """The weights of a module by name, to write published values into. Includes the module's own names and all published names.
 
     Raises:
         ValueError: adapters are merged into the base weights; unmerging them later would change the values written there.
     """
-    skeleton = Skeleton(root)
-    places = dict(named_places(skeleton.root))
+    skeleton = Skeleton(Shown(root, frameworks))
+    bare = skeleton.copy(root)
+    places = dict(named_places(bare))
     if "peft" in sys.modules and any(lora.has_adapters(part) for part in root.modules()):
         with suppress(ValueError):  # with several active adapters there are no published names for adapters alone
-            places.update(lora.separate(skeleton))
-        base, _ = lora.without_adapters(skeleton, "base")
+            places.update(lora.separate(skeleton, bare))
+        base, _ = lora.without_adapters(skeleton, bare, "base")
         places.update(named_places(base))
     found = {name: weight_of(buffer) for name, buffer in root.named_buffers(remove_duplicate=False)}
     return found | {name: skeleton.weights[key_of(place)] for name, place in places.items()}
@@ -174,10 +177,7 @@ class Publisher(Protocol):
 
 def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    root = _root(handle, adapters)
-    with without_modes():
-        found = [] if root is None else published(root, adapters)
-    return _announced(found, dtype)
+    return _announced(_found(handle, adapters), dtype)
 
 
 def weights(handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -186,25 +186,25 @@ def weights(handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
-    root = _root(handle, adapters)
-    with without_modes():
-        found = [] if root is None else published(root, adapters)
-    if root is not None:
+    found = _found(handle, adapters)
+    for root in handle.modules():
         check_publishable(root, handle.name, found)
-    return _Sync(handle, [weight for _, weight in found], _announced(found, dtype), adapters).buckets(bucket_bytes)
+    announced = _announced(found, dtype)
+    return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, _times_begun(handle))
 
 
-def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
-    """The module whose weights are published; None if it is not built yet, or was garbage-collected."""
+def _found(handle: Publisher, adapters: Adapters) -> list[tuple[str, Weight]]:
+    """Name and weight of everything to publish. Empty while the object is not built, and after it was garbage-collected."""
     if adapters not in get_args(Adapters):
         raise ValueError(f"adapters={adapters!r} must be one of {', '.join(get_args(Adapters))}")
-    if handle.object is None:
-        return None
     modules = handle.modules()
+    if handle.object is None:
+        return []
     if len(modules) != 1:
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
-    return modules[0]
+    with without_modes():
+        return published(modules[0], handle.module_adapters()[0].frameworks, adapters)
 
 
 def _announced(found: Sequence[tuple[str, Weight]], given: Cast) -> list[WeightInfo]:
@@ -235,54 +235,43 @@ def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> Weigh
     return replace(info, dtype=dtype)
 
 
-class _Sync:
-    """One publishing of a handle's weights."""
-
-    def __init__(self, handle: Publisher, found: list[Weight], announced: list[WeightInfo], adapters: Adapters) -> None:
-        self._handle = handle
-        self._begun = _times_begun(handle)
-        self._announced = announced
-        self._waiting = deque(zip(announced, found, strict=True))
-        self._adapters = adapters
-
-    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        bucket, size = Bucket(0, self._adapters, self._announced), 0
-        try:
-            while self._waiting:
-                _require_syncing(self._handle, self._begun)
-                info, weight = self._waiting[0]
-                nbytes = weight.shape.numel() * info.dtype.itemsize
-                if bucket and size + nbytes > bucket_bytes:
-                    yield bucket
-                    bucket.end()
-                    bucket, size = Bucket(bucket.number + 1, self._adapters, self._announced), 0
-                    continue
-                self._waiting.popleft()
-                bucket.append((info.name, self._whole(weight, info.dtype)))
-                size += nbytes
-            if bucket:
-                bucket.is_last = True
-                yield bucket  # the last one is not emptied, because nothing needs its memory
-        except GeneratorExit:
-            self._finish_with_the_others()
-            raise
-
-    def _whole(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-        """The weight's full value in torch's own memory on the device, read from where the valid values are now (device or host copy)."""
-        with without_modes(), torch.inference_mode(False), torch.no_grad():
-            return weight.whole(self._reader(), dtype)
-
-    def _reader(self) -> Reader:
-        handle = self._handle
-        return Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
-
-    def _finish_with_the_others(self) -> None:
-        """After an early end on this rank: take part in the remaining collectives, so that ranks that go on are not left waiting."""
-        for info, weight in self._waiting:
-            if self._handle.state is not State.SYNCING or self._begun != _times_begun(self._handle):
-                return
+def _buckets(
+    handle: Publisher, announced: list[WeightInfo], found: list[Weight], adapters: Adapters, bucket_bytes: int, begun: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """One publishing of a handle's weights, in the sync that began as number `begun`."""
+    waiting = deque(zip(announced, found, strict=True))
+    bucket, size = Bucket(0, adapters, announced), 0
+    try:
+        while waiting:
+            _require_syncing(handle, begun)
+            info, weight = waiting[0]
+            nbytes = weight.shape.numel() * info.dtype.itemsize
+            if bucket and size + nbytes > bucket_bytes:
+                yield bucket
+                bucket.end()
+                bucket, size = Bucket(bucket.number + 1, adapters, announced), 0
+                continue
+            waiting.popleft()
+            bucket.append((info.name, _whole(handle, weight, info.dtype)))
+            size += nbytes
+        if bucket:
+            bucket.is_last = True
+            yield bucket  # the last one is not emptied, because nothing needs its memory
+    except GeneratorExit:
+        # After an early end on this rank: take part in the remaining collectives, so that ranks that go on are not left waiting.
+        for info, weight in waiting:
+            if handle.state is not State.SYNCING or begun != _times_begun(handle):
+                break
             if weight.is_collective:
-                self._whole(weight, info.dtype)
+                _whole(handle, weight, info.dtype)
+        raise
+
+
+def _whole(handle: Publisher, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight's full value in torch's own memory on the device, read from where the valid values are now (device or host copy)."""
+    reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
+        return weight.whole(reader, dtype)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

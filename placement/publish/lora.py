@@ -7,9 +7,8 @@ copy. So nothing has to be unmerged, even after an error, and every kind of adap
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy as shallow
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -69,17 +68,15 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
 # --- with the adapters merged in, and the base alone
 
 
-def without_adapters(skeleton: Skeleton, adapters: Adapters) -> tuple[torch.nn.Module, Mapping[int, Weight]]:
-    """The skeleton's root as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
+def without_adapters(skeleton: Skeleton, root: torch.nn.Module, adapters: Adapters) -> tuple[torch.nn.Module, dict[int, Weight]]:
+    """A root that the skeleton has copied, as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
 
     Raises:
         ValueError: `adapters` is "base", but adapters were merged into the base weights; or it is "merged", but the adapters are
             prompts, which cannot be merged.
     """
-    if "peft" not in sys.modules:
-        return skeleton.root, {}
     unload = _Unload(skeleton, adapters)
-    return unload.of(skeleton.root), unload.merged()
+    return unload.of(root), unload.merged()
 
 
 _AROUND = (
@@ -90,15 +87,6 @@ _AROUND = (
 """PEFT's tuners that have the module without adapters in `model`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A parameter of a base layer."""
-
-    layer: torch.nn.Module
-    """The model's own layer (not a copy) that contains the base layer."""
-    name: str
-
-
 class _Unload:
     """Removes PEFT's models and layers from a skeleton."""
 
@@ -106,8 +94,8 @@ class _Unload:
         self._skeleton = skeleton
         self._adapters = adapters
         self._visited: dict[int, torch.nn.Module] = {}
-        self._parts: dict[int, list[_Part]] = {}
-        """The layers that adapt each weight, by the weight's key, in PEFT's order of merging. Tied weights have several."""
+        self._adapted: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        """The model's own layers that adapt each weight, and its name there, by the weight's key, in PEFT's order of merging."""
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
         module = self._without_models(module)
@@ -122,10 +110,10 @@ class _Unload:
     def merged(self) -> dict[int, Weight]:
         merges: dict[tuple[int, ...], _Merge] = {}
         found: dict[int, Weight] = {}
-        for key, parts in self._parts.items():
-            layers = [part.layer for part in parts]
-            merge = merges.setdefault(tuple(id(layer) for layer in layers), _Merge(self._skeleton.shown, layers))
-            found[key] = MergedWeight(self._skeleton.weights[key], merge, parts[-1].name)
+        for key, adapted in self._adapted.items():
+            layers = [layer for layer, _ in adapted]  # several for a tied weight
+            merge = merges.setdefault(tuple(map(id, layers)), _Merge(self._skeleton.shown, layers))
+            found[key] = MergedWeight(self._skeleton.weights[key], merge, adapted[-1][1])
         return found
 
     def _without_models(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -156,7 +144,7 @@ class _Unload:
         if layers:
             original = self._skeleton.originals[id(module)]
             for name, place in torch.nn.Module.named_parameters(base):
-                self._parts.setdefault(key_of(place), []).append(_Part(original, name))
+                self._adapted.setdefault(key_of(place), []).append((original, name))
         return base
 
 
@@ -224,7 +212,7 @@ class MergedWeight(Weight):
     """A weight of a base layer with the active adapters merged in, as PEFT merges them."""
 
     def __init__(self, base: Weight, merge: _Merge, name: str) -> None:
-        super().__init__(base.shape, base.dtype)
+        self.shape, self.dtype = base.shape, base.dtype
         self._merge = merge
         self._name = name
         merge.wanted.append(name)
@@ -246,13 +234,16 @@ class MergedWeight(Weight):
 # --- the adapters alone
 
 
-def separate(skeleton: Skeleton) -> list[tuple[str, torch.Tensor]]:
+def separate(skeleton: Skeleton, root: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them.
+
+    Args:
+        root: the root as the skeleton has copied it.
 
     Raises:
         ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a weight.
     """
-    model: Any = next((part for part in skeleton.root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
+    model: Any = next((part for part in root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
     if model is None:
         raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")
     parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]

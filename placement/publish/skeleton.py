@@ -7,12 +7,13 @@ or unsharded, and it is the same on every rank.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from placement.frameworks.known import frameworks_of, unwrapped
+from placement.frameworks.base import Framework
+from placement.frameworks.known import wrappers
 from placement.frameworks.weights import Weight, weight_of
 
 
@@ -39,8 +40,9 @@ class Copier(abc.ABC):
         return value
 
     def copy(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A copy of a module and its submodules; the same one for the same module."""
-        module = unwrapped(module)
+        """A copy of a module and its submodules, without wrappers; the same one for the same module."""
+        while (inner := next((name for cls, name in self.shown.wrappers if isinstance(module, cls)), None)) is not None:
+            module = module._modules[inner]  # type: ignore[assignment]
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy: torch.nn.Module = object.__new__(type(module))
@@ -56,31 +58,29 @@ class Copier(abc.ABC):
                 fields[name] = self.attribute(value)
         fields.update(training=module.training, _non_persistent_buffers_set=set(module._non_persistent_buffers_set))
         for name, weight in parameters:
-            copy._parameters[name] = None if weight is None else self._parameter(weight)
+            if weight is not None and id(weight) not in self._parameters:  # tied parameters are one object in the copy, too
+                self._parameters[id(weight)] = torch.nn.Parameter(self.stand_in(weight), requires_grad=False)
+            copy._parameters[name] = None if weight is None else self._parameters[id(weight)]
         for name, buffer in module._buffers.items():
             copy._buffers[name] = None if buffer is None else self.stand_in(self.shown.weight(buffer))
         for name, child in module._modules.items():
             copy._modules[name] = None if child is None else self.copy(child)
         return copy
 
-    def _parameter(self, weight: Weight) -> torch.nn.Parameter:
-        """The copy's parameter for a weight. Tied parameters are one object in the copy, too."""
-        if id(weight) not in self._parameters:
-            self._parameters[id(weight)] = torch.nn.Parameter(self.stand_in(weight), requires_grad=False)
-        return self._parameters[id(weight)]
-
 
 class Shown:
     """The weights behind the tensors that a module tree shows, one object for each. Each module is looked at once, then remembered."""
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        frameworks = frameworks_of(root)
+    def __init__(self, root: torch.nn.Module, frameworks: Sequence[Framework]) -> None:
+        self.wrappers = wrappers()
         self._instead = {shown: own for each in frameworks for shown, own in each.own_tensors().items()}
         self._given: dict[int, Mapping[str, Weight | None]] = {}
         for each in frameworks:
             self._given.update(each.weights())
         self._weights: dict[int, Weight] = {}
         self._of: dict[int, list[tuple[str, Weight | None]]] = {}
+        for part in root.modules():
+            self.parameters(part)
 
     def weight(self, tensor: torch.Tensor) -> Weight:
         """The weight that a tensor shows."""
@@ -92,22 +92,23 @@ class Shown:
     def parameters(self, module: torch.nn.Module) -> list[tuple[str, Weight | None]]:
         """A module's own parameters by name, including those that a framework hides at the moment."""
         if id(module) not in self._of:
-            given = dict(self._given.get(id(module), {}))
-            own = [(name, given.pop(name, None) if name in given else tensor) for name, tensor in module._parameters.items()]
-            found = [(name, self.weight(value) if isinstance(value, torch.Tensor) else value) for name, value in own]
-            self._of[id(module)] = found + [(name, weight) for name, weight in given.items() if weight is not None]
+            given = self._given.get(id(module), {})
+            found: dict[str, Weight | None] = {}
+            for name, tensor in module._parameters.items():
+                found[name] = given[name] if name in given else None if tensor is None else self.weight(tensor)
+            found |= {name: weight for name, weight in given.items() if weight is not None}
+            self._of[id(module)] = list(found.items())
         return self._of[id(module)]
 
 
 class Skeleton(Copier):
-    """A copy of a module tree with a tensor on the meta device as placeholder for each weight. Its storage identifies the weight."""
+    """Copies a module tree with a tensor on the meta device as placeholder for each weight. Its storage identifies the weight."""
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        super().__init__(Shown(root))
+    def __init__(self, shown: Shown) -> None:
+        super().__init__(shown)
         self.weights: dict[int, Weight] = {}
         """The weights, by the key of their placeholder (see `key_of`)."""
         self._places: dict[int, torch.Tensor] = {}
-        self.root = self.copy(root)
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
         if id(weight) not in self._places:

@@ -11,6 +11,7 @@ from torch import nn
 
 import placement
 from placement import EngineError, Manager, NotResidentError, TorchEngine
+from placement.frameworks.known import frameworks_of
 from placement.frameworks.weights import Reader
 from placement.publish.buckets import published
 from placement.testing import assert_nothing_resident
@@ -57,7 +58,7 @@ def whole_weights(module: nn.Module, device: str, adapters: Any = "merged") -> d
     """The weights of a module that is on the device, gathered."""
     reader = Reader(training.here(device))
     with torch.no_grad():
-        return {name: weight.whole(reader, weight.dtype) for name, weight in published(module, adapters)}
+        return {name: weight.whole(reader, weight.dtype) for name, weight in published(module, frameworks_of(module), adapters)}
 
 
 class Rig:

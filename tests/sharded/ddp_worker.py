@@ -116,24 +116,6 @@ def managed(variant: Variant, **keywords: Any) -> tuple[Manager, Program]:
 # --- single cases
 
 
-def loses_gradients_by_data() -> tuple[list[bytes], list[bytes]]:
-    """The trap: losses of a plain run, and of one in which gradients are moved by `.data` between two backward passes."""
-
-    def run(moves: bool) -> list[bytes]:
-        torch.manual_seed(0)
-        program = Variant({"gradient_as_bucket_view": True}).program()
-        seen = []
-        for step in range(4):
-            program.backward(step)
-            for parameter in program.model.parameters() if moves else ():
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.data.clone()
-            seen.append(training.as_bytes(program.learn(step)))
-        return seen
-
-    return run(moves=False), run(moves=True)
-
-
 @dataclass(frozen=True)
 class Seen:
     """What is said of a reducer's memory."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import io
 from typing import Any
 
 import pytest
@@ -15,18 +13,9 @@ import torch.distributed as dist
 import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.sharded import one_of_each, training
-from tests.sharded.disrupted_worker import Script, check_off, simulated, twice
+from tests.sharded import training
+from tests.sharded.disrupted_worker import check_off, simulated
 from tests.sharded.one_of_each import PROGRAMS
-
-REFUSALS: dict[str, tuple[type[Exception], ...]] = {
-    "fsdp2": (AssertionError,),
-    "fsdp1_original": (TypeError,),
-    "fsdp1_flat": (RuntimeError,),
-    "ddp": (),
-    "tensor_parallel": (),
-}
-"""What torch itself raises where it does not copy what it made of a model."""
 
 
 class Interrupts(Faults):
@@ -43,11 +32,6 @@ def _any_rank(value: bool) -> bool:
     answer = torch.tensor(float(value))
     dist.all_reduce(answer)
     return bool(answer)
-
-
-def twice_verified(script: Script, name: str) -> None:
-    """`twice` with `verify="always"`. For `Ranks.run`, which takes no keywords."""
-    twice(script, name, verify="always")
 
 
 def fail_at_every_call(name: str, is_interrupt: bool) -> dict[str, int]:
@@ -132,31 +116,6 @@ def collected(name: str) -> None:
     manager.close()
 
 
-def two_managers(name: str) -> None:
-    """Each moves its own model; a model of one is refused by the other."""
-    programs, managers = [], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        programs.append(PROGRAMS[name]("cpu"))
-        managers.append(placement.Manager(device=simulated()))
-        programs[-1].register(managers[-1])
-    with pytest.raises(placement.RegistrationError, match="belongs to 'actor'"):
-        managers[1].register("stolen", programs[0].model)
-    losses = [[], []]
-    for step in range(3):
-        with managers[0].phase("train"), managers[1].phase("train"):
-            for index, program in enumerate(programs):
-                losses[index].append(training.as_bytes(program.learn(step)))
-        for manager in managers:
-            assert_nothing_resident(manager)
-    assert losses[0] == losses[1]
-    managers[0].close()
-    with managers[1].phase("log_prob"):
-        other = training.as_bytes(programs[1].evaluate(7))
-    assert training.as_bytes(programs[0].evaluate(7)) == other
-    managers[1].close()
-
-
 def readonly(name: str) -> None:
     """A reference is never copied back, and a write to it is found and undone."""
     torch.manual_seed(0)
@@ -207,54 +166,4 @@ def lazy(name: str) -> None:
     assert_nothing_resident(manager)
     torch.manual_seed(0)
     assert training.as_bytes(PROGRAMS[name]("cpu").evaluate(0)) == loss
-    manager.close()
-
-
-def copies(name: str) -> None:
-    """What torch can copy or pickle while it is resident is a model of its own; while it is offloaded that is refused."""
-    torch.manual_seed(0)
-    program = PROGRAMS[name]("cpu")
-    manager = placement.Manager(device=simulated())
-    program.register(manager)
-    with manager.phase("train"):
-        program.learn(0)
-    refusals = (placement.NotResidentError, *REFUSALS[name])
-    with pytest.raises(refusals):
-        copy.deepcopy(program.model)
-    with manager.phase("log_prob"):
-        wanted = training.as_bytes(program.evaluate(5))
-        other: Any = None
-        with contextlib.suppress(*REFUSALS[name]):
-            other = copy.deepcopy(program.model)
-    assert (other is None) == bool(REFUSALS[name])
-    if other is not None:
-        rows = one_of_each.rows(5 * 2, "cpu", same_data=name == "tensor_parallel")
-        loss = training.Program(other, None, lambda number: other(rows).float().square().mean())
-        assert training.as_bytes(loss.evaluate(5)) == wanted
-    assert_nothing_resident(manager)
-    manager.close()
-
-
-def dict_of(name: str) -> None:
-    """A sharded state dict that was taken while resident is readable while offloaded, and torch.save writes it whole."""
-    torch.manual_seed(0)
-    program = PROGRAMS[name]("cpu")
-    manager = placement.Manager(device=simulated())
-    program.register(manager)
-    with manager.phase("train"):
-        program.learn(0)
-    with manager.phase("log_prob"):
-        shown = program.model.state_dict()
-        values = {key: training.as_bytes(part) for key, value in shown.items() for _, part in training.local_parts(value)}
-    now = {key: training.as_bytes(part) for key, value in shown.items() for _, part in training.local_parts(value)}
-    assert now == values
-    offloaded = program.model.state_dict()
-    assert {k: training.as_bytes(part) for k, value in offloaded.items() for _, part in training.local_parts(value)} == values
-    file = io.BytesIO()
-    torch.save({key: part for key, value in offloaded.items() for _, part in training.local_parts(value)}, file)
-    file.seek(0)
-    assert {key: training.as_bytes(value) for key, value in torch.load(file).items()} == values
-    with manager.phase("train"):
-        program.learn(1)
-    assert_nothing_resident(manager)
     manager.close()

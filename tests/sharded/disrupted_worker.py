@@ -170,19 +170,6 @@ def graph_over_a_transition(stage: Stage) -> None:
     stage.step(9)
 
 
-def zeroed_in_place(stage: Stage) -> None:
-    """Gradients are kept and zeroed in place."""
-    for number in range(3):
-        for phase, method in stage.program.phases[:-1]:
-            with stage.phase(phase):
-                stage.see(getattr(stage.program, method)(number))
-        with stage.phase("train"):
-            stage.program.optimizer.step()
-        with stage.phase("train"):
-            stage.program.optimizer.zero_grad(set_to_none=False)
-    stage.step(9)
-
-
 def clipped(stage: Stage) -> None:
     """Gradients are clipped in a phase of their own."""
     for number in range(3):
@@ -287,16 +274,6 @@ def cast(stage: Stage) -> None:
         stage.program.model.double()
     with stage.phase("log_prob"):
         stage.see(sum((each.detach().sum() for each in _local(stage.program.model)), torch.zeros(())))
-
-
-def holders(stage: Stage) -> None:
-    """What a forward pass shows is held over a phase transition."""
-    for number in range(3):
-        with stage.phase("log_prob"):
-            stage.see(stage.program.evaluate(number))
-            held = list(stage.program.model.parameters())
-        stage.step(number)
-        del held
 
 
 def _local(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from placement import Handle, Manager
 from placement.testing import SimulatedDevice
-from tests.sharded.training import CAPACITY, CHUNK_BYTES, Program, as_bytes, local_parts
+from tests.sharded.training import CAPACITY, CHUNK_BYTES, Program
 
 WIDTH = 21
 WORDS = 13
@@ -114,50 +114,6 @@ def fsdp2_with_lent_state() -> Program:
     return program
 
 
-class Keeping(Program):
-    """Gradients that the model keeps to the end of the phase, where the policy drops them."""
-
-    def learn(self, step: int) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = self.loss(step)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, value) for name, value in super().values() if not name.endswith(".grad"))
-
-
-def fsdp2_that_steps_and_keeps_gradients() -> Program:
-    plain = fsdp2_with_lent_state()
-    return Keeping(plain.model, plain.optimizer, plain.loss, phases=(("log_prob", "evaluate"), ("train", "learn")))
-
-
-def state_dict_of_lent_state() -> None:
-    """In every state a state dict shows lent state as the model's shows it, also one that was taken earlier."""
-    program = fsdp2_with_lent_state()
-    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES))
-    program.register(manager)
-    names = [name for name, parameter in program.model.named_parameters() if parameter.requires_grad]
-    with manager.phase("train"):
-        program.loss(0).backward()
-        program.optimizer.step()
-        gradients = [_bytes_of(parameter.grad) for parameter in program.model.parameters() if parameter.requires_grad]
-        taken = program.optimizer.state_dict()["state"]
-    for _ in range(2):
-        for state in (taken, program.optimizer.state_dict()["state"]):
-            assert [_bytes_of(entry["previous"]) for entry in state.values()] == gradients
-            values = program.model.state_dict()
-            assert [_bytes_of(entry["anchor"]) for entry in state.values()] == [_bytes_of(values[name]) for name in names]
-        assert manager.audit().ok, manager.audit().report
-        manager.enter("train")
-    manager.leave()
-
-
-def _bytes_of(tensor: Any) -> list[bytes]:
-    return [as_bytes(part) for _, part in local_parts(tensor)]
-
-
 class Waiting(Program):
     """Gradients that wait for a reduction are values too, though no parameter has them."""
 
@@ -215,31 +171,6 @@ def hybrid_fsdp2() -> Program:
     model = sharded(Model(blocks=1), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     return Hybrid(model, optimizer, functools.partial(loss_of, model), phases=(("train", "backward"), ("train", "learn")))
-
-
-@dataclass
-class Apart(Program):
-    """Forward in one phase, backward in the next: the graph lives across the phase transition."""
-
-    graph: torch.Tensor | None = None
-
-    def forward(self, step: int) -> torch.Tensor:
-        self.graph = self.loss(step)
-        return self.graph.detach().clone()
-
-    def learn(self, step: int) -> torch.Tensor:
-        graph, self.graph = self.graph, None
-        assert graph is not None
-        graph.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return next(iter(self.optimizer.state.values()))["exp_avg"].to_local().sum()
-
-
-def fsdp2_with_a_live_graph() -> Program:
-    model = sharded(Model(blocks=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return Apart(model, optimizer, functools.partial(loss_of, model), phases=(("train", "forward"), ("train", "learn")))
 
 
 def several_meshes() -> Program:

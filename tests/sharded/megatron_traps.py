@@ -56,21 +56,6 @@ def aliases(kind: Kind, can_swap: bool) -> None:
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
 
 
-def the_alias_break() -> None:
-    """The shortcut: Megatron's own offload gives every stepped tensor memory of its own, and the model learns no more."""
-    with pretend_cuda():
-        program = build(PRECISION_AWARE)
-        program.learn(0)
-        for optimizer in inner(program.optimizer):
-            for shard in stepped(optimizer):
-                shard.data = shard.data.clone()
-        before = [as_bytes(parameter) for parameter in program.model.parameters()]
-        shards = [as_bytes(shard) for optimizer in inner(program.optimizer) for shard in stepped(optimizer)]
-        program.learn(1)
-        assert [as_bytes(parameter) for parameter in program.model.parameters()] == before, "the model learned: the trap is none any more"
-        assert [as_bytes(shard) for optimizer in inner(program.optimizer) for shard in stepped(optimizer)] != shards
-
-
 def the_step_stays() -> None:
     """No home device: what `restore_from_cpu` brings to the GPU was on the CPU by right."""
     with pretend_cuda():

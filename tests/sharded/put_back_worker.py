@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
@@ -144,59 +143,3 @@ def names_what_is_lost(build: Callable[[], training.Program], way: str) -> str:
         assert training.digest(program) == wanted
     manager.close()
     return str(caught.value)
-
-
-def shows_its_state(build: Callable[[], training.Program], way: str) -> None:
-    """A state dict that was taken before follows; one that is taken in the meantime is refused, never NaN."""
-    program = build()
-    manager = Manager(device=training.device_of("cpu"))
-    program.reshard()
-    wanted = dict(_values(program.model.state_dict()))
-    program.register(manager)
-    taken = program.model.state_dict()
-    for _ in range(3):
-        assert dict(_values(taken)) == wanted
-        WAYS[way](program.model)
-        assert dict(_values(taken)) == wanted
-        with pytest.raises(IntegrityError, match="was replaced while it was offloaded"):
-            program.model.state_dict()
-        with pytest.raises(IntegrityError, match="were replaced while it was offloaded"), manager.phase("log_prob"):
-            pass
-        with manager.phase("log_prob"):
-            assert dict(_values(taken)) == wanted
-            assert dict(_values(program.model.state_dict())) == wanted
-        taken = program.model.state_dict()
-    assert dict(_values(taken)) == wanted
-    manager.close()
-    assert dict(_values(program.model.state_dict())) == wanted
-
-
-def _values(state: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    for name, tensor in state.items():
-        yield from ((f"{name}{path}", training.as_bytes(part)) for path, part in training.local_parts(tensor))
-
-
-def keeps_its_numbers(build: Callable[[], training.Program], rank: int) -> str:
-    """One rank computes its shards from optimizer state that is away. Returns what that rank is told; empty on the others."""
-    program = build()
-    manager = Manager(device=training.device_of("cpu"))
-    program.register(manager)
-    for _ in range(2):
-        with manager.phase("train"):
-            program.learn(0)
-    with manager.phase("log_prob"):
-        wanted = training.digest(program)
-    caught = ""
-    try:
-        with manager.phase("log_prob"), torch.no_grad():
-            for parameter, state in program.optimizer.state.items() if dist.get_rank() == rank else ():
-                for (_, part), (_, away) in zip(training.local_parts(parameter), training.local_parts(state["exp_avg"]), strict=True):
-                    part.data.mul_(0.9).add_(away, alpha=0.1)
-    except IntegrityError as error:
-        caught = str(error)
-    with manager.phase("log_prob"):
-        assert training.digest(program) == wanted
-    with manager.phase("train"):
-        assert program.learn(0).isfinite()
-    assert manager.audit().ok
-    return caught

@@ -57,13 +57,6 @@ def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks, name: str) 
     assert two_ranks.run(training.compare_zeroing, VARIANTS[name].program)
 
 
-def test_moving_gradients_by_data_loses_them(two_ranks: Ranks) -> None:
-    """The trap itself: the reducer's views stay behind, so what was accumulated does not count. Offloads do not do that (above)."""
-    for plain, moved in two_ranks.run(worker.loses_gradients_by_data):
-        assert plain[0] == moved[0]
-        assert plain[-1] != moved[-1]
-
-
 def test_a_reducer_that_keeps_gradients_apart_is_foreign_and_named(two_ranks: Ranks) -> None:
     (nbytes, _), seen = two_ranks.run(worker.gradient_bytes, Variant()), two_ranks.run(worker.kept_by_framework, Variant(), 3)
     for each in seen:

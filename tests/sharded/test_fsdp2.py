@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import placement
-from placement import IntegrityError, RegistrationError, State
+from placement import IntegrityError, RegistrationError
 from placement.devices import adoption
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
@@ -29,7 +29,6 @@ PROGRAMS = {
     "gradients not reduced": functools.partial(worker.accumulating_fsdp2, None),
     "two dimensions": worker.hybrid_fsdp2,
     "parameters and gradients as state": worker.fsdp2_with_lent_state,
-    "a live graph": worker.fsdp2_with_a_live_graph,
 }
 
 
@@ -43,14 +42,6 @@ def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 def test_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(training.compare, worker.plain_fsdp2)
     assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every phase transition"
-
-
-def test_state_that_is_a_dropped_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(functools.partial(training.compare, policy=Colocated(drop_gradients=True)), worker.fsdp2_that_steps_and_keeps_gradients)
-
-
-def test_state_dicts_of_state_that_is_a_parameter_or_a_gradient(two_ranks: Ranks) -> None:
-    two_ranks.run(worker.state_dict_of_lent_state)
 
 
 def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
@@ -158,14 +149,6 @@ def _torn(way: str) -> None:
     model, optimizer = _make()
     wanted = _steps(model, optimizer, range(8))
     model, optimizer = _make()
-    begun = _steps(model, optimizer, range(2))
-    _reshard(model)
-    _replace_local_tensors(model, way)
-    frozen = _steps(model, optimizer, range(2, 8))
-    assert begun == wanted[:2]
-    assert frozen != wanted[2:], "the trap is none: torch follows what was replaced"
-
-    model, optimizer = _make()
     manager, _, _ = worker.worker(model, optimizer)
     assert _steps(model, optimizer, range(2), manager) == wanted[:2]
     with manager.phase("train"):
@@ -178,116 +161,11 @@ def _torn(way: str) -> None:
     assert _steps(model, optimizer, range(2, 8), manager) == wanted[2:]
     assert_nothing_resident(manager)
     manager.close()
-    assert _steps(model, optimizer, range(1)) == _steps_after(wanted)
-
-
-def _steps_after(wanted: list[bytes]) -> list[bytes]:
-    model, optimizer = _make()
-    assert _steps(model, optimizer, range(8)) == wanted
-    return _steps(model, optimizer, range(1))
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 @pytest.mark.parametrize("way", ["assigned", "child"])
 def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(two_ranks: Ranks, way: str) -> None:
     two_ranks.run(_torn, way)
-
-
-def _data_is_no_way() -> None:
-    model, _ = _make()
-    parameter = next(model.parameters())
-    before = training.as_bytes(parameter._local_tensor)
-    parameter.data = torch.zeros_like(parameter)
-    assert training.as_bytes(parameter._local_tensor) == before, "`.data =` on a DTensor does something by now"
-
-
-def test_assigning_data_of_a_dtensor_does_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(_data_is_no_way)
-
-
-def _loaded_with_assign() -> None:
-    """New parameters in place of the old ones, which the optimizer goes on stepping: torch's own meaning of `assign=True`."""
-    model, optimizer = _make()
-    manager, _, _ = worker.worker(model, optimizer)
-    _steps(model, optimizer, range(1), manager)
-    with manager.phase("restore"):
-        state = {name: value * 2 for name, value in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
-        wanted = training.as_bytes(model.embed.weight.to_local())
-        loss = training.as_bytes(loss_of(model, 0))
-    (finding,) = manager.audit().findings
-    assert (finding.handle, finding.what) == ("actor.optimizer", "drift")
-    assert "7 parameter(s) that actor no longer has" in finding.detail
-    assert not any(handle.resident_bytes for handle in manager.handles.values())
-    training.assert_off(manager)
-    with manager.phase("log_prob"), torch.no_grad():
-        _reshard(model)
-        assert training.as_bytes(model.embed.weight.to_local()) == wanted
-        assert training.as_bytes(loss_of(model, 0)) == loss
-    manager.unregister("actor.optimizer")
-    adam = torch.optim.AdamW(model.parameters())
-    manager.register("actor.optimizer", adam)
-    assert_nothing_resident(manager)
-    manager.close()
-
-
-def test_new_parameters_in_place_of_the_old_ones_are_taken_over(two_ranks: Ranks) -> None:
-    two_ranks.run(_loaded_with_assign)
-
-
-# --- an exception in the middle of a forward or a backward
-
-
-class _Stop(Exception):
-    pass
-
-
-def _stop(*_: Any) -> None:
-    raise _Stop
-
-
-def _broken_off(where: str, manager: placement.Manager | None) -> list[bytes]:
-    model, optimizer = _make()
-    if manager is not None:
-        manager.register("actor", model, role="actor")
-        manager.register("actor.optimizer", optimizer)
-    losses = _steps(model, optimizer, range(2), manager)
-    with contextlib.suppress(_Stop), contextlib.nullcontext() if manager is None else manager.phase("train"):
-        if where == "forward":
-            hook = model.blocks[0].outer.register_forward_pre_hook(_stop)
-            try:
-                loss_of(model, 0)
-            finally:
-                hook.remove()
-        else:
-            words = torch.zeros(1, 2, dtype=torch.int64)
-            shown = model(words)
-            shown.register_hook(_stop)
-            shown.sum().backward()
-    if manager is not None:
-        assert not _unsharded(model)
-        assert_nothing_resident(manager)
-        training.assert_off(manager)
-    return losses + _steps(model, optimizer, range(2, 6), manager)
-
-
-def _after_an_exception(where: str) -> None:
-    model, optimizer = _make()
-    wanted = _steps(model, optimizer, range(6))
-    manager = placement.Manager(device=placement.testing.SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
-    assert _broken_off(where, manager) == wanted
-    manager.close()
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_the_middle_strands_nothing(two_ranks: Ranks, where: str) -> None:
-    """As if that step had not been. Torch alone trains nothing after an exception in a backward until it is told to start afresh."""
-    two_ranks.run(_after_an_exception, where)
 
 
 # --- compiled, whole or block by block
@@ -383,26 +261,7 @@ def test_gradients_zeroed_while_offloaded_do_not_come_back(two_ranks: Ranks, fus
     two_ranks.run(_zeroed_while_offloaded, fused)
 
 
-def _written_while_offloaded() -> None:
-    model, optimizer = _make()
-    manager, _, _ = worker.worker(model, optimizer)
-    wanted = _steps(model, optimizer, range(2), manager)
-    parameter = model.blocks[0].outer.weight
-    with torch.no_grad():
-        parameter.mul_(0.5)  # NaN, like the poison: nothing but the counter of the DTensor tells
-    with pytest.raises(IntegrityError, match=r"blocks\.0\.outer\.weight"), manager.phase("train"):
-        pass
-    assert_nothing_resident(manager)
-    again, other = _make()
-    assert _steps(again, other, range(4)) == wanted + _steps(model, optimizer, range(2, 4), manager)
-    manager.close()
-
-
-def test_a_write_through_a_dtensor_while_offloaded_is_named_and_changes_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(_written_while_offloaded)
-
-
-# --- what is refused, and what is reserved
+# --- what is refused
 
 
 def _half_offloaded() -> None:
@@ -419,22 +278,3 @@ def _half_offloaded() -> None:
 
 def test_offloaded_by_torch_in_part_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(_half_offloaded)
-
-
-def _reserved(options: dict[str, Any]) -> tuple[int, int]:
-    model = sharded(Model(blocks=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
-    manager, _, adam = worker.worker(model, optimizer)
-    reserved = adam.host_bytes
-    _steps(model, optimizer, range(2), manager)
-    assert adam.state is State.CPU_OFFLOADED
-    assert adam.host_bytes == reserved, "state was born that had no host memory set aside"
-    held = adam.num_bytes
-    manager.close()
-    return reserved, held
-
-
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True, "amsgrad": True}], ids=str)
-def test_host_memory_is_reserved_for_the_local_shards_of_unborn_state(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    (first, _), (second, _) = two_ranks.run(_reserved, options)
-    assert second < first, "the second rank has the smaller shards"

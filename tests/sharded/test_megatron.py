@@ -29,7 +29,6 @@ def test_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> N
 
 
 ALONE = (
-    traps.the_alias_break,
     traps.the_step_stays,
     traps.dropped_on_the_device,
     traps.zeroed_outside,

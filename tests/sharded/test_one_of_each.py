@@ -174,11 +174,6 @@ def test_steps_are_bit_identical_with_everything_offloaded_between_any_two_phase
     check_moved(two_ranks.run(compare, needed(name), "cpu", 8), name)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_world_of_one(one_rank: Ranks, name: str) -> None:
-    check_moved(one_rank.run(compare, needed(name), "cpu", 4), name)
-
-
 @pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_published_weights_equal_the_full_state_dict(two_ranks: Ranks, name: str, streamed: bool) -> None:

@@ -40,26 +40,6 @@ def test_ranks_share_the_base_until_adapters_are_merged_into_it(two_ranks: Ranks
     assert grown == pytest.approx(base_bytes, abs=4096)  # two copies instead of one
 
 
-def test_nothing_of_the_frozen_base_is_copied_back() -> None:
-    made = peft_worker.build(False, False)
-    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=peft_worker.CHUNK_BYTES))
-    made.register(manager)
-    actor = manager.handles["actor"]
-    assert actor.holding is not None
-    (r,) = actor.holding.ranges
-    for step in range(3):
-        before = actor.counters.offloaded_bytes
-        with manager.phase("train"):
-            made.learn(step)
-        # Adapters lie between base weights: a chunk that holds a part of one is copied, no other.
-        places = [(each.data_ptr() - r.layout.addresses.base, each.nbytes) for each in peft_worker.trained(made.model)]
-        chunks = list(enumerate(zip(r.starts, r.used_sizes, strict=True)))
-        touched = {index for at, size in places for index, (start, nbytes) in chunks if start - size < at < start + nbytes}
-        assert len(touched) < len(r.starts) / 2
-        assert actor.counters.offloaded_bytes - before == sum(r.used_sizes[index] for index in touched)
-    assert_nothing_resident(manager)
-
-
 def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() -> None:
     told = peft_worker.tell()
     for number, (plain, seen) in enumerate(zip(told["plain"], told["seen"], strict=True)):

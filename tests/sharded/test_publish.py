@@ -141,35 +141,6 @@ def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(t
     two_ranks.run(_never_started, when)
 
 
-def _shapes_without_collectives() -> list[Any]:
-    """In every state, and on rank 0 alone, which would hang in any collective."""
-    found = []
-    for build in ("fsdp2", "fsdp1_flat", "fsdp2_external"):
-        module = BUILDS[build](worker.Model())
-        manager = manager_of()
-        actor = manager.register("actor", module, role="actor")
-        if dist.get_rank() == 0:
-            found.append(actor.weights_info())
-        with manager.phase("log_prob") as phase:
-            with torch.no_grad():
-                module(worker.tokens())
-            if dist.get_rank() == 0:
-                found.append(actor.weights_info())
-            phase.switch("weight_sync")
-            if dist.get_rank() == 0:
-                found.append(actor.weights_info())
-        dist.barrier()
-    return found
-
-
-def test_asking_for_names_and_shapes_takes_one_rank_only(two_ranks: Ranks) -> None:
-    found, nothing = two_ranks.run(_shapes_without_collectives, deadline_seconds=30.0)
-    assert nothing == []
-    assert len(found) == 9
-    assert all(each == found[0] for each in found)
-    assert [tuple(info.shape) for info in found[0]] == [tuple(value.shape) for value in wanted_of(worker.Model()).values()]
-
-
 # --- one process
 
 
@@ -221,28 +192,6 @@ def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> 
         assert type(pickle.loads(pickle.dumps(first))) is list
 
 
-def test_a_quantised_weight_is_published_as_the_wrapper_it_is(manager_streams: bool) -> None:
-    """torchao's own int8 tensors: each part is read where it is, payload and scale."""
-    quantization = pytest.importorskip("torchao.quantization")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False))
-    quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
-    wanted = model[0].weight.dequantize().clone()
-    manager = manager_of(streams=manager_streams)
-    actor = manager.register("actor", model, role="actor", readonly=True)
-    with manager.phase("weight_sync"):
-        (bucket,) = actor.weights()
-        found = dict(bucket)["0.weight"]
-        assert type(found) is type(model[0].weight)
-        assert found.dequantize().equal(wanted)
-    assert_nothing_resident(manager)
-    assert found.dequantize().equal(wanted)  # memory of its own
-
-
-@pytest.fixture(params=[False, True], ids=["resident", "streamed"])
-def manager_streams(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 class Opaque(torch.Tensor):
     """Shaped as bitsandbytes' Params4bit: a subclass whose bytes mean nothing without what lies beside them."""
 
@@ -258,30 +207,6 @@ def test_what_cannot_be_published_is_named_before_anything_is() -> None:
 
 
 # --- the traps
-
-
-def _aliases() -> bool:
-    """A state dict of FSDP2 shows live shards: a bucket taken from it would change under the consumer."""
-    module = BUILDS["fsdp2"](worker.Model())
-    manager = manager_of()
-    actor = manager.register("actor", module, role="actor")
-    with manager.phase("weight_sync"):
-        shown = module.state_dict()["gain"]
-        shown = shown.to_local() if isinstance(shown, DTensor) else shown
-        (bucket,) = actor.weights()
-        found = dict(bucket)
-        before = found["gain"].clone()
-        live = dict(module.named_parameters())["gain"].to_local()
-        is_alias = shown.numel() == 0 or shown.data_ptr() == live.data_ptr()
-        if live.numel():
-            with torch.no_grad():
-                live.add_(1)
-        assert found["gain"].equal(before)
-    return is_alias
-
-
-def test_what_was_published_does_not_change_with_the_model(two_ranks: Ranks) -> None:
-    assert all(two_ranks.run(_aliases))
 
 
 def _stateful(build: str) -> list[str]:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import sys
-from types import ModuleType
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,16 +13,8 @@ from placement import RegistrationError
 from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+from tests.sharded.veomni_worker import is_installed, veomni
 from tests.support.ranks import Ranks
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package is there, without importing it, and also where another test put a stub in its place."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 class Mixture(torch.nn.Module):
@@ -45,23 +31,12 @@ class Mixture(torch.nn.Module):
         return self.dense(x)
 
 
-def parallel_plan() -> Any:
-    """VeOmni's `ParallelPlan`, without running the `__init__` of its packages, which need more than is installed."""
-    root = importlib.metadata.distribution("veomni").locate_file("veomni")
-    for name, folder in (("veomni", ""), ("veomni.distributed", "distributed"), ("veomni.utils", "utils")):
-        if name not in sys.modules:
-            package = ModuleType(name)
-            package.__path__ = [str(root / folder)]
-            sys.modules[name] = package
-    return importlib.import_module("veomni.distributed.parallel_plan").ParallelPlan
-
-
 def _experts(expert_parallel: int) -> None:
     """VeOmni's own plan cuts the experts, then `fully_shard` cuts them along another dimension, as VeOmni does it."""
     world = dist.get_world_size()
     wanted = wanted_of(model := Mixture())
     mesh = init_device_mesh("cpu", (world // expert_parallel, expert_parallel), mesh_dim_names=("ep_fsdp", "ep"))
-    plan = parallel_plan()({"ep": {"experts.up": Shard(0), "experts.down": Shard(0)}})
+    plan = veomni("distributed.parallel_plan").ParallelPlan({"ep": {"experts.up": Shard(0), "experts.down": Shard(0)}})
     model._fqn2spec_info = plan.apply(model, {"ep": mesh})
     assert model.experts.up.shape[0] == 4 // expert_parallel
     fully_shard(model.experts, mesh=mesh["ep_fsdp"], shard_placement_fn=lambda _: Shard(1))

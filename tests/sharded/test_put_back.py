@@ -51,15 +51,6 @@ def test_fsdp1(two_ranks: Ranks, name: str, way: str) -> None:
     assert all(two_ranks.run(worker.trains_on, FSDP1[name].program, way))
 
 
-@pytest.mark.parametrize("name", ["plain", "tensor parallel"])
-def test_a_rank_that_computes_its_shards_from_poison_keeps_their_numbers(two_ranks: Ranks, name: str) -> None:
-    """The first rank has shards that the second has none of."""
-    for rank in (0, 1):
-        told = two_ranks.run(worker.keeps_its_numbers, FSDP2[name], rank)
-        assert "were numbers at its last offload" in told[rank]
-        assert not told[1 - rank]
-
-
 @pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("view", [False, True])
 def test_ddp(two_ranks: Ranks, view: bool, way: str) -> None:
@@ -90,7 +81,3 @@ def test_quantised_weights(one_rank: Ranks, named: str, way: str) -> None:
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind, way: str) -> None:
     """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""
     assert all(two_ranks.run(worker.trains_on, functools.partial(megatron_worker.build, kind), way, megatron_worker.pretend_cuda))
-
-
-def test_state_dicts(two_ranks: Ranks) -> None:
-    two_ranks.run(worker.shows_its_state, fsdp2_worker.plain_fsdp2, "to")

@@ -16,6 +16,7 @@ from torch import nn
 from placement import NotResidentError, RegistrationError
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.worker import make_manager
@@ -115,11 +116,12 @@ def hashes(state_dict: Any) -> dict[str, bytes]:
     return {f"{name}{path}": training.as_bytes(part) for name, value in state_dict.items() for path, part in training.local_parts(value)}
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_a_wrapped_weight_keeps_its_dtype_and_its_scales_when_it_is_published(kind: str) -> None:
+def test_a_wrapped_weight_keeps_its_dtype_and_its_scales_when_it_is_published(kind: str, streams: bool) -> None:
     model = BUILD["torchao"](kind)
     wanted = hashes({name: value for name, value in model.state_dict().items() if ".base." in name})
-    manager = make_manager()
+    manager = make_manager(policy=Colocated(stream_sync=streams))
     actor = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"):
         found = {name: value for bucket in actor.weights(dtype="bfloat16") for name, value in bucket}

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placement import IntegrityError, RegistrationError
-from placement.ownership.module import ModuleAdapter
+from placement import RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
@@ -139,26 +138,10 @@ def _assigned(worker: Worker) -> dict[str, torch.Tensor]:
     return values
 
 
-def _data(worker: Worker) -> dict[str, torch.Tensor]:
-    values = {name: value.clone() for name, value in worker.net.state_dict().items()}
-    for parameter in worker.net.parameters():
-        parameter.data = parameter.data.clone()
-    return values
-
-
-def _double(worker: Worker) -> dict[str, torch.Tensor]:
-    values = {name: value.double() for name, value in worker.net.state_dict().items()}
-    worker.net.double()
-    return values
-
-
-REPLACED = pytest.mark.leaves_behind("the optimizer steps parameters that were replaced")
-
-
-@pytest.mark.parametrize("change", [pytest.param(_assigned, marks=REPLACED), _data, _double])
-def test_a_drift_inside_a_phase_is_named_and_healed_at_its_end(worker: Worker, change: Any) -> None:
+@pytest.mark.leaves_behind("the optimizer steps parameters that were replaced")
+def test_a_drift_inside_a_phase_is_named_and_healed_at_its_end(worker: Worker) -> None:
     with worker.manager.phase("restore"):
-        values = {name: value.clone() for name, value in change(worker).items()}
+        values = {name: value.clone() for name, value in _assigned(worker).items()}
         audit = worker.manager.audit()
         assert {finding.handle for finding in audit.findings if finding.what == "drift"} >= {"actor"}
         assert any("0.weight" in finding.detail for finding in audit.findings)
@@ -195,30 +178,3 @@ def test_optimizer_state_that_was_replaced_while_offloaded_is_named_and_taken_in
     with worker.manager.phase("train"):
         assert all(bool((entry["exp_avg"] == 0.5).all()) for entry in worker.adam.state.values())
     assert_nothing_resident(worker.manager)
-
-
-def test_integers_that_were_copied_from_offloaded_memory_are_found_and_put_back() -> None:
-    """Poison is NaN, and integers have none: quantised weights, and whatever comes along with values that are NaN."""
-    model = net()
-    model.register_buffer("steps", torch.arange(6))
-    model.packed = nn.Parameter(torch.arange(100, dtype=torch.uint8), requires_grad=False)
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    manager = make_manager()
-    manager.register("actor", model, role="actor")
-    model.packed.data = model.packed.data.clone()
-    with pytest.raises(IntegrityError, match=r"packed of 'actor' were replaced while it was offloaded"), manager.phase("log_prob"):
-        pass
-    assert_same(dict(model.state_dict()), wanted)
-    model.steps = model.steps.clone()
-    model[0].weight.data = model[0].weight.data.clone()
-    with pytest.raises(IntegrityError, match=r"0\.weight, steps of 'actor' were replaced"), manager.phase("log_prob"):
-        pass
-    assert_same(dict(model.state_dict()), wanted)
-    with manager.phase("log_prob"):
-        assert_same(dict(model.state_dict()), wanted)
-    # What somebody put there on purpose is his.
-    model.steps = torch.full((6,), -1)
-    with manager.phase("log_prob"):
-        assert model.steps.tolist() == [-1] * 6
-    assert_nothing_resident(manager)
-    assert ModuleAdapter(model, name="again", compute_device=CPU).external is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ import pytest
 import torch
 
 from placement import Manager
-from placement.ownership.module import ModuleAdapter
-from placement.storage.range import ObjectRanges
-from placement.storage.state_dicts import StateDictTensors
-from placement.tensors.plain import align, rewrapped
+from placement.tensors.plain import align
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import state_dict_worker as worker
 from tests.sharded.training import as_bytes, local_parts
@@ -30,10 +26,6 @@ def test_a_held_state_dict_follows_a_sharded_handle(kind: str, two_ranks: Ranks)
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
 def test_a_load_raises_the_counters_of_what_was_written(kind: str, two_ranks: Ranks) -> None:
     two_ranks.run(worker.versions, kind)
-
-
-def test_a_held_state_dict_follows_on_one_rank(one_rank: Ranks) -> None:
-    one_rank.run(worker.held, "fsdp2")
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
@@ -100,49 +92,6 @@ def test_a_wrapper_says_where_its_parts_are() -> None:
     align(wrapper)
     assert wrapper.device == inside.device == torch.device("cpu")
     assert wrapper.data_ is inside
-
-
-def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
-    live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
-    handed_out = StateDictTensors(
-        SimulatedDevice(1 << 16),
-        ModuleAdapter(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu")),
-        ObjectRanges("actor"),
-    )
-    shown: Any = handed_out.hand_out(live, from_host=False)
-    assert type(shown) is Scaled
-    assert shown.data_ is not live.data_  # pointing it elsewhere must not take the live one along
-    assert shown.data_.data_ptr() == live.data_.data_ptr()
-    assert len(list(handed_out)) == 2
-    handed_out.disown([shown.scale])
-    assert list(handed_out) == [shown.data_] or len(list(handed_out)) == 1
-    assert rewrapped(live, lambda part: part).data_ is live.data_  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("phase", [None, "log_prob"])
-def test_a_quantised_module_shows_its_parts(phase: str | None) -> None:
-    """torchao's own tensors."""
-    quantization = pytest.importorskip("torchao.quantization")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64))
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
-    wanted = _parts(copy.deepcopy(model).state_dict())
-    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-    handle = manager.register("ref", model, role="ref")
-    if phase is None:
-        shown = handle.state_dict()
-    else:
-        with manager.phase(phase):
-            shown = handle.state_dict()
-    assert _parts(shown) == wanted
-    assert_nothing_resident(manager)
-    with manager.phase("log_prob"):
-        assert _parts(shown) == wanted
-    file = io.BytesIO()
-    torch.save(shown, file)
-    file.seek(0)
-    assert _parts(torch.load(file, weights_only=False)) == wanted
-    manager.close()
-    assert _parts(shown) == wanted
 
 
 def test_a_quantised_module_is_dequantised_by_its_hooks() -> None:

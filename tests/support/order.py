@@ -24,7 +24,6 @@ _TOGETHER = {
         "tests/sharded/test_state_dicts.py",
         "tests/sharded/test_peft.py",
         "tests/sharded/test_publish_lora.py",
-        "tests/field_bugs/test_verl_6188_weight_sync.py",
     ),
     "trl": (
         "tests/integrations/test_transformers_trainer.py",

@@ -1,16 +1,19 @@
-"""bitsandbytes: quantised weights, whose statistics are in objects beside the parameter, and 8-bit optimizers."""
+"""Libraries for low precision: bitsandbytes, torchao and TransformerEngine.
+
+torchao's quantised weights need no code here, because they are wrappers that list their tensors.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core import is_a
-from placement.frameworks.base import Framework, Named
-from placement.tensors.plain import Owned, has_bytes, reference
+from placement.frameworks.base import Advised, Framework, Named
+from placement.tensors.plain import Owned, has_bytes, nested_tensors
 
 _WEIGHTS = "bitsandbytes.nn.modules"
 _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
@@ -40,9 +43,6 @@ class Bitsandbytes(Framework):
         if _OPTIMIZER.is_of(optimizer):
             yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root: Callable[[], torch.nn.Module | None] = reference(root)
-
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
         return cls(root) if _WEIGHTS in sys.modules and next(_weights(root), None) is not None else None
@@ -70,7 +70,7 @@ class Bitsandbytes(Framework):
             else:
                 beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
             yield from _present(path, beside)
-        for path, module in _modules(self._root()):
+        for path, module in _modules(self.root()):
             # The first forward pass of an 8-bit layer moves the statistics from the weight into this object.
             if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
                 yield from _present(f"{path}state", vars(state))
@@ -85,7 +85,7 @@ class Bitsandbytes(Framework):
                     yield f"{path}.{name}", tensor.untyped_storage().nbytes()
 
     def _found(self) -> Iterator[tuple[str, Any]]:
-        root = self._root()
+        root = self.root()
         return _weights(root) if root is not None else iter(())
 
 
@@ -117,3 +117,48 @@ def _staying(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield "nested_offset", state.offset
     if state.state2 is not None:
         yield "nested_quant_map", state.state2.code
+
+
+_OFFLOADED = Named("torchao.optim.cpu_offload", "CPUOffloadOptimizer")
+
+
+class TorchAO(Framework):
+    """torchao's `CPUOffloadOptimizer`, which steps copies of the parameters on the CPU."""
+
+    packages = ("torchao",)
+    external_optimizers = (Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),)
+
+    @classmethod
+    def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        optimizer: Any
+        for optimizer in objects:
+            if _OFFLOADED.is_of(optimizer):
+                found |= {id(copy): own for own, copy in optimizer.param_d2h_map.items()}
+        return found
+
+
+_TE = Named("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
+
+
+class TransformerEngine(Framework):
+    """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
+
+    packages = (_TE.module,)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> TransformerEngine | None:
+        found = cls(root)
+        return found if any(found.parts(_TE)) else None
+
+    def caches(self) -> Iterator[torch.Tensor]:
+        for _, module in self.parts(_TE):
+            yield from (tensor for _, tensor in nested_tensors(module.__dict__.get("_fp8_workspaces"), ""))
+
+    def drop_caches(self) -> None:
+        for _, module in self.parts(_TE):
+            if isinstance(workspaces := module.__dict__.get("_fp8_workspaces"), dict):
+                workspaces.clear()
+        for name in (_TE.module, "transformer_engine.pytorch.module._common"):
+            if isinstance(gradients := getattr(sys.modules.get(name), "_dummy_wgrads", None), dict):
+                gradients.clear()
