@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from placement import HandleView, Plan, State, View
 
 from .colocated import Colocated, OptimizerIn
-from .keeping import bits, schedule
-from .units import NEVER, Course, Worker
+from .keeping import NEVER, Course, Worker, bits, mask_of, schedule
 
 Idle = Literal["keep", "empty"]
 _DIGITS = 10
@@ -193,7 +192,7 @@ class _Choice:
         comes sooner is before it in the plan, and gets the room of what is saved.
         """
         early, units, is_known = self.worker.early(self.view), self.worker.units, len(self.phases) > 1 and self.view.enclosing is None
-        there = (self.present | _mask(early)) & ~self.needed & ~self.streamed & ~self.kept & ~_mask(self.early)
+        there = (self.present | mask_of(early)) & ~self.needed & ~self.streamed & ~self.kept & ~mask_of(self.early)
         for unit in self._soonest(there):
             if unit in early or (is_known and units[unit].can_prefetch and units[unit].is_copied_back == "trained"):
                 nbytes = min(early.get(unit, units[unit].nbytes), self.beside)
@@ -259,10 +258,6 @@ class _Choice:
     def _when(self, distance: int) -> str:
         phase = self.phases[distance % len(self.phases)]
         return f"needed in the next phase ({phase})" if distance == 1 else f"next needed in {distance} phases ({phase})"
-
-
-def _mask(units: Iterable[int]) -> int:
-    return sum([1 << unit for unit in units])
 
 
 def _agreement(expected: Sequence[str], upcoming: Sequence[str]) -> int:
