@@ -9,11 +9,9 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 import placement
 from placement.cli import port
 from placement.cli.grpo import Characters, Recipe, StepResult, Worker, build_actor
-from placement.cli.timeline import PhaseRow, Span, Style, mebibytes, phase_table, timeline
 from placement.core.snapshot import Snapshot
 from placement.core.states import IDLE, State
 from placement.devices.base import Device
@@ -116,16 +113,12 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
             stack.callback(server.close)
             print(f"metrics at {server.url}/metrics")
 
-        style = Style.of(sys.stdout)
         recorder = Recorder(manager, device)
         results = []
         for number, result in enumerate(worker.train(recorder), start=1):
             results.append(result)
             print_step(number, result)
-            print(phase_table(recorder.rows_of(number), style), flush=True)
-        print("\nWhere everything was (time from left to right):")
-        print(timeline(recorder.spans, manager.journal, recorder.initial, style, columns=shutil.get_terminal_size((120, 24)).columns))
-
+            print(phase_table(recorder.take_rows(), paint=sys.stdout.isatty()), flush=True)
         audit = manager.audit()
         print(f"\naudit: {audit.resident_bytes} bytes left on the device")
         if not audit.ok:
@@ -137,7 +130,7 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
         "placement": True,
         "device": device.name,
         "policy": arguments.policy,
-        "phases": [[span.phase, asdict(row)] for span, row in zip(recorder.spans, recorder.rows, strict=True)],
+        "phases": [[row.phase, asdict(row)] for row in recorder.rows],
         "resident_bytes": audit.resident_bytes,
         "ok": audit.ok and left == 0,
     }
@@ -186,66 +179,62 @@ class PeakMeter(Device):
         return chunk
 
 
+@dataclass(frozen=True, kw_only=True)
+class PhaseRow:
+    """One row of the phase table: the effects of the phase transition at the beginning of the phase."""
+
+    phase: str
+    states: Mapping[str, State]
+    before_bytes: int
+    """Bytes on the device when the phase was requested."""
+    peak_bytes: int
+    """The most bytes on the device during the phase transition."""
+    after_bytes: int
+    """Bytes on the device when the phase began."""
+    loaded_bytes: int
+    offloaded_bytes: int
+    skipped_bytes: int
+    stall_seconds: float
+
+
 class Recorder:
-    """Wraps a manager and records its phase transitions: snapshots and device measurements before and after each."""
+    """Wraps a manager and an open phase, and records each phase transition: snapshots and device measurements before and after."""
 
     def __init__(self, manager: placement.Manager, device: Device) -> None:
-        self._manager = manager
-        self._device = device
-        self._step = 0
-        self._begins: list[tuple[int, str, float]] = []
-        self.initial: dict[str, State] = {}
-        """The initial state of each handle."""
+        self.register = manager.register
         self.rows: list[PhaseRow] = []
-
-    def register(self, name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> placement.Handle:
-        handle = self._manager.register(name, obj, role=role, readonly=readonly)
-        self.initial[name] = handle.state
-        return handle
+        self._manager, self._device = manager, device
+        self._open: placement.Phase | None = None
+        self._printed = 0
 
     @contextlib.contextmanager
-    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[_RecordedPhase]:
-        self._step += 1
+    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
         with contextlib.ExitStack() as stack:
-            with self.transition(name):
-                opened = stack.enter_context(self._manager.phase(name, only=only))
-            yield _RecordedPhase(self, opened)
-            with self.transition(IDLE):
+            with self._transition(name):
+                self._open = stack.enter_context(self._manager.phase(name, only=only))
+            yield self
+            with self._transition(IDLE):
                 stack.close()
 
+    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
+        assert self._open is not None
+        with self._transition(name):
+            self._open.switch(name, only=only)
+
     @contextlib.contextmanager
-    def transition(self, phase: str) -> Iterator[None]:
-        """Measure before and after the move into `phase`."""
+    def _transition(self, phase: str) -> Iterator[None]:
         before, before_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
         if isinstance(self._device, PeakMeter):
             self._device.peak_bytes = before_bytes
-        self._begins.append((self._step, phase, time.monotonic()))
         yield
         after, after_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
         peak_bytes = max(before_bytes, after_bytes, getattr(self._device, "peak_bytes", 0))
         self.rows.append(row_between(phase, before, after, (before_bytes, peak_bytes, after_bytes)))
 
-    @property
-    def spans(self) -> list[Span]:
-        """The phases so far. The last one ends at the present moment."""
-        ends = [begin for _, _, begin in self._begins[1:]] + [time.monotonic()]
-        return [
-            Span(step=step, phase=phase, begin_seconds=begin, end_seconds=end)
-            for (step, phase, begin), end in zip(self._begins, ends, strict=True)
-        ]
-
-    def rows_of(self, step: int) -> list[PhaseRow]:
-        return [row for (of_step, _, _), row in zip(self._begins, self.rows, strict=True) if of_step == step]
-
-
-class _RecordedPhase:
-    def __init__(self, recorder: Recorder, opened: placement.Phase) -> None:
-        self._recorder = recorder
-        self._opened = opened
-
-    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
-        with self._recorder.transition(name):
-            self._opened.switch(name, only=only)
+    def take_rows(self) -> Sequence[PhaseRow]:
+        """The rows since the last call."""
+        rows, self._printed = self.rows[self._printed :], len(self.rows)
+        return rows
 
 
 def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[int, int, int]) -> PhaseRow:
@@ -266,6 +255,36 @@ def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[i
         skipped_bytes=grown("skipped_bytes"),
         stall_seconds=sum(after.phase_stall_seconds.values()) - sum(before.phase_stall_seconds.values()),
     )
+
+
+_WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
+_COLOURS = {State.CPU_OFFLOADED: "2", State.GPU_RESIDENT: "32", State.SYNCING: "36", State.TRAINING: "33"}
+
+
+def phase_table(rows: Sequence[PhaseRow], *, paint: bool) -> str:
+    """The rows below a header line. Bytes are in MiB, stall is in milliseconds.
+
+    Args:
+        paint: whether states have colours.
+    """
+    widths = {name: max(len(name), 5) for name in rows[0].states}
+
+    def state(name: str, state: State) -> str:
+        text = f"{_WORDS[state]:<{widths[name]}}"
+        return f"\x1b[{_COLOURS[state]}m{text}\x1b[0m" if paint else text
+
+    numbers = ("before", "peak", "after", "in", "out", "skipped", "stall ms")
+    lines = [[f"{'phase':<12}", *(f"{name:<{width}}" for name, width in widths.items()), *(f"{each:>8}" for each in numbers)]]
+    for row in rows:
+        sizes = (row.before_bytes, row.peak_bytes, row.after_bytes, row.loaded_bytes, row.offloaded_bytes, row.skipped_bytes)
+        cells = [*map(mebibytes, sizes), f"{row.stall_seconds * 1e3:.1f}"]
+        lines.append([f"{row.phase:<12}", *(state(*each) for each in row.states.items()), *(f"{cell:>8}" for cell in cells)])
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def mebibytes(nbytes: int) -> str:
+    """A size in MiB. Only an exact zero is "0"."""
+    return "0" if nbytes == 0 else f"{nbytes / (1 << 20):.1f}"
 
 
 class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
