@@ -32,7 +32,7 @@ _COPIES = 5  # times the model's bytes: actor, reference, rollout copy, and the 
 _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for stalls to be seen
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", type=_device_name, help="auto (CUDA if available), simulated, or cuda:N")
     parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
     parser.add_argument("--steps", type=_positive, default=3)
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", type=port, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
     parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write losses, rewards, phases and the audit")
+    parser.set_defaults(run=run)
 
 
 def _device_name(text: str) -> str:

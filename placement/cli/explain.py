@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from placement.cli.status import plain_table
+from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
@@ -192,7 +192,7 @@ def _gib(nbytes: int) -> str:
     return "0" if nbytes == 0 else f"{nbytes / GIB:.1f}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
     parser.add_argument(
         "--budget", metavar="BYTES", help=f"device bytes that the handles may hold together (default {BUDGET_BYTES // GIB}GiB)"
@@ -201,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     text = "a running worker's URL (or one that ends in /targets, or a discovery folder): why each handle is where it is now"
     parser.add_argument("--live", metavar="URL", help=text)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

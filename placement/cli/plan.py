@@ -29,7 +29,7 @@ _OF_A_JOB = (
 _DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one; nothing is downloaded")
     add("--from", dest="trace", metavar="TRACE", help="a trace of placement's own: what would that run have cost otherwise?")
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     add("--chart", metavar="FILE.svg", help="draw the device bytes of each phase against the budget")
     add("--json", action="store_true", help="print everything as JSON, for scripts")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     """The first of these options that is not as it is by default; "" if there is none."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_plan(parser)
     defaults = parser.parse_args([])
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != getattr(defaults, name)), "")
 

@@ -15,6 +15,7 @@ from placement.cli.demo import PhaseRow, mebibytes, phase_table
 from placement.cli.grpo import Characters, Recipe, grpo_loss, judge, positions_of
 from placement.core.states import State
 
+
 def test_phase_table_lines_up() -> None:
     row = PhaseRow(
         phase="log_prob",
@@ -86,7 +87,7 @@ def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch: pytest.Mon
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("placement.cli.status.run", interrupted)
+    monkeypatch.setattr("placement.cli.workers.run_status", interrupted)
     assert main(["status"]) == 130
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from placement import Plan, PolicyError, View
-from placement.cli.explain import SAMPLE, add_arguments, explain, run
+from placement.cli.explain import SAMPLE, add_explain, explain, run
 from placement.core.states import PHASES, State
 from placement.policies import Colocated
 
@@ -138,7 +138,7 @@ def test_a_policy_that_is_none_is_an_error() -> None:
 
 def command(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_explain(parser)
     return run(parser.parse_args(words))
 
 
