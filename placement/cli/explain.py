@@ -18,8 +18,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
 from placement.core.summary import readable
-from placement.forecasting.description import Phase
-from placement.forecasting.report import PhaseForecast
+from placement.forecasting.description import Phase, PhaseForecast
 from placement.observe.fleet import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
 
@@ -109,8 +108,7 @@ Row = tuple[PhaseForecast, Plan | None]
 
 def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Run:
     """A worker with the handles of the sample, under a policy."""
-    from placement.forecasting.device import SizesDevice
-    from placement.forecasting.objects import objects_of
+    from placement.forecasting.device import SizesDevice, objects_of
     from placement.forecasting.run import Run
     from placement.storage.layout import ALIGNMENT
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
-from placement.forecasting.description import CYCLES, Layout, Link, listed
-from placement.forecasting.report import Forecast, by_phase, comparison, table, write_svg
+from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase, listed
 from placement.planning.policy_lookup import policy_names
 
 _Number = TypeVar("_Number", int, float)
@@ -245,3 +245,203 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
 
 def _words(text: str) -> Sequence[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
+
+
+# --- a forecast as text, and as a chart
+
+_HEADS = ("device", "load", "offload", "clean", "stall s", "work s")
+_COLOURS = ("#3f51b5", "#ff9800", "#009688", "#e91e63", "#795548", "#607d8b", "#8bc34a", "#9c27b0", "#00bcd4", "#ffc107")
+_BAR, _GAP, _LEFT, _TOP, _HEIGHT, _BELOW = 64, 26, 86, 46, 260, 58
+_LEGEND = 230
+
+
+def table(forecast: Forecast) -> str:
+    """One forecast: its phases, its handles, and the sums."""
+    left = max(len("phase"), *(len(_name(each)) for each in forecast.phases)) + 2
+    lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", _line("phase", left, _HEADS)]
+    for each in forecast.phases:
+        lines.append(_line(_name(each), left, _cells(each)))
+        lines += [f"{'':<{left}}{text}" for text in _troubles(each)]
+    lines += _troubles_at_first(forecast)
+    lines += ["", *_handles(forecast), "", *_sums(forecast)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
+    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
+
+    Args:
+        heads: of the columns, such as policies with their options; empty: the policies' names.
+    """
+    first, heads = forecasts[0], heads or [each.policy for each in forecasts]
+    widths = [max(24, len(head) + 2) for head in heads]
+    left = max(len("phase"), *(len(_name(each)) for each in first.phases), len("host, this rank")) + 2
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        return f"{name:<{left}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    lines = [f"budget {_readable_budget(first)}", "", row("", heads), row("phase", ["device     stall s"] * len(forecasts))]
+    for index, phase in enumerate(first.phases):
+        lines.append(row(_name(phase), [_device_and_stall(each.phases[index]) for each in forecasts]))
+    lines += ["", row("peak", [readable(each.peak_bytes) for each in forecasts])]
+    lines.append(row("loaded", [readable(each.loaded_bytes) for each in forecasts]))
+    lines.append(row("offloaded", [readable(each.offloaded_bytes) for each in forecasts]))
+    lines.append(row("host, this rank", [readable(each.host_bytes) for each in forecasts]))
+    if any(each.disk_bytes for each in forecasts):
+        lines.append(row("disk, this rank", [_size(each.disk_bytes) for each in forecasts]))
+    lines.append(row("stall", [_seconds(each.stall_seconds, " s") for each in forecasts]))
+    lines.append(row("fits", [_fits(each) for each in forecasts]))
+    lines += [f"note: {note}" for note in dict.fromkeys(note for each in forecasts for note in (*each.refused_registrations, *each.notes))]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(name: str, left: int, cells: Sequence[str]) -> str:
+    return f"{name:<{left}}" + "".join(f"{cell:>11}" for cell in cells)
+
+
+def _name(phase: PhaseForecast) -> str:
+    return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
+
+
+def _cells(phase: PhaseForecast) -> list[str]:
+    sizes = (phase.device_bytes, phase.loaded_bytes, phase.offloaded_bytes, phase.skipped_bytes)
+    return [*map(_size, sizes), _seconds(phase.stall_seconds), _seconds(phase.work_seconds)]
+
+
+def _device_and_stall(phase: PhaseForecast) -> str:
+    device = _size(phase.device_bytes)
+    return f"{device if phase.fits else 'refused'}  {_seconds(phase.stall_seconds):>10}"
+
+
+def _troubles(phase: PhaseForecast) -> list[str]:
+    if phase.problem:
+        return [f"no plan: {phase.problem}"]
+    if phase.over_bytes:
+        return [f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} ({phase.over_bytes:,} bytes) too many"]
+    said = [f"{readable(phase.prefetched_bytes)} of what it loads came early"] if phase.prefetched_bytes else []
+    if phase.streamed_bytes:
+        said.append(f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by optimizers")
+    if phase.disk_written_bytes or phase.disk_read_bytes:
+        waited = f", {readable(phase.disk_waited_bytes)} of it waited for" if phase.disk_waited_bytes else ""
+        said.append(f"disk: {_size(phase.disk_written_bytes)} written, {_size(phase.disk_read_bytes)} read{waited}")
+    return said + ([f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside"] if phase.gradient_bytes else [])
+
+
+def _troubles_at_first(forecast: Forecast) -> list[str]:
+    """Lines about phases that fail in the first step alone, or at registration."""
+    if forecast.fits or any(not each.fits for each in forecast.phases):
+        return []
+    if forecast.refused_registrations:
+        return ["", "registration is refused:", *forecast.refused_registrations]
+    troubles = [f"{_name(each)}: {text}" for each in forecast.first_phases if not each.fits for text in _troubles(each)]
+    return ["", "in the first step, or at registration:", *(troubles or [f"{readable(forecast.over_bytes)} too many"])]
+
+
+def _handles(forecast: Forecast) -> list[str]:
+    left = max(len("handle"), *(len(each.name) for each in forecast.handles)) + 2
+    lines = [_line("handle", left, ("device", "host, rank", "host, node"))]
+    for each in forecast.handles:
+        lines.append(_line(each.name, left, [readable(size) for size in (each.num_bytes, each.host_bytes, each.node_host_bytes)]))
+    return lines
+
+
+def _sums(forecast: Forecast) -> list[str]:
+    lines = [f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)"]
+    on_disk = f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node" if forecast.disk_bytes else "none"
+    host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
+    lines.append(f"host copies           {host}; on disk: {on_disk}")
+    per = "a step" if forecast.first_phases else "in all"
+    lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
+    stall = forecast.stall_seconds
+    lines.append(f"stall {per:<15} {_seconds(stall, ' s')}" + (" (no link given: see placement doctor --json)" if stall is None else ""))
+    verdict = "everything fits" if forecast.budget_bytes is not None else "no budget given"
+    if not forecast.fits:
+        verdict = f"it does not fit: {readable(forecast.over_bytes)} too many" if forecast.over_bytes else "it does not fit"
+    return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
+
+
+def _fits(forecast: Forecast) -> str:
+    if forecast.fits:
+        return "yes"
+    return f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
+
+
+def _size(nbytes: int) -> str:
+    return readable(nbytes) if nbytes else "0"
+
+
+def _seconds(seconds: float | None, unit: str = "") -> str:
+    return "-" if seconds is None else f"{seconds:.3f}{unit}"
+
+
+def _readable_budget(forecast: Forecast) -> str:
+    return "none" if forecast.budget_bytes is None else readable(forecast.budget_bytes)
+
+
+def svg(forecasts: Sequence[Forecast]) -> str:
+    """One panel for each forecast, one under the other, all of one scale. A dashed line is the budget, a hatched bar a refused phase."""
+    top = max([1, *(phase.wanted_bytes for each in forecasts for phase in each.phases), *(each.peak_bytes for each in forecasts)])
+    budgets = [each.budget_bytes for each in forecasts if each.budget_bytes is not None]
+    top = max(top, *(budget for budget in budgets if budget < 4 * top), 1) if budgets else top
+    most = max(len(each.phases) for each in forecasts)
+    width, panel = _LEFT + most * (_BAR + _GAP) + _LEGEND, _TOP + _HEIGHT + _BELOW
+    names = list(dict.fromkeys(handle.name for each in forecasts for handle in each.handles))
+    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+    body = "".join(_panel(each, index * panel, top, colours, width) for index, each in enumerate(forecasts))
+    legend = "".join(
+        f'<rect x="{width - _LEGEND + 24}" y="{_TOP + 20 * i}" width="12" height="12" fill="{colours[name]}"/>'
+        f'<text x="{width - _LEGEND + 42}" y="{_TOP + 20 * i + 10}">{escape(name)}</text>'
+        for i, name in enumerate(names)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{panel * len(forecasts)}" font-family="sans-serif" '
+        'font-size="12">'
+        '<defs><pattern id="refused" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="6" height="6" fill="#fff"/><line x1="0" y1="0" x2="0" y2="6" stroke="#d32f2f" stroke-width="3"/></pattern></defs>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{body}{legend}</svg>\n'
+    )
+
+
+def _panel(forecast: Forecast, offset: int, top: int, colours: dict[str, str], width: int) -> str:
+    base, right = offset + _TOP + _HEIGHT, width - _LEGEND
+
+    def height(nbytes: int) -> float:
+        return round(nbytes / top * _HEIGHT, 2)
+
+    stall = "" if forecast.stall_seconds is None else f", stall {forecast.stall_seconds:.3f} s"
+    parts = [f'<text x="{_LEFT}" y="{offset + 24}" font-size="14">{escape(forecast.policy)}{stall}</text>']
+    parts += [
+        f'<line x1="{_LEFT}" x2="{right}" y1="{base - height(top * i // 4)}" y2="{base - height(top * i // 4)}" stroke="#ddd"/>'
+        f'<text x="{_LEFT - 8}" y="{base - height(top * i // 4) + 4}" text-anchor="end">{readable(top * i // 4)}</text>'
+        for i in range(5)
+    ]
+    for index, phase in enumerate(forecast.phases):
+        x, y = _LEFT + _GAP / 2 + index * (_BAR + _GAP), float(base)
+        for name, nbytes in phase.handle_bytes.items() if phase.fits else ():
+            y -= height(nbytes)
+            title = f"<title>{escape(name)}: {readable(nbytes)}</title>"
+            parts.append(f'<rect x="{x}" y="{y:.2f}" width="{_BAR}" height="{height(nbytes)}" fill="{colours[name]}">{title}</rect>')
+        if not phase.fits:
+            high = height(phase.wanted_bytes)
+            parts.append(f'<rect x="{x}" y="{base - high:.2f}" width="{_BAR}" height="{high}" fill="url(#refused)" stroke="#d32f2f"/>')
+        parts.append(f'<text x="{x + _BAR / 2}" y="{base + 18}" text-anchor="middle">{escape(phase.phase)}</text>')
+        if phase.stall_seconds is not None:
+            text = f"{phase.stall_seconds:.2f} s"
+            parts.append(f'<text x="{x + _BAR / 2}" y="{base + 34}" text-anchor="middle" fill="#777">{text}</text>')
+    if forecast.budget_bytes is not None and forecast.budget_bytes <= top:
+        y = base - height(forecast.budget_bytes)
+        parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}" stroke="#d32f2f" stroke-dasharray="6 4"/>')
+        parts.append(f'<text x="{right}" y="{y - 4}" text-anchor="end" fill="#d32f2f">budget {readable(forecast.budget_bytes)}</text>')
+    return "".join(parts)
+
+
+def write_svg(path: Path, forecasts: Sequence[Forecast]) -> None:
+    """Write the chart.
+
+    Raises:
+        ValueError: the name does not end in .svg.
+        OSError: the file cannot be written.
+    """
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"the chart is an SVG: give a name that ends in .svg, not {path.name!r}")
+    path.write_text(svg(forecasts), encoding="utf-8")

@@ -15,11 +15,9 @@ import torch
 
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
-from placement.forecasting.description import ALONE, Layout, Link, Phase, cycle_of
-from placement.forecasting.device import SizesDevice
+from placement.forecasting.description import ALONE, Forecast, HandleForecast, Layout, Link, Phase, cycle_of
+from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, StateOf
 from placement.forecasting.models import Head, module_of, parts_of, remarks, undivided
-from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer, StateOf
-from placement.forecasting.report import Forecast, HandleForecast
 from placement.forecasting.run import Run, in_the_steady_state
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import Sizing

@@ -13,10 +13,8 @@ import torch
 
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
-from placement.forecasting.description import Link, Phase
-from placement.forecasting.device import SizesDevice
-from placement.forecasting.objects import Seen, objects_of
-from placement.forecasting.report import Forecast
+from placement.forecasting.description import Forecast, Link, Phase
+from placement.forecasting.device import Seen, SizesDevice, objects_of
 from placement.forecasting.run import Moved, Run, summed_up
 from placement.observe.trace import MANAGER_EVENT
 from placement.planning.policy_lookup import resolve_policy

@@ -9,11 +9,9 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
-from placement.forecasting.description import Phase
-from placement.forecasting.device import SizesDevice, sized
+from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
+from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, sized
 from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
-from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
-from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 from placement.manager import Manager
 from placement.planning import plan_checks
 from placement.planning.plan_checks import check_fits
