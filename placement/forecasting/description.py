@@ -204,11 +204,10 @@ class Link:
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
             beside = found.get("transitions") or {}  # an earlier version did not measure them
-            return cls(
-                **{name: float(found["link"][name]) for name in _RATES},
-                **{name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()},
-                **{name: found.get(name) for name in ("free_bytes", "chunk_bytes", "host_available_bytes")},
-            )
+            known: dict[str, Any] = {name: found.get(name) for name in ("free_bytes", "chunk_bytes", "host_available_bytes")}
+            known |= {name: float(found["link"][name]) for name in _RATES}
+            known |= {name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()}
+            return cls(**known)
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no file {path}; {advice}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
