@@ -192,10 +192,11 @@ class SizesDevice(Device):
                 self._moved.notify_all()
             self._settle()
 
-    def change(self, tensor: torch.Tensor) -> None:
-        """Change the bytes of a tensor's storage."""
-        for slot in self._slots(tensor):
-            self._writes[slot] = self._writes.get(slot, 0) + 1
+    def change(self, *tensors: torch.Tensor) -> None:
+        """Change the bytes of the tensors' storages."""
+        for tensor in tensors:
+            for slot in self._slots(tensor):
+                self._writes[slot] = self._writes.get(slot, 0) + 1
 
     def share(self, tensor: torch.Tensor, part: int, whole: int) -> None:
         """Let only `part` of `whole` bytes of the range that has this tensor go over the link: other ranks bring the rest."""
@@ -341,15 +342,11 @@ class SizedModule(torch.nn.Module):
         return [each for each in self.parameters() if each.requires_grad]
 
 
-def _nothing(_: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {}
-
-
 @allow
 class SizedOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps create state, and compute nothing."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf = _nothing) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf) -> None:
         super().__init__(parameters, {"state_of": state_of})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
