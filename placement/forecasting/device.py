@@ -346,7 +346,8 @@ class SizedModule(torch.nn.Module):
 class SizedOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps create state, and compute nothing."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf = lambda _: {}) -> None:
+        # The default is for the twin that a manager makes: its groups bring their own.
         super().__init__(parameters, {"state_of": state_of})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
