@@ -47,11 +47,7 @@ def _bytes(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name that is none.
-
-    Raises:
-        PlacementError: the device does not exist, or has no room for the copies.
-    """
+    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name that is none."""
     try:
         device = select_device(arguments.device)
     except ValueError as error:
@@ -182,9 +178,8 @@ def table(found: Inspection) -> str:
 
 
 def _beside(found: TransitionSeconds) -> str:
-    gib = 1e3 * (1 << 30)
     parts = {"loaded": found.loaded_byte, "copied back": found.offloaded_byte, "offloaded without a copy": found.skipped_byte}
-    more = ", ".join(f"{gib * each:.2f} ms {name}" for name, each in parts.items())
+    more = ", ".join(f"{1e3 * (1 << 30) * each:.2f} ms {name}" for name, each in parts.items())
     alone, moving = (f"{1e3 * seconds:.2f} ms" for seconds in (found.alone, found.moving))
     return f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its copy: {more}"
 

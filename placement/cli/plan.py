@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,21 +118,17 @@ def _policies(text: str) -> list[str]:
     return [each.strip() for each in found if each.strip()]
 
 
-def _budget(arguments: argparse.Namespace, settings: Settings) -> int | None:
-    return parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
-
-
-def _link(arguments: argparse.Namespace) -> Link | None:
-    if arguments.rate:
-        return Link.of(float(parse_bytes(arguments.rate)))
-    return Link.of(arguments.link) if arguments.link else None
+def _budget_and_link(arguments: argparse.Namespace, settings: Settings) -> tuple[int | None, Link | None]:
+    budget = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
+    source = float(parse_bytes(arguments.rate)) if arguments.rate else arguments.link
+    return budget, Link.of(source) if source else None
 
 
 def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
     from placement.forecasting.recorded import Recording
 
     recording = Recording.read(arguments.trace, arguments.worker)
-    budget, link = _budget(arguments, settings), _link(arguments)
+    budget, link = _budget_and_link(arguments, settings)
     moved = f"{readable(recording.moved.loaded_bytes)} loaded, {readable(recording.moved.offloaded_bytes)} offloaded"
     seconds = sum(work for _, work in recording.phases)
     lines = [
@@ -141,47 +137,35 @@ def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Calla
         "",
         "simulated over the same phases and work, from the same start:",
     ]
-
-    def forecast(policy: str) -> Forecast:
-        return recording.forecast(policy or None, budget_bytes=budget, link=link, phases=settings.phases)
-
-    return forecast, lines
+    return lambda policy: recording.forecast(policy or None, budget_bytes=budget, link=link, phases=settings.phases), lines
 
 
 def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
     from placement.forecasting import job
 
-    layout = Layout(
-        data_parallel=arguments.data_parallel,
-        shards=arguments.shards,
-        tensor_parallel=arguments.tensor_parallel,
-        gpus_per_node=arguments.gpus_per_node,
-    )
+    layout = Layout(**{name: getattr(arguments, name) for name in ("data_parallel", "shards", "tensor_parallel", "gpus_per_node")})
     models: dict[str, Any] = _models(arguments)
     if arguments.kv_cache or arguments.rollout_weights:
         models["rollout"] = _engine(arguments, models)
-    elif given := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
-        raise ValueError(f"{given} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
+    elif option := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
+        raise ValueError(f"{option} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
     work, steps = _numbers(arguments.work, "--work", "seconds", float), _numbers(arguments.steps, "--steps", "steps", int)
-    budget, link = _budget(arguments, settings), _link(arguments)
+    budget, link = _budget_and_link(arguments, settings)
 
-    def forecast(policy: str) -> Forecast:
-        return job.forecast(
-            models,
-            layout=layout,
-            policy=policy,
-            cycle=listed(arguments.cycle),
-            budget_bytes=budget,
-            link=link,
-            work_seconds=work,
-            steps=steps,
-            worker_role=arguments.worker_role or settings.worker_role,
-            phases=settings.phases,
-            host_limit_bytes=arguments.host_limit or settings.host_limit_bytes,
-        )
-
+    given: dict[str, Any] = {
+        "layout": layout,
+        "cycle": listed(arguments.cycle),
+        "budget_bytes": budget,
+        "link": link,
+        "work_seconds": work,
+        "steps": steps,
+        "worker_role": arguments.worker_role or settings.worker_role,
+        "phases": settings.phases,
+        "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
+    }
     parallel = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
-    return forecast, [f"one of {layout.ranks} ranks ({parallel}), {layout.ranks_per_node} a node", ""]
+    lines = [f"one of {layout.ranks} ranks ({parallel}), {layout.ranks_per_node} a node", ""]
+    return lambda policy: job.forecast(models, policy=policy, **given), lines
 
 
 def _models(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -260,7 +244,8 @@ def table(forecast: Forecast) -> str:
     left = max(len("phase"), *(len(_name(each)) for each in forecast.phases)) + 2
     lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", _line("phase", left, _HEADS)]
     for each in forecast.phases:
-        lines.append(_line(_name(each), left, _cells(each)))
+        sizes = (each.device_bytes, each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes)
+        lines.append(_line(_name(each), left, [*map(_size, sizes), _seconds(each.stall_seconds), _seconds(each.work_seconds)]))
         lines += [f"{'':<{left}}{text}" for text in _troubles(each)]
     lines += _troubles_at_first(forecast)
     lines += ["", *_handles(forecast), "", *_sums(forecast)]
@@ -277,7 +262,7 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
     widths = [max(24, len(head) + 2) for head in heads]
     left = max(len("phase"), *(len(_name(each)) for each in first.phases), len("host, this rank")) + 2
 
-    def row(name: str, cells: Sequence[str]) -> str:
+    def row(name: str, cells: Iterable[str]) -> str:
         return f"{name:<{left}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
     lines = [f"budget {_readable_budget(first)}", "", row("", heads), row("phase", ["device     stall s"] * len(forecasts))]
@@ -290,12 +275,12 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
     if any(each.disk_bytes for each in forecasts):
         lines.append(row("disk, this rank", [_size(each.disk_bytes) for each in forecasts]))
     lines.append(row("stall", [_seconds(each.stall_seconds, " s") for each in forecasts]))
-    lines.append(row("fits", [_fits(each) for each in forecasts]))
+    lines.append(row("fits", map(_fits, forecasts)))
     lines += [f"note: {note}" for note in dict.fromkeys(note for each in forecasts for note in (*each.refused_registrations, *each.notes))]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _line(name: str, left: int, cells: Sequence[str]) -> str:
+def _line(name: str, left: int, cells: Iterable[str]) -> str:
     return f"{name:<{left}}" + "".join(f"{cell:>11}" for cell in cells)
 
 
@@ -303,14 +288,9 @@ def _name(phase: PhaseForecast) -> str:
     return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
 
 
-def _cells(phase: PhaseForecast) -> list[str]:
-    sizes = (phase.device_bytes, phase.loaded_bytes, phase.offloaded_bytes, phase.skipped_bytes)
-    return [*map(_size, sizes), _seconds(phase.stall_seconds), _seconds(phase.work_seconds)]
-
-
 def _device_and_stall(phase: PhaseForecast) -> str:
-    device = _size(phase.device_bytes)
-    return f"{device if phase.fits else 'refused'}  {_seconds(phase.stall_seconds):>10}"
+    device = _size(phase.device_bytes) if phase.fits else "refused"
+    return f"{device}  {_seconds(phase.stall_seconds):>10}"
 
 
 def _troubles(phase: PhaseForecast) -> list[str]:
@@ -339,10 +319,8 @@ def _troubles_at_first(forecast: Forecast) -> list[str]:
 
 def _handles(forecast: Forecast) -> list[str]:
     left = max(len("handle"), *(len(each.name) for each in forecast.handles)) + 2
-    lines = [_line("handle", left, ("device", "host, rank", "host, node"))]
-    for each in forecast.handles:
-        lines.append(_line(each.name, left, [readable(size) for size in (each.num_bytes, each.host_bytes, each.node_host_bytes)]))
-    return lines
+    rows = [_line(each.name, left, map(readable, (each.num_bytes, each.host_bytes, each.node_host_bytes))) for each in forecast.handles]
+    return [_line("handle", left, ("device", "host, rank", "host, node")), *rows]
 
 
 def _sums(forecast: Forecast) -> list[str]:
@@ -361,9 +339,7 @@ def _sums(forecast: Forecast) -> list[str]:
 
 
 def _fits(forecast: Forecast) -> str:
-    if forecast.fits:
-        return "yes"
-    return f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
+    return "yes" if forecast.fits else f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
 
 
 def _size(nbytes: int) -> str:
@@ -436,12 +412,6 @@ def _panel(forecast: Forecast, offset: int, top: int, colours: dict[str, str], w
 
 
 def write_svg(path: Path, forecasts: Sequence[Forecast]) -> None:
-    """Write the chart.
-
-    Raises:
-        ValueError: the name does not end in .svg.
-        OSError: the file cannot be written.
-    """
     if path.suffix.lower() != ".svg":
         raise ValueError(f"the chart is an SVG: give a name that ends in .svg, not {path.name!r}")
     path.write_text(svg(forecasts), encoding="utf-8")

@@ -40,13 +40,13 @@ def _held(view: View) -> int:
 SORTINGS: dict[str, Callable[[View], Any]] = {
     "name": lambda view: _natural(view["name"]),
     "held": lambda view: -_held(view),
-    "stall": lambda view: -stall_share(view),
+    "stall": lambda view: -_stall_share(view),
     "trouble": lambda view: (not trouble_of(view), _natural(view["name"])),
 }
 """Ways to order the workers."""
 
 
-def stall_share(view: View) -> float:
+def _stall_share(view: View) -> float:
     """The fraction of its time that a worker waited for moves; -1 for a worker that does not answer."""
     if "snapshot" not in view:
         return -1.0
@@ -66,7 +66,7 @@ def trouble_of(view: View) -> str:
     return ", ".join(found)
 
 
-def worker_row(view: View) -> tuple[str, ...]:
+def _worker_row(view: View) -> tuple[str, ...]:
     """One row about a worker; see `WORKER_COLUMNS`."""
     if "snapshot" not in view:
         return view["name"], "?", "", "", "", "", "", trouble_of(view)
@@ -79,13 +79,13 @@ def worker_row(view: View) -> tuple[str, ...]:
         readable(_held(view)),
         readable(snapshot["device_total_bytes"]),
         f"{used:.0%}",
-        f"{stall_share(view):.1%}",
+        f"{_stall_share(view):.1%}",
         ", ".join(handle["name"] for handle in held),
         trouble_of(view),
     )
 
 
-def handle_rows(view: View) -> list[tuple[str, ...]]:
+def _handle_rows(view: View) -> list[tuple[str, ...]]:
     """One row about each handle of a worker; see `HANDLE_COLUMNS`."""
     rows = []
     for handle in view["snapshot"]["handles"]:
@@ -110,12 +110,12 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
 
 
-def plain_report(views: Sequence[View]) -> str:
+def _report(views: Sequence[View]) -> str:
     """A table of all workers, then a table of the handles of each worker that answers."""
-    parts = [plain_table(WORKER_COLUMNS, (worker_row(view) for view in views))]
+    parts = [plain_table(WORKER_COLUMNS, (_worker_row(view) for view in views))]
     for view in views:
         if "snapshot" in view and view["snapshot"]["handles"]:
-            parts.append(f"{view['name']}\n{plain_table(HANDLE_COLUMNS, handle_rows(view))}")
+            parts.append(f"{view['name']}\n{plain_table(HANDLE_COLUMNS, _handle_rows(view))}")
     return "\n\n".join(parts)
 
 
@@ -138,11 +138,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output.
-
-    Raises:
-        PlacementError: no worker is named, a place does not lead to a worker, or the time between two looks is not positive.
-    """
+    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output."""
     if arguments.watch is not None and not arguments.watch > 0:
         raise PlacementError(f"--watch {arguments.watch} must be more than 0 seconds")
     places = arguments.workers or [Settings.from_any(None).discovery]
@@ -158,14 +154,14 @@ def run_status(arguments: argparse.Namespace) -> int:
             print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
             time.sleep(arguments.watch)
             views = look()
-    print(json.dumps(views, indent=1) if arguments.json else plain_report(views))
+    print(json.dumps(views, indent=1) if arguments.json else _report(views))
     return int(any(trouble_of(view) for view in views))
 
 
 def _screen(views: Sequence[View]) -> str:
     """The report as far as the terminal has room for it."""
     size = shutil.get_terminal_size()
-    lines = plain_report(views).splitlines()
+    lines = _report(views).splitlines()
     return "\n".join(line[: size.columns] for line in lines[: size.lines]) if sys.stdout.isatty() else "\n".join([*lines, ""])
 
 
@@ -187,11 +183,7 @@ def _seconds(text: str) -> float:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Write the trace, and print how many events it has.
-
-    Raises:
-        PlacementError: a worker does not answer, or the file cannot be written.
-    """
+    """Write the journals of running workers as one Chrome trace, and print how many events it has."""
     workers = find_targets(arguments.workers)
     query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
     target = Path(arguments.output)
@@ -243,11 +235,7 @@ def add_discover(parser: argparse.ArgumentParser) -> None:
 
 
 def discover(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted.
-
-    Raises:
-        PlacementError: the folder does not exist, or the port is taken.
-    """
+    """Serve the workers of a folder, as a list for Prometheus and as a page for people, until interrupted."""
     folder = Path(arguments.folder)
     if not folder.is_dir():
         raise PlacementError(f"{str(folder)!r} is not a folder; workers create it when they announce themselves")
