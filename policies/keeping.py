@@ -72,7 +72,7 @@ class _Problem:
         always = functools.reduce(and_, (step.needed for step in steps), -1)
         self.choices = self.in_use & ~always & ~self.streamed & mask_of(i for i, unit in enumerate(units) if unit.copied_bytes)
         """The units for which there is something to decide: needed in some phases, not in all, never streamed, and not for nothing."""
-        self._sizes: dict[int, tuple[int, int, int]] = {}
+        self.sums = functools.cache(self._sums)
         self.rooms = [max(budget_bytes, self.size(step.needed)) for step in steps]
         self.trained = functools.reduce(or_, (step.trained for step in steps), 0)
         self.trained &= self.choices & mask_of(i for i, unit in enumerate(units) if unit.is_copied_back == "trained")
@@ -82,14 +82,11 @@ class _Problem:
         """Device bytes of these units."""
         return self.sums(mask)[0]
 
-    def sums(self, mask: int) -> tuple[int, int, int]:
+    def _sums(self, mask: int) -> tuple[int, int, int]:
         """Device bytes of these units, bytes that loading them copies, and the part of those that can arrive early."""
-        found = self._sizes.get(mask)
-        if found is None:
-            chosen = [self.units[i] for i in bits(mask)]
-            early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
-            found = self._sizes[mask] = sum(u.nbytes for u in chosen), sum(u.copied_bytes for u in chosen), early
-        return found
+        chosen = [self.units[i] for i in bits(mask)]
+        early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
+        return sum(unit.nbytes for unit in chosen), sum(unit.copied_bytes for unit in chosen), early
 
     def dirty_after(self, dirty: int, on: int, step: Step) -> int:
         """The units on the device that an offload has to copy, once `step` has run."""
@@ -181,12 +178,10 @@ def mask_of(indices: Iterable[int]) -> int:
 
 
 class Place(NamedTuple):
-    """The handle, or the part of one, that a unit stands for."""
+    """The handle that a unit stands for, or with a tag the part of an engine."""
 
     name: str
-    """The handle's name."""
     tag: str | None
-    """The tag of a part of an engine; None for the whole handle."""
 
 
 class Course(NamedTuple):
@@ -214,16 +209,12 @@ class Worker:
     def __init__(self, view: View, plan_of: Callable[[View], Plan]) -> None:
         self._view = view
         self._plan_of = plan_of
-        self._steps: dict[str, Step] = {}
-        self._courses: dict[tuple[str, ...], Course] = {}
-        self.places: list[Place] = []
-        units: list[Unit] = []
-        for handle in view.handles.values():
-            if handle.built and not handle.external and handle.num_bytes:
-                for place, unit in _units_of(handle):
-                    self.places.append(place)
-                    units.append(unit)
-        self.units = tuple(units)
+        self.step = functools.cache(self._step)
+        self.course = functools.lru_cache(_MOST_COURSES)(self._course)
+        having = [handle for handle in view.handles.values() if handle.built and not handle.external and handle.num_bytes]
+        found = [each for handle in having for each in _units_of(handle)]
+        self.places = [place for place, _ in found]
+        self.units = tuple(unit for _, unit in found)
         self.of_handle = {name: sum(1 << i for i, place in enumerate(self.places) if place.name == name) for name in view.handles}
         """The units of each handle."""
 
@@ -257,20 +248,8 @@ class Worker:
         """Device bytes of these units."""
         return sum([self.units[i].nbytes for i in bits(mask)])
 
-    def course(self, phases: tuple[str, ...]) -> Course:
-        """The cycle that begins with the present phase.
-
-        Raises:
-            PolicyError: a phase is unknown.
-        """
-        found = self._courses.get(phases)
-        if found is None:
-            if len(self._courses) >= _MOST_COURSES:
-                self._courses.clear()
-            found = self._courses[phases] = self._new_course(phases)
-        return found
-
-    def _new_course(self, phases: tuple[str, ...]) -> Course:
+    def _course(self, phases: tuple[str, ...]) -> Course:
+        """The cycle that begins with the present phase. Raises PolicyError where a phase is unknown."""
         steps = [self.step(name) for name in phases]
         for _ in range(2):  # nothing leaves in a checkpoint, so the phase before it goes on; the first one may go on from the last
             for index, name in enumerate(phases):
@@ -284,22 +263,15 @@ class Worker:
         ]
         return Course((*steps[shift:period], *steps[:shift]), -shift % period, tuple(next_use))
 
-    def step(self, phase: str) -> Step:
-        """The step that a phase is: the units that it needs.
-
-        Raises:
-            PolicyError: the phase is unknown.
-        """
-        found = self._steps.get(phase)
-        if found is None:
-            plan = self._plan_of(replace(self._view, phase=phase))
-            needed = self.under(plan)
-            written = {name for name, state in plan.targets.items() if state is State.TRAINING}
-            if phase == "weight_sync":
-                written |= {h.name for h in rollout_models(self._view)}
-            streamed = sum([self.of_handle[name] for name in plan.streamed])
-            found = self._steps[phase] = Step(needed, needed & sum([self.of_handle[name] for name in written]), streamed)
-        return found
+    def _step(self, phase: str) -> Step:
+        """The units that a phase needs. Raises PolicyError where it is unknown."""
+        plan = self._plan_of(replace(self._view, phase=phase))
+        needed = self.under(plan)
+        written = {name for name, state in plan.targets.items() if state is State.TRAINING}
+        if phase == "weight_sync":
+            written |= {h.name for h in rollout_models(self._view)}
+        streamed = sum([self.of_handle[name] for name in plan.streamed])
+        return Step(needed, needed & sum([self.of_handle[name] for name in written]), streamed)
 
 
 def _units_of(handle: HandleView) -> list[tuple[Place, Unit]]:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import placement
 from placement.cli import port
-from placement.cli.grpo import Characters, Recipe, StepResult, Worker, build_actor
+from placement.cli.grpo import Characters, Recipe, Worker, build_actor
 from placement.core.snapshot import Snapshot
 from placement.core.states import IDLE, State
 from placement.devices.base import Device
@@ -115,11 +115,7 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
             print(f"metrics at {server.url}/metrics")
 
         recorder = Recorder(manager, device)
-        results = []
-        for number, result in enumerate(worker.train(recorder), start=1):
-            results.append(result)
-            print_step(number, result)
-            print(phase_table(recorder.take_rows(), paint=sys.stdout.isatty()), flush=True)
+        results = train(worker, recorder, lambda: print(phase_table(recorder.take_rows(), paint=sys.stdout.isatty())))
         audit = manager.audit()
         print(f"\naudit: {audit.resident_bytes} bytes left on the device")
         if not audit.ok:
@@ -127,7 +123,8 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
         digest = digest_of(manager.handles["actor"].state_dict())
     left = device.memory().chunk_bytes if arguments.policy == "colocated" else 0
     return {
-        **summary(results, digest),
+        **results,
+        "weights_sha256": digest,
         "placement": True,
         "device": device.name,
         "policy": arguments.policy,
@@ -139,11 +136,20 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
 
 def run_resident(worker: Worker) -> dict[str, Any]:
     """Run the same job with everything on the device all the time."""
+    results = train(worker, EverythingResident(worker.device))
+    return {**results, "weights_sha256": digest_of(worker.actor.state_dict()), "placement": False, "device": str(worker.device), "ok": True}
+
+
+def train(worker: Worker, manager: Any, after_step: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Run the loop and print each step. Returns the results, which are equal with and without placement."""
     results = []
-    for number, result in enumerate(worker.train(EverythingResident(worker.device)), start=1):
+    for number, result in enumerate(worker.train(manager), start=1):
         results.append(result)
-        print_step(number, result)
-    return {**summary(results, digest_of(worker.actor.state_dict())), "placement": False, "device": str(worker.device), "ok": True}
+        print(f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   right {result.correct:.1%}")
+        if after_step is not None:
+            after_step()
+        sys.stdout.flush()
+    return {"losses": [result.loss for result in results], "rewards": [result.reward for result in results]}
 
 
 class EverythingResident:
@@ -240,20 +246,17 @@ class Recorder:
 
 def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[int, int, int]) -> PhaseRow:
     """The differences between two snapshots. `measured` has the device's bytes before, at the peak, and after."""
-
-    def grown(field: str) -> int:
-        now, then = (sum(int(getattr(handle, field)) for handle in snapshot.handles) for snapshot in (after, before))
-        return now - then
-
+    moved = {
+        name: sum(getattr(handle, name) for handle in after.handles) - sum(getattr(handle, name) for handle in before.handles)
+        for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")
+    }
     return PhaseRow(
         phase=phase,
         states={handle.name: handle.state for handle in after.handles},
         before_bytes=measured[0],
         peak_bytes=measured[1],
         after_bytes=measured[2],
-        loaded_bytes=grown("loaded_bytes"),
-        offloaded_bytes=grown("offloaded_bytes"),
-        skipped_bytes=grown("skipped_bytes"),
+        **moved,
         stall_seconds=sum(after.phase_stall_seconds.values()) - sum(before.phase_stall_seconds.values()),
     )
 
@@ -328,18 +331,6 @@ def repeatable() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def print_step(number: int, result: StepResult) -> None:
-    print(
-        f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   right answers {result.correct:.1%}",
-        flush=True,
-    )
-
-
-def summary(results: Sequence[StepResult], digest: str) -> dict[str, Any]:
-    """The results that must be equal with and without placement."""
-    return {"losses": [r.loss for r in results], "rewards": [r.reward for r in results], "weights_sha256": digest}
 
 
 def digest_of(state_dict: Mapping[str, Tensor]) -> str:

@@ -51,7 +51,7 @@ class Asked:
     def plan(self, view: View) -> Plan:
         if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
             plan = self._policy.plan(view)
-            if isinstance(plan, Plan) and view.budget_bytes:
+            if view.budget_bytes and isinstance(plan, Plan):
                 self.answers[view.phase] = view, plan
             return plan
         try:
