@@ -205,8 +205,8 @@ class SizesDevice(Device):
 
     def _slots(self, tensor: torch.Tensor) -> range:
         """The slots that hold anything of a tensor's storage. Each is of one range alone."""
-        storage = tensor.untyped_storage()
-        return range(storage.data_ptr() // self.chunk_bytes, -(-(storage.data_ptr() + storage.nbytes()) // self.chunk_bytes))
+        first, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        return range(first // self.chunk_bytes, -(-(first + nbytes) // self.chunk_bytes))
 
     def transfer(self, nbytes: int, direction: Direction) -> None:
         """Copy so many bytes that are nobody's here, and wait for them."""
