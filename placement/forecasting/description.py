@@ -1,4 +1,4 @@
-"""What a forecast is made from beside models (the phases of a step, the parallel layout, the link), and the forecast as data.
+"""The facts about a job beside its models (the phases of a step, the parallel layout, the link), and the forecast as data.
 
 A `Forecast` is immutable, and JSON by `model_dump_json()`.
 """

@@ -11,7 +11,7 @@ import torch
 
 import placement
 from placement.cli import COMMANDS, main
-from placement.cli.demo import PhaseRow, mebibytes, phase_table
+from placement.cli.demo import PhaseRow, phase_table
 from placement.cli.grpo import Characters, Recipe, grpo_loss, judge, positions_of
 from placement.core.states import State
 
@@ -32,11 +32,6 @@ def test_phase_table_lines_up() -> None:
     assert len(head) == len(line)
     assert "\x1b[32mgpu  \x1b[0m" in phase_table([row], paint=True)
     assert line.split() == ["log_prob", "gpu", "off", "0", "3.0", "2.0", "2.0", "0", "0.0", "1.5"]
-
-
-def test_zero_bytes_are_told_from_little() -> None:
-    assert mebibytes(0) == "0"
-    assert mebibytes(1) == "0.0"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,6 +318,7 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"eval": 1}), "'eval', which the cycle does not have"),
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"train": -1}), "must be 0 or more"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, steps={"eval": 1}), "steps of 'eval', which the cycle does not have"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"), "not a number of bytes"),
         (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=cast("Any", 1.5)), "1.5 is no number of bytes"),
