@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from placement.core.settings import Settings
     from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.engines.base import Engine, TorchEngine
+    from placement.forecasting.description import Forecast
     from placement.forecasting.job import forecast
-    from placement.forecasting.report import Forecast
     from placement.manager import Manager
     from placement.observe.trace import write_trace as trace
     from placement.phases.phase import Hold, Phase
@@ -98,7 +98,7 @@ __getattr__ = _on_demand(
         "WeightInfo": "publish.buckets",
         "checkpoint": "checkpoint",
         "engines": "engines",
-        "Forecast": "forecasting.report",
+        "Forecast": "forecasting.description",
         "forecast": "forecasting.job",
         "forecasting": "forecasting",
         "group": "group",

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
-from placement.devices.adoption import Adopter
 from placement.devices.base import Device
-from placement.devices.memory import (
-    Addresses,
-    Chunk,
-    Communicator,
-    Copy,
-    DeviceMemory,
-    Direction,
-    HostSlab,
-    Mark,
-    SharedSlab,
-    WrittenPoison,
-)
 from placement.devices.simulated.device import SimulatedDevice
 
 if TYPE_CHECKING:
@@ -50,6 +35,28 @@ _ERRORS: dict[str, type[Exception]] = {
     "copy": InjectedFault,
     "sync": InjectedFault,
 }
+_OPERATIONS = {**{name: name for name in _ERRORS}, "shared_host": "host", "wait": "sync"}
+"""The operation that each method of a device counts as."""
+
+
+def _pass_on(name: str, member: object) -> Any:
+    """A method or property that counts the call, and asks the other device."""
+    if isinstance(member, property):
+        return property(lambda self: getattr(self.device, name))
+
+    def call(self: Faults, *arguments: Any, **keywords: Any) -> Any:
+        if name in _OPERATIONS:
+            self._count(_OPERATIONS[name])
+        return getattr(self.device, name)(*arguments, **keywords)
+
+    return call
+
+
+_PassingOn: Any = type(
+    "_PassingOn",
+    (Device,),
+    {name: _pass_on(name, each) for name, each in vars(Device).items() if isinstance(each, FunctionType | property) and name[0] != "_"},
+)
 
 
 class _Fault(NamedTuple):
@@ -58,7 +65,7 @@ class _Fault(NamedTuple):
     forever: bool
 
 
-class Faults(Device):
+class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every method is made by the lines above
     """A device that passes every call on to another device, except for the calls that it was told to fail.
 
         device = Faults(SimulatedDevice(capacity_bytes=1 << 30))
@@ -115,116 +122,13 @@ class Faults(Device):
         return getattr(self.device, name)
 
     @property
-    def adopter(self) -> Adopter:
-        return self.device.adopter
-
-    @property
-    def uuid(self) -> str:
-        return self.device.uuid
-
-    @property
     def pinned_limit_bytes(self) -> int | None:
-        return self.device.pinned_limit_bytes
+        limit: int | None = self.device.pinned_limit_bytes
+        return limit
 
     @pinned_limit_bytes.setter
     def pinned_limit_bytes(self, nbytes: int | None) -> None:
         self.device.pinned_limit_bytes = nbytes
-
-    def host(self, nbytes: int) -> HostSlab:
-        self._count("host")
-        return self.device.host(nbytes)
-
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
-        self._count("host")
-        return self.device.shared_host(file, nbytes, own, extra_bytes)
-
-    def reserve(self, nbytes: int) -> Addresses:
-        self._count("reserve")
-        return self.device.reserve(nbytes)
-
-    def create(self, nbytes: int) -> Chunk:
-        self._count("create")
-        return self.device.create(nbytes)
-
-    def wipe(self, chunks: Sequence[Chunk]) -> None:
-        self.device.wipe(chunks)
-
-    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
-        self._count("map")
-        self.device.map(addresses, chunks, start)
-
-    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
-        self._count("copy")
-        self.device.copy(copies, direction)
-
-    def wait_for_work(self) -> None:
-        self.device.wait_for_work()
-
-    def sync(self) -> None:
-        self._count("sync")
-        self.device.sync()
-
-    def wait(self, mark: Mark) -> None:
-        self._count("sync")
-        self.device.wait(mark)
-
-    def after(self, mark: Mark) -> AbstractContextManager[None]:
-        return self.device.after(mark)
-
-    def mark(self, direction: Direction) -> Mark:
-        return self.device.mark(direction)
-
-    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
-        self.device.unmap(addresses, nbytes, start)
-
-    def release(self, *chunks: Chunk) -> None:
-        self.device.release(*chunks)
-
-    def order(self, direction: Direction | None = None) -> None:
-        self.device.order(direction)
-
-    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
-        return self.device.view(addresses, offset, nbytes)
-
-    def memory(self) -> DeviceMemory:
-        return self.device.memory()
-
-    def torch_allocated_bytes(self) -> int:
-        return self.device.torch_allocated_bytes()
-
-    @property
-    def ipc_collected_bytes(self) -> int:
-        return self.device.ipc_collected_bytes
-
-    def communicators(self) -> Sequence[Communicator]:
-        return self.device.communicators()
-
-    def known_fingerprints(self, addresses: Addresses, start: int, sizes: Sequence[int]) -> torch.Tensor | None:
-        return self.device.known_fingerprints(addresses, start, sizes)
-
-    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return self.device.ask(values)
-
-    def compare_poison(self) -> None:
-        self.device.compare_poison()
-
-    def heal_poison(self, wait: bool = True) -> bool:
-        return self.device.heal_poison(wait)
-
-    def written_poison(self) -> Sequence[WrittenPoison]:
-        return self.device.written_poison()
-
-    def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
-        self.device.when_out_of_memory(give_back)
-
-    def trim(self) -> None:
-        self.device.trim()
-
-    def is_capturing(self) -> bool:
-        return self.device.is_capturing()
-
-    def close(self) -> None:
-        self.device.close()
 
 
 def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (), allow_foreign: bool = False) -> None:

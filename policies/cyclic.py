@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from placement import HandleView, Plan, State, View
 
 from .colocated import Colocated, OptimizerIn
-from .keeping import bits, schedule
-from .units import NEVER, Course, Worker
+from .keeping import NEVER, Course, Worker, bits, mask_of, schedule
 
 Idle = Literal["keep", "empty"]
 _DIGITS = 10
@@ -89,21 +88,15 @@ class Cyclic(Colocated):
         course = worker.course(phases)
         kept = schedule(worker.units, course.steps, _rounded(view.budget_bytes))
         streamed = sum([worker.of_handle[name] for name in base.streamed])
-        choice = _Choice(view, worker, phases, course, kept, worker.under(base), worker.present(view), streamed, room)
-        choice.keep()
-        choice.bring()
-        choice.leave()
-        return choice
+        return _Choice(view, worker, phases, course, kept, worker.under(base), worker.present(view), streamed, room)
 
     def _from_here(self, view: View) -> tuple[str, ...]:
         """The phases of one cycle, beginning with the view's."""
         if not self.cycle:
             return (view.phase, *view.upcoming)
         turns = [self.cycle[i:] + self.cycle[:i] for i in range(len(self.cycle))]
-        here = [turn for turn in turns if turn[0] == view.phase]
-        if here:
-            return max(here, key=lambda turn: _agreement(turn[1:], view.upcoming))
-        return (view.phase, *max(turns, key=lambda turn: _agreement(turn, view.upcoming)))
+        here = [turn for turn in turns if turn[0] == view.phase] or [(view.phase, *turn) for turn in turns]
+        return max(here, key=lambda turn: _agreement(turn[1:], view.upcoming))
 
     def _worker_of(self, view: View) -> Worker:
         own = tuple([(name, *view.wanted_states(name).items()) for name in view.phases])
@@ -120,7 +113,7 @@ class Cyclic(Colocated):
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """The units that stay and those that arrive early in one phase. Filled by `keep`, `bring` and `leave`, in this order."""
+    """The units that stay and those that arrive early in one phase."""
 
     view: View
     worker: Worker
@@ -146,7 +139,12 @@ class _Choice:
     early: dict[int, int] = field(default_factory=dict)
     """Device bytes that arrive early, by unit, soonest needed first."""
 
-    def keep(self) -> None:
+    def __post_init__(self) -> None:
+        self._keep()
+        self._bring()
+        self._leave()
+
+    def _keep(self) -> None:
         """Keep what is on the device and in the schedule. In a phase inside another one: what is on the device, as far as it fits."""
         is_inside = self.view.enclosing is not None
         wanted = self.present & ~self.needed & ~self.streamed & (-1 if is_inside else self.scheduled[self.course.at])
@@ -154,7 +152,7 @@ class _Choice:
         for unit in (*self._soonest(wanted & around), *self._soonest(wanted & ~around)):
             self.kept |= self._take(unit)
 
-    def bring(self) -> None:
+    def _bring(self) -> None:
         """Let arrive early what the coming phases load, nearest first, where there is room for it in every phase until then.
 
         What leaves the device only later on its way to that phase has its room reserved as well. So what has arrived is never given up.
@@ -185,7 +183,7 @@ class _Choice:
             self.kept |= 1 << unit
             self.beside -= units[unit].nbytes
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Leave on the device what nobody needs the room of, what is needed soonest first.
 
         What may have been changed is evicted nevertheless, where its next use is known and too far: as much of it stays as early bytes as
@@ -193,7 +191,7 @@ class _Choice:
         comes sooner is before it in the plan, and gets the room of what is saved.
         """
         early, units, is_known = self.worker.early(self.view), self.worker.units, len(self.phases) > 1 and self.view.enclosing is None
-        there = (self.present | _mask(early)) & ~self.needed & ~self.streamed & ~self.kept & ~_mask(self.early)
+        there = (self.present | mask_of(early)) & ~self.needed & ~self.streamed & ~self.kept & ~mask_of(self.early)
         for unit in self._soonest(there):
             if unit in early or (is_known and units[unit].can_prefetch and units[unit].is_copied_back == "trained"):
                 nbytes = min(early.get(unit, units[unit].nbytes), self.beside)
@@ -259,10 +257,6 @@ class _Choice:
     def _when(self, distance: int) -> str:
         phase = self.phases[distance % len(self.phases)]
         return f"needed in the next phase ({phase})" if distance == 1 else f"next needed in {distance} phases ({phase})"
-
-
-def _mask(units: Iterable[int]) -> int:
-    return sum([1 << unit for unit in units])
 
 
 def _agreement(expected: Sequence[str], upcoming: Sequence[str]) -> int:

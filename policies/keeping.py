@@ -1,4 +1,4 @@
-"""The schedule of a cycle of phases that repeats: which units are worth keeping on the device from one phase to the next.
+"""Which units a cycle of phases keeps on the device from one phase to the next, and a worker's handles and phases counted in units.
 
 Sets of units are bit masks: bit `i` stands for the i-th unit. A schedule has, for every phase of the cycle, the units that are on the
 device in it. It is judged first by the bytes that move while somebody waits, then by all bytes that move, each summed over one cycle. What
@@ -8,12 +8,22 @@ is loaded in a phase transition can have arrived before, in the room that the ph
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from operator import and_, or_
 from typing import Literal, NamedTuple
+
+from placement import HandleView, Plan, State, View
+
+from .base import rollout_models
 
 MOST_LOOKS = 4_000
 """The search ends when it has looked at so many choices, and takes the best that it has found until then. 360 random cycles of 5 to 8
 units took at most 505."""
+
+NEVER = 1 << 30
+"""The distance to a phase that does not come."""
+_MOST_COURSES = 64
 
 
 class Unit(NamedTuple):
@@ -57,29 +67,26 @@ class _Problem:
 
     def __init__(self, units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int) -> None:
         self.units, self.steps = units, steps
-        self.in_use = functools.reduce(lambda mask, step: mask | step.needed, steps, 0)
-        self.streamed = functools.reduce(lambda mask, step: mask | step.streamed, steps, 0)
-        always = functools.reduce(lambda mask, step: mask & step.needed, steps, -1)
-        self.choices = self.in_use & ~always & ~self.streamed & _mask(i for i, unit in enumerate(units) if unit.copied_bytes)
+        self.in_use = functools.reduce(or_, (step.needed for step in steps), 0)
+        self.streamed = functools.reduce(or_, (step.streamed for step in steps), 0)
+        always = functools.reduce(and_, (step.needed for step in steps), -1)
+        self.choices = self.in_use & ~always & ~self.streamed & mask_of(i for i, unit in enumerate(units) if unit.copied_bytes)
         """The units for which there is something to decide: needed in some phases, not in all, never streamed, and not for nothing."""
-        self._sizes: dict[int, tuple[int, int, int]] = {}
+        self.sums = functools.cache(self._sums)
         self.rooms = [max(budget_bytes, self.size(step.needed)) for step in steps]
-        self.trained = functools.reduce(lambda mask, step: mask | step.trained, steps, 0)
-        self.trained &= self.choices & _mask(i for i, unit in enumerate(units) if unit.is_copied_back == "trained")
-        self.always_dirty = self.choices & _mask(i for i, unit in enumerate(units) if unit.is_copied_back == "always")
+        self.trained = functools.reduce(or_, (step.trained for step in steps), 0)
+        self.trained &= self.choices & mask_of(i for i, unit in enumerate(units) if unit.is_copied_back == "trained")
+        self.always_dirty = self.choices & mask_of(i for i, unit in enumerate(units) if unit.is_copied_back == "always")
 
     def size(self, mask: int) -> int:
         """Device bytes of these units."""
         return self.sums(mask)[0]
 
-    def sums(self, mask: int) -> tuple[int, int, int]:
+    def _sums(self, mask: int) -> tuple[int, int, int]:
         """Device bytes of these units, bytes that loading them copies, and the part of those that can arrive early."""
-        found = self._sizes.get(mask)
-        if found is None:
-            chosen = [self.units[i] for i in bits(mask)]
-            early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
-            found = self._sizes[mask] = sum(u.nbytes for u in chosen), sum(u.copied_bytes for u in chosen), early
-        return found
+        chosen = [self.units[i] for i in bits(mask)]
+        early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
+        return sum(unit.nbytes for unit in chosen), sum(unit.copied_bytes for unit in chosen), early
 
     def dirty_after(self, dirty: int, on: int, step: Step) -> int:
         """The units on the device that an offload has to copy, once `step` has run."""
@@ -166,5 +173,114 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= lowest
 
 
-def _mask(indices: Iterator[int]) -> int:
-    return functools.reduce(lambda mask, index: mask | 1 << index, indices, 0)
+def mask_of(indices: Iterable[int]) -> int:
+    return functools.reduce(or_, (1 << index for index in indices), 0)
+
+
+class Place(NamedTuple):
+    """The handle that a unit stands for, or with a tag the part of an engine."""
+
+    name: str
+    tag: str | None
+
+
+class Course(NamedTuple):
+    """One cycle of phases. The same cycle has the same steps, whichever of its phases is the present one."""
+
+    steps: tuple[Step, ...]
+    at: int
+    """The index of the present phase."""
+    next_use: tuple[int, ...]
+    """For each unit the number of phase transitions until a phase needs it again; `NEVER` if none does."""
+
+    def step(self, distance: int) -> int:
+        """The index of the phase that is so many phase transitions away."""
+        return (self.at + distance) % len(self.steps)
+
+
+class Worker:
+    """The handles of one worker: what is always the same, wherever they are now.
+
+    Args:
+        view: a view of the worker with every handle CPU_OFFLOADED.
+        plan_of: the plan for what a phase needs.
+    """
+
+    def __init__(self, view: View, plan_of: Callable[[View], Plan]) -> None:
+        self._view = view
+        self._plan_of = plan_of
+        self.step = functools.cache(self._step)
+        self.course = functools.lru_cache(_MOST_COURSES)(self._course)
+        having = [handle for handle in view.handles.values() if handle.built and not handle.external and handle.num_bytes]
+        found = [each for handle in having for each in _units_of(handle)]
+        self.places = [place for place, _ in found]
+        self.units = tuple(unit for _, unit in found)
+        self.of_handle = {name: sum(1 << i for i, place in enumerate(self.places) if place.name == name) for name in view.handles}
+        """The units of each handle."""
+
+    def under(self, plan: Plan) -> int:
+        """The units that are on the device under a plan."""
+        whole = sum([units for name, units in self.of_handle.items() if units and plan.on_device(name)])
+        for name, tags in plan.parts.items():
+            whole &= ~sum([1 << i for i in bits(self.of_handle[name]) if (tag := self.places[i].tag) is not None and tag not in tags])
+        return whole
+
+    def present(self, view: View) -> int:
+        """The units that are on the device now."""
+        found = 0
+        for handle in view.handles.values():
+            if handle.state is not State.CPU_OFFLOADED and handle.resident_bytes:
+                found |= self.of_handle[handle.name]
+                if handle.resident_tags and handle.tags:
+                    away = handle.tags.keys() - handle.resident_tags
+                    found &= ~sum([1 << i for i in bits(self.of_handle[handle.name]) if self.places[i].tag in away])
+        return found
+
+    def early(self, view: View) -> dict[int, int]:
+        """The units of which bytes are on the device early, with these bytes."""
+        found = dict[int, int]()
+        for handle in view.handles.values():
+            if handle.prefetched_bytes:
+                found |= dict.fromkeys(bits(self.of_handle[handle.name]), handle.prefetched_bytes)
+        return found
+
+    def size(self, mask: int) -> int:
+        """Device bytes of these units."""
+        return sum([self.units[i].nbytes for i in bits(mask)])
+
+    def _course(self, phases: tuple[str, ...]) -> Course:
+        """The cycle that begins with the present phase. Raises PolicyError where a phase is unknown."""
+        steps = [self.step(name) for name in phases]
+        for _ in range(2):  # nothing leaves in a checkpoint, so the phase before it goes on; the first one may go on from the last
+            for index, name in enumerate(phases):
+                if name == "checkpoint":
+                    before = steps[index - 1]
+                    steps[index] = Step(self.step(name).needed | before.needed, before.trained, before.streamed)
+        period = next(n for n in range(1, len(steps) + 1) if len(steps) % n == 0 and steps == steps[:n] * (len(steps) // n))
+        shift = min(range(period), key=lambda i: steps[i:period] + steps[:i])
+        next_use = [
+            next((d for d in range(1, period + 1) if steps[d % period].needed >> unit & 1), NEVER) for unit in range(len(self.units))
+        ]
+        return Course((*steps[shift:period], *steps[:shift]), -shift % period, tuple(next_use))
+
+    def _step(self, phase: str) -> Step:
+        """The units that a phase needs. Raises PolicyError where it is unknown."""
+        plan = self._plan_of(replace(self._view, phase=phase))
+        needed = self.under(plan)
+        written = {name for name, state in plan.targets.items() if state is State.TRAINING}
+        if phase == "weight_sync":
+            written |= {h.name for h in rollout_models(self._view)}
+        streamed = sum([self.of_handle[name] for name in plan.streamed])
+        return Step(needed, needed & sum([self.of_handle[name] for name in written]), streamed)
+
+
+def _units_of(handle: HandleView) -> list[tuple[Place, Unit]]:
+    if handle.kind == "engine" and not handle.can_prefetch:
+        # It places its own memory: copies its weights, changed or not, and drops the rest. Counted in parts where all sizes are known.
+        if len(handle.tags) > 1 and sum(handle.tags.values()) == handle.num_bytes:
+            sizes = {tag: nbytes for tag, nbytes in handle.tags.items() if nbytes}
+            copied = {tag: nbytes if tag == "weights" else 0 for tag, nbytes in sizes.items()}
+            return [(Place(handle.name, tag), Unit(nbytes, copied[tag], False, "always")) for tag, nbytes in sizes.items()]
+        return [(Place(handle.name, None), Unit(handle.num_bytes, handle.tags.get("weights", handle.num_bytes), False, "always"))]
+    unit = Unit(handle.num_bytes, handle.num_bytes, handle.can_prefetch, "never" if handle.readonly else "trained")
+    return [(Place(handle.name, None), unit)]

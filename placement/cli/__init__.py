@@ -1,4 +1,4 @@
-"""The command `placement`. Each subcommand is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`."""
+"""The command `placement`. A module of this package has `add_NAME(parser)` for each of its subcommands: its arguments, and what it runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ COMMANDS = {
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""
+_OF_WORKERS = ("dashboards", "discover", "status", "trace")
+"""Those in the module `workers`. Each other one has a module of its own name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,16 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="placement", description="Manage and show which models are on the GPU in RL post-training.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {}
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if words and words[0] == name:
-            modules[name] = importlib.import_module(f"placement.cli.{name}")
-            modules[name].add_arguments(subparser)
+            module = importlib.import_module(f"placement.cli.{'workers' if name in _OF_WORKERS else name}")
+            getattr(module, f"add_{name}")(subparser)
     parser.add_argument("--version", action="version", version=f"placement {__version__}")
     parsed = parser.parse_args(words)
     try:
-        status = int(modules[parsed.command].run(parsed))
+        status = int(parsed.run(parsed))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it flushes at its end

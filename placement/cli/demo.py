@@ -9,11 +9,9 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from torch import Tensor, nn
 
 import placement
 from placement.cli import port
-from placement.cli.grpo import Characters, Recipe, StepResult, Worker, build_actor
-from placement.cli.timeline import PhaseRow, Span, Style, mebibytes, phase_table, timeline
+from placement.cli.grpo import Characters, Recipe, Worker, build_actor
 from placement.core.snapshot import Snapshot
 from placement.core.states import IDLE, State
 from placement.devices.base import Device
@@ -35,7 +32,7 @@ _COPIES = 5  # times the model's bytes: actor, reference, rollout copy, and the 
 _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for stalls to be seen
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", type=_device_name, help="auto (CUDA if available), simulated, or cuda:N")
     parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
     parser.add_argument("--steps", type=_positive, default=3)
@@ -43,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", type=port, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
     parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write losses, rewards, phases and the audit")
+    parser.set_defaults(run=run)
 
 
 def _device_name(text: str) -> str:
@@ -116,16 +114,8 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
             stack.callback(server.close)
             print(f"metrics at {server.url}/metrics")
 
-        style = Style.of(sys.stdout)
         recorder = Recorder(manager, device)
-        results = []
-        for number, result in enumerate(worker.train(recorder), start=1):
-            results.append(result)
-            print_step(number, result)
-            print(phase_table(recorder.rows_of(number), style), flush=True)
-        print("\nWhere everything was (time from left to right):")
-        print(timeline(recorder.spans, manager.journal, recorder.initial, style, columns=shutil.get_terminal_size((120, 24)).columns))
-
+        results = train(worker, recorder, lambda: print(phase_table(recorder.take_rows(), paint=sys.stdout.isatty())))
         audit = manager.audit()
         print(f"\naudit: {audit.resident_bytes} bytes left on the device")
         if not audit.ok:
@@ -133,11 +123,12 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
         digest = digest_of(manager.handles["actor"].state_dict())
     left = device.memory().chunk_bytes if arguments.policy == "colocated" else 0
     return {
-        **summary(results, digest),
+        **results,
+        "weights_sha256": digest,
         "placement": True,
         "device": device.name,
         "policy": arguments.policy,
-        "phases": [[span.phase, asdict(row)] for span, row in zip(recorder.spans, recorder.rows, strict=True)],
+        "phases": [[row.phase, asdict(row)] for row in recorder.rows],
         "resident_bytes": audit.resident_bytes,
         "ok": audit.ok and left == 0,
     }
@@ -145,11 +136,20 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
 
 def run_resident(worker: Worker) -> dict[str, Any]:
     """Run the same job with everything on the device all the time."""
+    results = train(worker, EverythingResident(worker.device))
+    return {**results, "weights_sha256": digest_of(worker.actor.state_dict()), "placement": False, "device": str(worker.device), "ok": True}
+
+
+def train(worker: Worker, manager: Any, after_step: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Run the loop and print each step. Returns the results, which are equal with and without placement."""
     results = []
-    for number, result in enumerate(worker.train(EverythingResident(worker.device)), start=1):
+    for number, result in enumerate(worker.train(manager), start=1):
         results.append(result)
-        print_step(number, result)
-    return {**summary(results, digest_of(worker.actor.state_dict())), "placement": False, "device": str(worker.device), "ok": True}
+        print(f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   right {result.correct:.1%}")
+        if after_step is not None:
+            after_step()
+        sys.stdout.flush()
+    return {"losses": [result.loss for result in results], "rewards": [result.reward for result in results]}
 
 
 class EverythingResident:
@@ -186,86 +186,109 @@ class PeakMeter(Device):
         return chunk
 
 
+@dataclass(frozen=True, kw_only=True)
+class PhaseRow:
+    """One row of the phase table: the effects of the phase transition at the beginning of the phase."""
+
+    phase: str
+    states: Mapping[str, State]
+    before_bytes: int
+    """Bytes on the device when the phase was requested."""
+    peak_bytes: int
+    """The most bytes on the device during the phase transition."""
+    after_bytes: int
+    """Bytes on the device when the phase began."""
+    loaded_bytes: int
+    offloaded_bytes: int
+    skipped_bytes: int
+    stall_seconds: float
+
+
 class Recorder:
-    """Wraps a manager and records its phase transitions: snapshots and device measurements before and after each."""
+    """Wraps a manager and an open phase, and records each phase transition: snapshots and device measurements before and after."""
 
     def __init__(self, manager: placement.Manager, device: Device) -> None:
-        self._manager = manager
-        self._device = device
-        self._step = 0
-        self._begins: list[tuple[int, str, float]] = []
-        self.initial: dict[str, State] = {}
-        """The initial state of each handle."""
+        self.register = manager.register
         self.rows: list[PhaseRow] = []
-
-    def register(self, name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> placement.Handle:
-        handle = self._manager.register(name, obj, role=role, readonly=readonly)
-        self.initial[name] = handle.state
-        return handle
+        self._manager, self._device = manager, device
+        self._open: placement.Phase | None = None
+        self._printed = 0
 
     @contextlib.contextmanager
-    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[_RecordedPhase]:
-        self._step += 1
+    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
         with contextlib.ExitStack() as stack:
-            with self.transition(name):
-                opened = stack.enter_context(self._manager.phase(name, only=only))
-            yield _RecordedPhase(self, opened)
-            with self.transition(IDLE):
+            with self._transition(name):
+                self._open = stack.enter_context(self._manager.phase(name, only=only))
+            yield self
+            with self._transition(IDLE):
                 stack.close()
 
+    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
+        assert self._open is not None
+        with self._transition(name):
+            self._open.switch(name, only=only)
+
     @contextlib.contextmanager
-    def transition(self, phase: str) -> Iterator[None]:
-        """Measure before and after the move into `phase`."""
+    def _transition(self, phase: str) -> Iterator[None]:
         before, before_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
         if isinstance(self._device, PeakMeter):
             self._device.peak_bytes = before_bytes
-        self._begins.append((self._step, phase, time.monotonic()))
         yield
         after, after_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
         peak_bytes = max(before_bytes, after_bytes, getattr(self._device, "peak_bytes", 0))
         self.rows.append(row_between(phase, before, after, (before_bytes, peak_bytes, after_bytes)))
 
-    @property
-    def spans(self) -> list[Span]:
-        """The phases so far. The last one ends at the present moment."""
-        ends = [begin for _, _, begin in self._begins[1:]] + [time.monotonic()]
-        return [
-            Span(step=step, phase=phase, begin_seconds=begin, end_seconds=end)
-            for (step, phase, begin), end in zip(self._begins, ends, strict=True)
-        ]
-
-    def rows_of(self, step: int) -> list[PhaseRow]:
-        return [row for (of_step, _, _), row in zip(self._begins, self.rows, strict=True) if of_step == step]
-
-
-class _RecordedPhase:
-    def __init__(self, recorder: Recorder, opened: placement.Phase) -> None:
-        self._recorder = recorder
-        self._opened = opened
-
-    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
-        with self._recorder.transition(name):
-            self._opened.switch(name, only=only)
+    def take_rows(self) -> Sequence[PhaseRow]:
+        """The rows since the last call."""
+        rows, self._printed = self.rows[self._printed :], len(self.rows)
+        return rows
 
 
 def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[int, int, int]) -> PhaseRow:
     """The differences between two snapshots. `measured` has the device's bytes before, at the peak, and after."""
-
-    def grown(field: str) -> int:
-        now, then = (sum(int(getattr(handle, field)) for handle in snapshot.handles) for snapshot in (after, before))
-        return now - then
-
+    moved = {
+        name: sum(getattr(handle, name) for handle in after.handles) - sum(getattr(handle, name) for handle in before.handles)
+        for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")
+    }
     return PhaseRow(
         phase=phase,
         states={handle.name: handle.state for handle in after.handles},
         before_bytes=measured[0],
         peak_bytes=measured[1],
         after_bytes=measured[2],
-        loaded_bytes=grown("loaded_bytes"),
-        offloaded_bytes=grown("offloaded_bytes"),
-        skipped_bytes=grown("skipped_bytes"),
+        **moved,
         stall_seconds=sum(after.phase_stall_seconds.values()) - sum(before.phase_stall_seconds.values()),
     )
+
+
+_WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
+_COLOURS = {State.CPU_OFFLOADED: "2", State.GPU_RESIDENT: "32", State.SYNCING: "36", State.TRAINING: "33"}
+
+
+def phase_table(rows: Sequence[PhaseRow], *, paint: bool) -> str:
+    """The rows below a header line. Bytes are in MiB, stall is in milliseconds.
+
+    Args:
+        paint: whether states have colours.
+    """
+    widths = {name: max(len(name), 5) for name in rows[0].states}
+
+    def state(name: str, state: State) -> str:
+        text = f"{_WORDS[state]:<{widths[name]}}"
+        return f"\x1b[{_COLOURS[state]}m{text}\x1b[0m" if paint else text
+
+    numbers = ("before", "peak", "after", "in", "out", "skipped", "stall ms")
+    lines = [[f"{'phase':<12}", *(f"{name:<{width}}" for name, width in widths.items()), *(f"{each:>8}" for each in numbers)]]
+    for row in rows:
+        sizes = (row.before_bytes, row.peak_bytes, row.after_bytes, row.loaded_bytes, row.offloaded_bytes, row.skipped_bytes)
+        cells = [*map(mebibytes, sizes), f"{row.stall_seconds * 1e3:.1f}"]
+        lines.append([f"{row.phase:<12}", *(state(*each) for each in row.states.items()), *(f"{cell:>8}" for cell in cells)])
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def mebibytes(nbytes: int) -> str:
+    """A size in MiB. Only an exact zero is "0"."""
+    return "0" if nbytes == 0 else f"{nbytes / (1 << 20):.1f}"
 
 
 class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
@@ -308,18 +331,6 @@ def repeatable() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def print_step(number: int, result: StepResult) -> None:
-    print(
-        f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   right answers {result.correct:.1%}",
-        flush=True,
-    )
-
-
-def summary(results: Sequence[StepResult], digest: str) -> dict[str, Any]:
-    """The results that must be equal with and without placement."""
-    return {"losses": [r.loss for r in results], "rewards": [r.reward for r in results], "weights_sha256": digest}
 
 
 def digest_of(state_dict: Mapping[str, Tensor]) -> str:

@@ -27,12 +27,13 @@ _CACHE_BYTES = 64 << 20
 """More than a core's share of the processor's caches."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)')
     parser.add_argument(
         "--bytes", default=MEASURED_BYTES, type=_bytes, metavar="BYTES", help="size of the buffers that are copied (default 1GiB)"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for scripts")
+    parser.set_defaults(run=run)
 
 
 def _bytes(text: str) -> int:
@@ -46,11 +47,7 @@ def _bytes(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name that is none.
-
-    Raises:
-        PlacementError: the device does not exist, or has no room for the copies.
-    """
+    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name that is none."""
     try:
         device = select_device(arguments.device)
     except ValueError as error:
@@ -181,9 +178,8 @@ def table(found: Inspection) -> str:
 
 
 def _beside(found: TransitionSeconds) -> str:
-    gib = 1e3 * (1 << 30)
     parts = {"loaded": found.loaded_byte, "copied back": found.offloaded_byte, "offloaded without a copy": found.skipped_byte}
-    more = ", ".join(f"{gib * each:.2f} ms {name}" for name, each in parts.items())
+    more = ", ".join(f"{1e3 * (1 << 30) * each:.2f} ms {name}" for name, each in parts.items())
     alone, moving = (f"{1e3 * seconds:.2f} ms" for seconds in (found.alone, found.moving))
     return f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its copy: {more}"
 

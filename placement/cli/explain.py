@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from placement.cli.status import plain_table
+from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
 from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
-from placement.forecasting.description import Phase
-from placement.forecasting.report import PhaseForecast
+from placement.forecasting.description import Phase, PhaseForecast
 from placement.observe.fleet import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
 
@@ -62,7 +61,9 @@ _MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "s
 _STREAMED = "stream"
 _ROUNDS = 3
 """The rounds of a cycle that are run. In the first it is not known yet, and in the second not everything is where it will be."""
-_COLUMNS = ("handle", "state", "on device", "why")
+
+Row = tuple[PhaseForecast, Plan | None]
+"""A phase, and the policy's plan for it; None: there is none."""
 
 
 def explain(
@@ -73,19 +74,10 @@ def explain(
     worker_role: str = "hybrid",
     phases: OwnPhases | None = None,
 ) -> int:
-    """Print a policy's table of phases and handles for `SAMPLE`.
+    """Print a policy's table of phases and handles for `SAMPLE`. Returns 1 where a phase has no plan or its plan does not fit, else 0.
 
     The rows follow one another as in a step. Each phase starts from the states of the row above, because a policy may keep handles
     that are on the device already.
-
-    Args:
-        policy_spec: a policy in any form that `resolve_policy` takes.
-        file: where to print; None: standard output.
-        budget_bytes: device bytes that the handles may hold together.
-        phases: the user's own phases, as in `Settings.phases`.
-
-    Returns:
-        0, or 1 where a phase has no plan or its plan does not fit the budget.
 
     Raises:
         PolicyError: the policy cannot be found or constructed.
@@ -103,19 +95,18 @@ def explain(
     return int(not all(phase.fits for phase, _ in rows))
 
 
-Row = tuple[PhaseForecast, Plan | None]
-"""A phase, and the policy's plan for it; None: there is none."""
-
-
 def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Run:
     """A worker with the handles of the sample, under a policy."""
-    from placement.forecasting.device import SizesDevice
-    from placement.forecasting.objects import objects_of
+    from placement.forecasting.device import SizesDevice, objects_of
     from placement.forecasting.run import Run
     from placement.storage.layout import ALIGNMENT
 
     device = SizesDevice(granularity=ALIGNMENT)
     return Run(policy, device, objects_of(device, SAMPLE, {}), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
+
+
+def _gib(nbytes: int) -> str:
+    return "0" if nbytes == 0 else f"{nbytes / GIB:.1f}"
 
 
 def _row(run: Run, name: str) -> Row:
@@ -188,11 +179,7 @@ def _lines_about(policy: Policy, view: View, plan: Plan) -> Iterator[str]:
         yield f"    {name:<{width}}  {where:<5}  {reasons.get(name) or plan[name]}"
 
 
-def _gib(nbytes: int) -> str:
-    return "0" if nbytes == 0 else f"{nbytes / GIB:.1f}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
     parser.add_argument(
         "--budget", metavar="BYTES", help=f"device bytes that the handles may hold together (default {BUDGET_BYTES // GIB}GiB)"
@@ -201,6 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     text = "a running worker's URL (or one that ends in /targets, or a discovery folder): why each handle is where it is now"
     parser.add_argument("--live", metavar="URL", help=text)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -229,32 +217,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tell_live(place: str) -> int:
-    """Print a table for each worker at a place. Returns 0.
-
-    Raises:
-        PlacementError: nobody answers there, or the answer is not a worker's state.
-    """
     tables = []
     for target in find_targets([place]):
         page = ask(f"{target.url}/state")
         try:
-            tables.append(_live_table(target.name, json.loads(page)))
+            tables.append(live_table(target.name, json.loads(page)))
         except (ValueError, KeyError, TypeError) as error:
             raise PlacementError(f"{target.url}/state is not the state of a worker: {error!r}") from error
     print("\n\n".join(tables))
     return 0
 
 
-def _live_table(worker: str, snapshot: dict[str, Any]) -> str:
+def live_table(worker: str, snapshot: dict[str, Any]) -> str:
+    """The handles of a running worker, and why each is where it is."""
     phases = " > ".join(snapshot["phases"]) or "idle"
     held = sum(handle["resident_bytes"] for handle in snapshot["handles"])
     head = f"{worker}: policy {snapshot['policy']}, in {phases}, {readable(held)} of {readable(snapshot['budget_bytes'])} on the device"
-    rows = [(h["name"], h["state"], readable(h["resident_bytes"]), _why(h)) for h in snapshot["handles"]]
-    return f"{head}\n{plain_table(_COLUMNS, rows)}"
-
-
-def _why(handle: dict[str, Any]) -> str:
-    marks = ["kept by phase.keep()"] if handle["kept"] else []
-    if handle["broken"]:
-        marks.append(f"broken: {handle['broken']}")
-    return "; ".join([handle.get("reason") or "the policy does not say", *marks])
+    rows = []
+    for handle in snapshot["handles"]:
+        why = [handle.get("reason") or "the policy does not say"]
+        why += ["kept by phase.keep()"] if handle["kept"] else []
+        why += [f"broken: {handle['broken']}"] if handle["broken"] else []
+        rows.append((handle["name"], handle["state"], readable(handle["resident_bytes"]), "; ".join(why)))
+    return f"{head}\n{plain_table(('handle', 'state', 'on device', 'why'), rows)}"

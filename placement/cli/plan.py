@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
 from placement.core.states import ROLES, WORKER_ROLES
-from placement.forecasting.description import CYCLES, Layout, Link, listed
-from placement.forecasting.report import Forecast, by_phase, comparison, table, write_svg
+from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase, listed
 from placement.planning.policy_lookup import policy_names
 
 _Number = TypeVar("_Number", int, float)
@@ -29,7 +29,7 @@ _OF_A_JOB = (
 _DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one; nothing is downloaded")
     add("--from", dest="trace", metavar="TRACE", help="a trace of placement's own: what would that run have cost otherwise?")
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     add("--chart", metavar="FILE.svg", help="draw the device bytes of each phase against the budget")
     add("--json", action="store_true", help="print everything as JSON, for scripts")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     """The first of these options that is not as it is by default; "" if there is none."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_plan(parser)
     defaults = parser.parse_args([])
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != getattr(defaults, name)), "")
 
@@ -117,21 +118,17 @@ def _policies(text: str) -> list[str]:
     return [each.strip() for each in found if each.strip()]
 
 
-def _budget(arguments: argparse.Namespace, settings: Settings) -> int | None:
-    return parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
-
-
-def _link(arguments: argparse.Namespace) -> Link | None:
-    if arguments.rate:
-        return Link.of(float(parse_bytes(arguments.rate)))
-    return Link.of(arguments.link) if arguments.link else None
+def _budget_and_link(arguments: argparse.Namespace, settings: Settings) -> tuple[int | None, Link | None]:
+    budget = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
+    source = float(parse_bytes(arguments.rate)) if arguments.rate else arguments.link
+    return budget, Link.of(source) if source else None
 
 
 def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
     from placement.forecasting.recorded import Recording
 
     recording = Recording.read(arguments.trace, arguments.worker)
-    budget, link = _budget(arguments, settings), _link(arguments)
+    budget, link = _budget_and_link(arguments, settings)
     moved = f"{readable(recording.moved.loaded_bytes)} loaded, {readable(recording.moved.offloaded_bytes)} offloaded"
     seconds = sum(work for _, work in recording.phases)
     lines = [
@@ -140,47 +137,35 @@ def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Calla
         "",
         "simulated over the same phases and work, from the same start:",
     ]
-
-    def forecast(policy: str) -> Forecast:
-        return recording.forecast(policy or None, budget_bytes=budget, link=link, phases=settings.phases)
-
-    return forecast, lines
+    return lambda policy: recording.forecast(policy or None, budget_bytes=budget, link=link, phases=settings.phases), lines
 
 
 def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
     from placement.forecasting import job
 
-    layout = Layout(
-        data_parallel=arguments.data_parallel,
-        shards=arguments.shards,
-        tensor_parallel=arguments.tensor_parallel,
-        gpus_per_node=arguments.gpus_per_node,
-    )
+    layout = Layout(**{name: getattr(arguments, name) for name in ("data_parallel", "shards", "tensor_parallel", "gpus_per_node")})
     models: dict[str, Any] = _models(arguments)
     if arguments.kv_cache or arguments.rollout_weights:
         models["rollout"] = _engine(arguments, models)
-    elif given := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
-        raise ValueError(f"{given} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
+    elif option := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
+        raise ValueError(f"{option} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
     work, steps = _numbers(arguments.work, "--work", "seconds", float), _numbers(arguments.steps, "--steps", "steps", int)
-    budget, link = _budget(arguments, settings), _link(arguments)
+    budget, link = _budget_and_link(arguments, settings)
 
-    def forecast(policy: str) -> Forecast:
-        return job.forecast(
-            models,
-            layout=layout,
-            policy=policy,
-            cycle=listed(arguments.cycle),
-            budget_bytes=budget,
-            link=link,
-            work_seconds=work,
-            steps=steps,
-            worker_role=arguments.worker_role or settings.worker_role,
-            phases=settings.phases,
-            host_limit_bytes=arguments.host_limit or settings.host_limit_bytes,
-        )
-
+    given: dict[str, Any] = {
+        "layout": layout,
+        "cycle": listed(arguments.cycle),
+        "budget_bytes": budget,
+        "link": link,
+        "work_seconds": work,
+        "steps": steps,
+        "worker_role": arguments.worker_role or settings.worker_role,
+        "phases": settings.phases,
+        "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
+    }
     parallel = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
-    return forecast, [f"one of {layout.ranks} ranks ({parallel}), {layout.ranks_per_node} a node", ""]
+    lines = [f"one of {layout.ranks} ranks ({parallel}), {layout.ranks_per_node} a node", ""]
+    return lambda policy: job.forecast(models, policy=policy, **given), lines
 
 
 def _models(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -244,3 +229,189 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
 
 def _words(text: str) -> Sequence[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
+
+
+# --- a forecast as text, and as a chart
+
+_HEADS = ("device", "load", "offload", "clean", "stall s", "work s")
+_COLOURS = ("#3f51b5", "#ff9800", "#009688", "#e91e63", "#795548", "#607d8b", "#8bc34a", "#9c27b0", "#00bcd4", "#ffc107")
+_BAR, _GAP, _LEFT, _TOP, _HEIGHT, _BELOW = 64, 26, 86, 46, 260, 58
+_LEGEND = 230
+
+
+def table(forecast: Forecast) -> str:
+    """One forecast: its phases, its handles, and the sums."""
+    left = max(len("phase"), *(len(_name(each)) for each in forecast.phases)) + 2
+    lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", _line("phase", left, _HEADS)]
+    for each in forecast.phases:
+        sizes = (each.device_bytes, each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes)
+        lines.append(_line(_name(each), left, [*map(_size, sizes), _seconds(each.stall_seconds), _seconds(each.work_seconds)]))
+        lines += [f"{'':<{left}}{text}" for text in _troubles(each)]
+    lines += _troubles_at_first(forecast)
+    lines += ["", *_handles(forecast), "", *_sums(forecast)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
+    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
+
+    Args:
+        heads: of the columns, such as policies with their options; empty: the policies' names.
+    """
+    first, heads = forecasts[0], heads or [each.policy for each in forecasts]
+    widths = [max(24, len(head) + 2) for head in heads]
+    left = max(len("phase"), *(len(_name(each)) for each in first.phases), len("host, this rank")) + 2
+
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"{name:<{left}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    lines = [f"budget {_readable_budget(first)}", "", row("", heads), row("phase", ["device     stall s"] * len(forecasts))]
+    for index, phase in enumerate(first.phases):
+        lines.append(row(_name(phase), [_device_and_stall(each.phases[index]) for each in forecasts]))
+    lines += ["", row("peak", [readable(each.peak_bytes) for each in forecasts])]
+    lines.append(row("loaded", [readable(each.loaded_bytes) for each in forecasts]))
+    lines.append(row("offloaded", [readable(each.offloaded_bytes) for each in forecasts]))
+    lines.append(row("host, this rank", [readable(each.host_bytes) for each in forecasts]))
+    if any(each.disk_bytes for each in forecasts):
+        lines.append(row("disk, this rank", [_size(each.disk_bytes) for each in forecasts]))
+    lines.append(row("stall", [_seconds(each.stall_seconds, " s") for each in forecasts]))
+    lines.append(row("fits", map(_fits, forecasts)))
+    lines += [f"note: {note}" for note in dict.fromkeys(note for each in forecasts for note in (*each.refused_registrations, *each.notes))]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(name: str, left: int, cells: Iterable[str]) -> str:
+    return f"{name:<{left}}" + "".join(f"{cell:>11}" for cell in cells)
+
+
+def _name(phase: PhaseForecast) -> str:
+    return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
+
+
+def _device_and_stall(phase: PhaseForecast) -> str:
+    device = _size(phase.device_bytes) if phase.fits else "refused"
+    return f"{device}  {_seconds(phase.stall_seconds):>10}"
+
+
+def _troubles(phase: PhaseForecast) -> list[str]:
+    if phase.problem:
+        return [f"no plan: {phase.problem}"]
+    if phase.over_bytes:
+        return [f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} ({phase.over_bytes:,} bytes) too many"]
+    said = [f"{readable(phase.prefetched_bytes)} of what it loads came early"] if phase.prefetched_bytes else []
+    if phase.streamed_bytes:
+        said.append(f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by optimizers")
+    if phase.disk_written_bytes or phase.disk_read_bytes:
+        waited = f", {readable(phase.disk_waited_bytes)} of it waited for" if phase.disk_waited_bytes else ""
+        said.append(f"disk: {_size(phase.disk_written_bytes)} written, {_size(phase.disk_read_bytes)} read{waited}")
+    return said + ([f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside"] if phase.gradient_bytes else [])
+
+
+def _troubles_at_first(forecast: Forecast) -> list[str]:
+    """Lines about phases that fail in the first step alone, or at registration."""
+    if forecast.fits or any(not each.fits for each in forecast.phases):
+        return []
+    if forecast.refused_registrations:
+        return ["", "registration is refused:", *forecast.refused_registrations]
+    troubles = [f"{_name(each)}: {text}" for each in forecast.first_phases if not each.fits for text in _troubles(each)]
+    return ["", "in the first step, or at registration:", *(troubles or [f"{readable(forecast.over_bytes)} too many"])]
+
+
+def _handles(forecast: Forecast) -> list[str]:
+    left = max(len("handle"), *(len(each.name) for each in forecast.handles)) + 2
+    rows = [_line(each.name, left, map(readable, (each.num_bytes, each.host_bytes, each.node_host_bytes))) for each in forecast.handles]
+    return [_line("handle", left, ("device", "host, rank", "host, node")), *rows]
+
+
+def _sums(forecast: Forecast) -> list[str]:
+    lines = [f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)"]
+    on_disk = f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node" if forecast.disk_bytes else "none"
+    host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
+    lines.append(f"host copies           {host}; on disk: {on_disk}")
+    per = "a step" if forecast.first_phases else "in all"
+    lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
+    stall = forecast.stall_seconds
+    lines.append(f"stall {per:<15} {_seconds(stall, ' s')}" + (" (no link given: see placement doctor --json)" if stall is None else ""))
+    verdict = "everything fits" if forecast.budget_bytes is not None else "no budget given"
+    if not forecast.fits:
+        verdict = f"it does not fit: {readable(forecast.over_bytes)} too many" if forecast.over_bytes else "it does not fit"
+    return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
+
+
+def _fits(forecast: Forecast) -> str:
+    return "yes" if forecast.fits else f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
+
+
+def _size(nbytes: int) -> str:
+    return readable(nbytes) if nbytes else "0"
+
+
+def _seconds(seconds: float | None, unit: str = "") -> str:
+    return "-" if seconds is None else f"{seconds:.3f}{unit}"
+
+
+def _readable_budget(forecast: Forecast) -> str:
+    return "none" if forecast.budget_bytes is None else readable(forecast.budget_bytes)
+
+
+def svg(forecasts: Sequence[Forecast]) -> str:
+    """One panel for each forecast, one under the other, all of one scale. A dashed line is the budget, a hatched bar a refused phase."""
+    top = max([1, *(phase.wanted_bytes for each in forecasts for phase in each.phases), *(each.peak_bytes for each in forecasts)])
+    budgets = [each.budget_bytes for each in forecasts if each.budget_bytes is not None]
+    top = max(top, *(budget for budget in budgets if budget < 4 * top), 1) if budgets else top
+    most = max(len(each.phases) for each in forecasts)
+    width, panel = _LEFT + most * (_BAR + _GAP) + _LEGEND, _TOP + _HEIGHT + _BELOW
+    names = list(dict.fromkeys(handle.name for each in forecasts for handle in each.handles))
+    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+    body = "".join(_panel(each, index * panel, top, colours, width) for index, each in enumerate(forecasts))
+    legend = "".join(
+        f'<rect x="{width - _LEGEND + 24}" y="{_TOP + 20 * i}" width="12" height="12" fill="{colours[name]}"/>'
+        f'<text x="{width - _LEGEND + 42}" y="{_TOP + 20 * i + 10}">{escape(name)}</text>'
+        for i, name in enumerate(names)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{panel * len(forecasts)}" font-family="sans-serif" '
+        'font-size="12">'
+        '<defs><pattern id="refused" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="6" height="6" fill="#fff"/><line x1="0" y1="0" x2="0" y2="6" stroke="#d32f2f" stroke-width="3"/></pattern></defs>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{body}{legend}</svg>\n'
+    )
+
+
+def _panel(forecast: Forecast, offset: int, top: int, colours: dict[str, str], width: int) -> str:
+    base, right = offset + _TOP + _HEIGHT, width - _LEGEND
+
+    def height(nbytes: int) -> float:
+        return round(nbytes / top * _HEIGHT, 2)
+
+    stall = "" if forecast.stall_seconds is None else f", stall {forecast.stall_seconds:.3f} s"
+    parts = [f'<text x="{_LEFT}" y="{offset + 24}" font-size="14">{escape(forecast.policy)}{stall}</text>']
+    parts += [
+        f'<line x1="{_LEFT}" x2="{right}" y1="{base - height(top * i // 4)}" y2="{base - height(top * i // 4)}" stroke="#ddd"/>'
+        f'<text x="{_LEFT - 8}" y="{base - height(top * i // 4) + 4}" text-anchor="end">{readable(top * i // 4)}</text>'
+        for i in range(5)
+    ]
+    for index, phase in enumerate(forecast.phases):
+        x, y = _LEFT + _GAP / 2 + index * (_BAR + _GAP), float(base)
+        for name, nbytes in phase.handle_bytes.items() if phase.fits else ():
+            y -= height(nbytes)
+            title = f"<title>{escape(name)}: {readable(nbytes)}</title>"
+            parts.append(f'<rect x="{x}" y="{y:.2f}" width="{_BAR}" height="{height(nbytes)}" fill="{colours[name]}">{title}</rect>')
+        if not phase.fits:
+            high = height(phase.wanted_bytes)
+            parts.append(f'<rect x="{x}" y="{base - high:.2f}" width="{_BAR}" height="{high}" fill="url(#refused)" stroke="#d32f2f"/>')
+        parts.append(f'<text x="{x + _BAR / 2}" y="{base + 18}" text-anchor="middle">{escape(phase.phase)}</text>')
+        if phase.stall_seconds is not None:
+            text = f"{phase.stall_seconds:.2f} s"
+            parts.append(f'<text x="{x + _BAR / 2}" y="{base + 34}" text-anchor="middle" fill="#777">{text}</text>')
+    if forecast.budget_bytes is not None and forecast.budget_bytes <= top:
+        y = base - height(forecast.budget_bytes)
+        parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}" stroke="#d32f2f" stroke-dasharray="6 4"/>')
+        parts.append(f'<text x="{right}" y="{y - 4}" text-anchor="end" fill="#d32f2f">budget {readable(forecast.budget_bytes)}</text>')
+    return "".join(parts)
+
+
+def write_svg(path: Path, forecasts: Sequence[Forecast]) -> None:
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"the chart is an SVG: give a name that ends in .svg, not {path.name!r}")
+    path.write_text(svg(forecasts), encoding="utf-8")

@@ -96,11 +96,8 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
     buffers = _Buffers(device, max(device.chunk_bytes, room // device.chunk_bytes * device.chunk_bytes))
     try:
         pageable = buffers.pin()
-        link = LinkRates(
-            to_device_bytes_per_second=buffers.rate(["to_device"]),
-            to_host_bytes_per_second=buffers.rate(["to_host"]),
-            both_bytes_per_second=buffers.rate(_BOTH),
-        )
+        ways: dict[str, Sequence[Direction]] = {"to_device": ["to_device"], "to_host": ["to_host"], "both": _BOTH}
+        link = LinkRates(**{f"{name}_bytes_per_second": buffers.rate(directions) for name, directions in ways.items()})
     finally:
         buffers.release()
     nodes, node = numa.nodes(), numa.node_of(device.pci_address)
@@ -110,6 +107,9 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
     if available < memory.total_bytes:
         sizes = f"the host has {_gib(available)} left, and the device has {_gib(memory.total_bytes)}"
         found.append(f"{sizes}: models that fill the device do not fit into host memory together")
+    versions = {"placement": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return Inspection(
         device=device.name,
         uuid=device.uuid,
@@ -121,7 +121,7 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
         pageable_reason=pageable,
         numa_nodes=nodes,
         numa_node=node,
-        versions=_versions(),
+        versions=versions,
         findings=tuple(found),
     )
 
@@ -187,13 +187,6 @@ class _Buffers:
             self._device.unmap(addresses, addresses.nbytes)
         for chunks in self._chunks.values():
             self._device.release(*chunks)
-
-
-def _versions() -> dict[str, str]:
-    found = {"placement": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
 
 
 def _gib(nbytes: int) -> str:
@@ -299,7 +292,7 @@ class Outside:
 def _ranks(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def _size(communicator: Communicator) -> str:

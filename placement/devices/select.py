@@ -48,10 +48,14 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
             cannot be used.
     """
     match = _NAME.fullmatch(name)
-    kind = "" if match is None else match[1]
-    index = None if match is None else match[2]
+    kind, index = ("", None) if match is None else match.groups()
     if kind == "simulated":
-        return _simulated(name, index or "")
+        from placement.devices.simulated.device import SimulatedDevice
+
+        try:
+            return SimulatedDevice(parse_bytes(index or ""))
+        except ValueError as error:
+            raise ValueError(f'device {name!r}: write how much memory it has, as in "simulated:64MiB" ({error})') from error
     if kind not in ("auto", "cuda") or (index is not None and (kind == "auto" or not index.isdecimal())):
         return _from_entry_point(name, kind)
     refuse_rocm(name)
@@ -61,15 +65,6 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
 
     chunk_bytes = TIGHT_CHUNK_BYTES if is_tight else CHUNK_BYTES
     return CudaDevice(torch.cuda.current_device() if index is None else int(index), chunk_bytes=chunk_bytes)
-
-
-def _simulated(name: str, size: str) -> Device:
-    from placement.devices.simulated.device import SimulatedDevice
-
-    try:
-        return SimulatedDevice(parse_bytes(size))
-    except ValueError as error:
-        raise ValueError(f'device {name!r}: write how much memory it has, as in "simulated:64MiB" ({error})') from error
 
 
 def _from_entry_point(name: str, kind: str) -> Device:
@@ -83,9 +78,7 @@ def _from_entry_point(name: str, kind: str) -> Device:
     try:
         device = point.load()(name)
     except Exception as error:
-        raise PlacementError(
-            f"device {name!r}: entry point {point.name!r} of the group {GROUP!r} ({point.value}) failed: {error}"
-        ) from error
+        raise PlacementError(f"device {name!r}: entry point {point.name!r} of {GROUP!r} ({point.value}) failed: {error}") from error
     if not isinstance(device, Device):
         raise PlacementError(f"device {name!r}: entry point {point.name!r} ({point.value}) gave {device!r}, which is no placement Device")
     return device

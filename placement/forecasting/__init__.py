@@ -22,19 +22,17 @@ from typing import TYPE_CHECKING
 from placement.core import on_demand as _on_demand
 
 if TYPE_CHECKING:
-    from placement.forecasting.description import Layout, Link
+    from placement.forecasting.description import Forecast, HandleForecast, Layout, Link, PhaseForecast
     from placement.forecasting.job import Model, Rollout, forecast
     from placement.forecasting.recorded import Recording
-    from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 
 __all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Recording", "Rollout", "forecast"]
 
 __getattr__ = _on_demand(
     __name__,
     {
-        **dict.fromkeys(("Forecast", "HandleForecast", "PhaseForecast"), "report"),
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
-        **dict.fromkeys(("Layout", "Link"), "description"),
+        **dict.fromkeys(("Forecast", "HandleForecast", "Layout", "Link", "PhaseForecast"), "description"),
         "Recording": "recorded",
     },
 )

@@ -1,4 +1,7 @@
-"""The facts about a job beside its models: the phases of a step, the parallel layout, and the link between host and device."""
+"""The facts about a job beside its models (the phases of a step, the parallel layout, the link), and the forecast as data.
+
+A `Forecast` is immutable, and JSON by `model_dump_json()`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from placement.core.states import IDLE, PHASES, OwnPhases
+from pydantic import BaseModel, ConfigDict
+
+from placement.core.states import IDLE, PHASES, OwnPhases, State
 
 CYCLES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("rollout", "log_prob", "train", "weight_sync"),
@@ -198,26 +203,15 @@ class Link:
         advice = "write one with: placement doctor --json > doctor.json"
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
+            beside = found.get("transitions") or {}  # an earlier version did not measure them
+            known: dict[str, Any] = {name: found.get(name) for name in ("free_bytes", "chunk_bytes", "host_available_bytes")}
+            known |= {name: float(found["link"][name]) for name in _RATES}
+            known |= {name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()}
+            return cls(**known)
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no file {path}; {advice}") from None
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); {advice}") from error
-        rates = found.get("link") if isinstance(found, Mapping) else None
-        if not isinstance(rates, Mapping) or any(not isinstance(rates.get(name), (int, float)) for name in _RATES):
-            raise ValueError(f"{path} has no link with {', '.join(_RATES)}; {advice}")
-        to_device, to_host, both = (float(rates[name]) for name in _RATES)
-        beside = found.get("transitions") or {}  # an earlier version did not measure them
-        if not isinstance(beside, Mapping) or any(not isinstance(beside.get(name, 0.0), (int, float)) for name in _BESIDE.values()):
-            raise ValueError(f"{path} has transitions that are not {', '.join(_BESIDE.values())} in seconds; {advice}")
-        return cls(
-            to_device_bytes_per_second=to_device,
-            to_host_bytes_per_second=to_host,
-            both_bytes_per_second=both,
-            free_bytes=found.get("free_bytes"),
-            chunk_bytes=found.get("chunk_bytes"),
-            host_available_bytes=found.get("host_available_bytes"),
-            **{name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()},
-        )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has no link with rates ({type(error).__name__}: {error}); {advice}") from error
 
     def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
         """The seconds that a phase transition takes beside its copies."""
@@ -225,3 +219,131 @@ class Link:
             return self.transition_seconds
         loaded, offloaded = loaded_bytes * self.loaded_byte_seconds, offloaded_bytes * self.offloaded_byte_seconds
         return self.moving_seconds + loaded + offloaded + skipped_bytes * self.skipped_byte_seconds
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HandleForecast(_Frozen):
+    """One handle of a forecast, in the steady state."""
+
+    name: str
+    kind: str
+    role: str | None
+    readonly: bool
+    owners: tuple[str, ...] = ()
+    num_bytes: int
+    """Device bytes that it needs while it is on the device."""
+    host_bytes: int
+    """Host bytes of this rank's host copy."""
+    node_host_bytes: int
+    """Host bytes of the host copies of all ranks of a node."""
+
+
+class PhaseForecast(_Frozen):
+    """One phase, and the phase transition at its beginning. The numbers are those of one rank."""
+
+    phase: str
+    only: tuple[str, ...] | None = None
+    fits: bool
+    """Whether the manager would open the phase. If not, its handles stay as they are in the phase before."""
+    problem: str = ""
+    """Why the policy gives no plan; empty if it gives one."""
+    wanted_bytes: int
+    """Device bytes that the plan needs."""
+    over_bytes: int = 0
+    """Bytes by which it misses the budget; 0 if it fits."""
+    device_bytes: int
+    """Device bytes that the handles hold in the phase."""
+    handle_bytes: dict[str, int]
+    states: dict[str, State]
+    gradient_bytes: int = 0
+    """Bytes of the gradients during the phase. They lie in torch's own memory, beside the budget."""
+    loaded_bytes: int = 0
+    offloaded_bytes: int = 0
+    skipped_bytes: int = 0
+    """Bytes that leave the device without a copy, because the host copy has them."""
+    prefetched_bytes: int = 0
+    """The part of `loaded_bytes` that came early: its copies began while the phase before computed."""
+    streamed_bytes: int = 0
+    """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy (`optimizer_in="streamed"`)."""
+    host_bytes: int
+    """Host bytes of this rank's host copies that are in host memory, at their most."""
+    disk_bytes: int = 0
+    """Bytes of this rank's files on disk."""
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_waited_bytes: int = 0
+    """The part of `disk_read_bytes` that the phase transition waits for. The rest is read while phases compute."""
+    stall_seconds: float | None = None
+    """How long the moves take and streamed steps keep the link busy, without waits for the disk; None if the link is not known."""
+    work_seconds: float | None = None
+    """The given duration of the work itself; None if it was not given."""
+
+
+class Forecast(_Frozen):
+    """The bytes and the seconds of a job's phases, on one rank, under one policy."""
+
+    policy: str
+    budget_bytes: int | None
+    """Device bytes that the handles may hold together; None: no limit was given."""
+    phases: tuple[PhaseForecast, ...]
+    """One cycle in the steady state; the last entry is the phase "idle", outside all others. For a recording: the whole run."""
+    first_phases: tuple[PhaseForecast, ...] = ()
+    """The first cycle, in which optimizer state is created."""
+    handles: tuple[HandleForecast, ...]
+    peak_bytes: int
+    """The most device bytes that the handles hold together."""
+    host_bytes: int
+    """The most host bytes of this rank's host copies."""
+    node_host_bytes: int
+    """Host bytes of the host copies of all ranks of a node."""
+    disk_bytes: int = 0
+    """The most bytes of this rank's files on disk."""
+    node_disk_bytes: int = 0
+    """Bytes of the files of all ranks of a node."""
+    fits: bool
+    """Whether every registration and every phase fits, the first cycle included."""
+    refused_registrations: tuple[str, ...] = ()
+    """Why the limit on host memory refuses registrations, a sentence for each; empty where it refuses none."""
+    over_bytes: int = 0
+    """Bytes by which the largest phase misses the budget."""
+    stall_seconds: float | None
+    """How long the moves of all `phases` take together; None if the link is not known."""
+    loaded_bytes: int
+    offloaded_bytes: int
+    skipped_bytes: int
+    notes: tuple[str, ...] = ()
+    """Sentences on what an operator should know besides."""
+
+    def phase(self, name: str) -> PhaseForecast:
+        """The first phase of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for each in self.phases:
+            if each.phase == name:
+                return each
+        raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(each.phase for each in self.phases))}")
+
+
+def by_phase(forecast: Forecast) -> Forecast:
+    """The same forecast with one entry for all runs of a phase: bytes and seconds added up, sizes at their most."""
+    groups: dict[tuple[str, tuple[str, ...] | None], list[PhaseForecast]] = {}
+    for each in forecast.phases:
+        groups.setdefault((each.phase, each.only), []).append(each)
+    return forecast.model_copy(update={"phases": tuple(_together(group) for group in groups.values())})
+
+
+def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
+    worst = max(group, key=lambda each: (not each.fits, each.over_bytes, each.device_bytes))
+    stalls = [each.stall_seconds for each in group if each.stall_seconds is not None]
+    works = [each.work_seconds for each in group if each.work_seconds is not None]
+    moved = ("loaded_bytes", "offloaded_bytes", "streamed_bytes", "skipped_bytes", "prefetched_bytes")
+    added = (*moved, "disk_written_bytes", "disk_read_bytes", "disk_waited_bytes")
+    sums = {name: sum(getattr(each, name) for each in group) for name in added}
+    return worst.model_copy(
+        update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None}
+    )

@@ -15,11 +15,9 @@ import torch
 
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
-from placement.forecasting.description import ALONE, Layout, Link, Phase, cycle_of
-from placement.forecasting.device import SizesDevice
+from placement.forecasting.description import ALONE, Forecast, Layout, Link, Phase, cycle_of
+from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, StateOf
 from placement.forecasting.models import Head, module_of, parts_of, remarks, undivided
-from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer, StateOf
-from placement.forecasting.report import Forecast, HandleForecast
 from placement.forecasting.run import Run, in_the_steady_state
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import Sizing
@@ -81,10 +79,8 @@ class Model:
             raise ValueError("a readonly model has no optimizer; leave out one of the two")
         if self.replicated and not self.readonly:
             raise ValueError("a forecast knows replicated models that are not trained: give readonly=True")
-        if self.gradients not in get_args(Gradients):
-            raise ValueError(f"gradients must be one of {', '.join(get_args(Gradients))}, not {self.gradients!r}")
-        if self.head is not None and self.head not in get_args(Head):
-            raise ValueError(f"head must be one of {', '.join(get_args(Head))}, or None, not {self.head!r}")
+        _one_of("gradients", self.gradients, get_args(Gradients))
+        _one_of("head", self.head, (*get_args(Head), None))
         if not isinstance(self.optimizer, str | type | None):
             raise ValueError(f"optimizer is an object of {type(self.optimizer).__name__}; give its class, and optimizer_options")  # noqa: TRY004  # the value is wrong
         _check_role(self.role)
@@ -158,15 +154,15 @@ def forecast(
         PolicyError: the policy cannot be found or constructed.
         PhaseError: a phase's `only` names a handle that there is not.
     """
-    _check(handles, worker_role)
+    _check(handles)
+    _one_of("worker_role", worker_role, WORKER_ROLES)
     phases = Settings.from_any({"phases": phases}).phases if phases else None
     found = None if link is None else Link.of(link)
     entered = cycle_of(cycle, phases)
     names = [each.name for each in entered]
     _check_numbers("work seconds", work_seconds, names)
     _check_numbers("number of steps", steps, names)
-    budget = None if budget_bytes is None else _bytes(budget_bytes)
-    limit = None if host_limit_bytes is None else _bytes(host_limit_bytes)
+    budget, limit = (None if each is None else _bytes(each) for each in (budget_bytes, host_limit_bytes))
     notes: list[str] = []
     if budget is None and found is not None and found.free_bytes is not None:
         budget = int(found.free_bytes * (1 - _HEADROOM))
@@ -180,11 +176,12 @@ def forecast(
     numbers: dict[str, Any] = {"budget_bytes": budget, "host_limit_bytes": limit, "work_seconds": work_seconds, "steps": steps}
     settings: dict[str, Any] = {"worker_role": worker_role, "phases": dict(phases or {})}
     with Run(resolve_policy(policy), sizes, objects, names, **numbers, **settings) as run:
-        notes += _notes(handles, run.handles(layout.ranks_per_node), layout, found, limit)
+        rank_bytes = sum(each.host_bytes for each in run.handles(layout.ranks_per_node))
+        notes += _notes(handles, rank_bytes if limit is None else min(rank_bytes, limit), layout, found)
         return in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
 
 
-def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:
+def _check(handles: Mapping[str, Model | Rollout]) -> None:
     if not handles:
         raise ValueError("there is no handle to forecast; give at least one model")
     for name, given in handles.items():
@@ -194,8 +191,6 @@ def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:
             raise ValueError(
                 f"the optimizer of {name!r} becomes the handle '{name}.optimizer'; give the other handle of this name another one"
             )
-    if worker_role not in WORKER_ROLES:
-        raise ValueError(f"worker_role must be one of {', '.join(WORKER_ROLES)}, not {worker_role!r}")
 
 
 def _check_numbers(what: str, given: Mapping[str, float] | None, phases: Sequence[str]) -> None:
@@ -205,6 +200,11 @@ def _check_numbers(what: str, given: Mapping[str, float] | None, phases: Sequenc
     for name, number in (given or {}).items():
         if not 0 <= number < math.inf:
             raise ValueError(f"the {what} of phase {name!r} must be 0 or more, not {number}")
+
+
+def _one_of(what: str, given: object, known: Sequence[object]) -> None:
+    if given not in known:
+        raise ValueError(f"{what} must be one of {', '.join(map(str, known))}, not {given!r}")
 
 
 def _check_role(role: str | None) -> None:
@@ -302,23 +302,18 @@ def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.
     return found, {}
 
 
-def _notes(
-    handles: Mapping[str, Model | Rollout], told: Sequence[HandleForecast], layout: Layout, link: Link | None, limit_bytes: int | None
-) -> list[str]:
-    notes = []
+def _notes(handles: Mapping[str, Model | Rollout], rank_bytes: int, layout: Layout, link: Link | None) -> list[str]:
+    """Notes on engines, and on host memory of which a rank takes `rank_bytes`."""
+    notes, node_bytes = [], rank_bytes * layout.ranks_per_node
     for name, given in handles.items():
         if isinstance(given, Rollout) and given.keeps_weights:
             nbytes = given.tags[WEIGHTS]
             notes.append(f"{name} keeps {nbytes:,} bytes of weights a GPU on the host by itself; they are not in the host bytes")
-    rank = sum(each.host_bytes for each in told)
-    node = (rank if limit_bytes is None else min(rank, limit_bytes)) * layout.ranks_per_node
-    if link is not None and link.host_available_bytes is not None and node > link.host_available_bytes and not _is_shared(handles):
-        notes.append(f"the host has {link.host_available_bytes:,} bytes available, and the host copies of a node need {node:,}")
+    is_shared = any(isinstance(each, Model) and each.replicated for each in handles.values())
+    available = None if link is None or is_shared else link.host_available_bytes
+    if available is not None and node_bytes > available:
+        notes.append(f"the host has {available:,} bytes available, and the host copies of a node need {node_bytes:,}")
     return notes
-
-
-def _is_shared(handles: Mapping[str, Model | Rollout]) -> bool:
-    return any(isinstance(each, Model) and each.replicated for each in handles.values())
 
 
 def _bytes(given: int | str) -> int:

@@ -25,10 +25,9 @@ _AUTO_CLASSES: Mapping[Head, Sequence[str]] = {
 
 
 class Part(NamedTuple):
-    """One storage of a model, as the first rank holds it."""
+    """One storage of a model, as the first rank holds it, with the name of its first tensor."""
 
     name: str
-    """The name of its first tensor."""
     nbytes: int
     parameters: tuple[torch.nn.Parameter, ...]
     """The parameters in it on the meta device, in this rank's shapes; empty for a buffer."""
@@ -72,20 +71,15 @@ def module_of(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dty
 
 
 def remarks(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | None) -> list[str]:
-    """Sentences on what a configuration says and the bytes of its model do not show; none for a module.
-
-    Args:
-        dtype: of the weights, as it was asked for; None: as the configuration says.
-    """
+    """Sentences on what a configuration says and the bytes of its model do not show; none for a module."""
     if isinstance(source, torch.nn.Module):
         return []
     path = _config_file(source)
     content, found = _content(path), []
-    named = content.get("dtype") or content.get("torch_dtype")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method", "quantized") if isinstance(quantization, Mapping) else quantization
         found.append(f"{path} has a quantization_config ({method}); the weights are counted as if they were not quantized")
-    if dtype is None and not named:
+    if dtype is None and not (content.get("dtype") or content.get("torch_dtype")):
         found.append(f"{path} has no dtype; the weights of models that keep its dtype are counted in float32")
     return found
 
@@ -144,18 +138,15 @@ def parts_of(module: torch.nn.Module, layout: Layout = ALONE, dtype: torch.dtype
     parts = []
     for named in found.values():
         held = [(name, each) for name, each in named if isinstance(each, torch.nn.Parameter)]
-        own = {id(each): _own(name, each, layout, splits.dimension(name, each), dtype) for name, each in held}
-        whole = named[0][1].untyped_storage().nbytes()
-        is_as_it_is = all(own[id(each)].shape == each.shape and own[id(each)].dtype == each.dtype for _, each in held)
-        nbytes = whole if is_as_it_is else sum(each.numel() * each.itemsize for each in own.values())
-        parts.append(Part(named[0][0], nbytes, tuple(own.values())))
+        own = []
+        for name, each in held:
+            shape = layout.part_of(name, tuple(each.shape), splits.dimension(name, each))
+            part = torch.empty(shape, dtype=dtype if dtype is not None and each.is_floating_point() else each.dtype, device="meta")
+            own.append(torch.nn.Parameter(part, requires_grad=each.requires_grad))
+        is_whole = all((mine.shape, mine.dtype) == (each.shape, each.dtype) for mine, (_, each) in zip(own, held, strict=True))
+        nbytes = named[0][1].untyped_storage().nbytes() if is_whole else sum(each.nbytes for each in own)
+        parts.append(Part(named[0][0], nbytes, tuple(own)))
     return parts
-
-
-def _own(name: str, parameter: torch.nn.Parameter, layout: Layout, split: int | None, dtype: torch.dtype | None) -> torch.nn.Parameter:
-    shape = layout.part_of(name, tuple(parameter.shape), split)
-    own = torch.empty(shape, dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype, device="meta")
-    return torch.nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
 def _tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,7 +163,6 @@ def _tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 _WHOLE = ("replicate", "sequence", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params")
 """The beginnings of the styles of transformers that divide no parameter."""
-_EMBEDDINGS = {"embedding_rowwise": 0, "embedding_colwise": 1}
 
 
 def undivided(module: torch.nn.Module, layout: Layout) -> list[str]:
@@ -222,6 +212,6 @@ class _Splits:
             return max(dimensions - 2, 0)  # of fused experts, (experts, out, in), the second one
         if style.startswith("rowwise"):
             return None if own_name == "bias" or dimensions < 2 else dimensions - 1
-        if style in _EMBEDDINGS:
-            return _EMBEDDINGS[style]
+        if style in ("embedding_rowwise", "embedding_colwise"):
+            return int(style == "embedding_colwise")
         raise ValueError(f"it is not known how tensor parallelism of the style {style!r} divides {name!r}; use tensor_parallel=1")

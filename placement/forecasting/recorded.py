@@ -13,10 +13,8 @@ import torch
 
 from placement.core.errors import PlacementError
 from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
-from placement.forecasting.description import Link, Phase
-from placement.forecasting.device import SizesDevice
-from placement.forecasting.objects import Seen, objects_of
-from placement.forecasting.report import Forecast
+from placement.forecasting.description import Forecast, Link, Phase
+from placement.forecasting.device import Seen, SizesDevice, objects_of
 from placement.forecasting.run import Moved, Run, summed_up
 from placement.observe.trace import MANAGER_EVENT
 from placement.planning.policy_lookup import resolve_policy
@@ -26,16 +24,13 @@ Event = Mapping[str, Any]
 
 
 class _Span(NamedTuple):
-    """A phase, a move of one handle, or the moves of one phase transition, which overlap in time."""
+    """A move of one handle, or the moves of one phase transition, which overlap in time."""
 
     begin_seconds: float
     end_seconds: float
-    moved: Moved = Moved()
+    moved: Moved
     handle: str = ""
     trigger: str = ""
-
-    def seconds_within(self, begin_seconds: float, end_seconds: float) -> float:
-        return max(0.0, min(self.end_seconds, end_seconds) - max(self.begin_seconds, begin_seconds))
 
 
 @dataclass(frozen=True)
@@ -127,12 +122,12 @@ class Recording:
             PolicyError: the policy cannot be found or constructed.
             PhaseError: a phase's `only` names a handle that is registered no longer.
         """
-        notes = []
-        if link is None and self.link is not None:
-            to_device, to_host = self.link.to_device_bytes_per_second / 1e9, self.link.to_host_bytes_per_second / 1e9
+        notes, known = [], self.link if link is None else Link.of(link)
+        if link is None and known is not None:
+            to_device, to_host = known.to_device_bytes_per_second / 1e9, known.to_host_bytes_per_second / 1e9
             rates = f"{to_device:.3g} GB/s to the device, {to_host:.3g} to the host"
             notes.append(f"the link's rates are the best of the run's own moves ({rates}); give a measured link for better ones")
-        device = SizesDevice(self.link if link is None else Link.of(link), granularity=ALIGNMENT)
+        device = SizesDevice(known, granularity=ALIGNMENT)
         chosen = resolve_policy(self.policy if policy is None else policy)
         budget, names = self.budget_bytes if budget_bytes is None else budget_bytes, [phase.name for phase, _ in self.phases]
         settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
@@ -142,16 +137,13 @@ class Recording:
 
     def _seen(self, facts: Mapping[str, Any]) -> Seen:
         """The bytes that the moves of one handle have shown."""
-        loads, offloads = (
-            [each.moved for each in self.moves if each.handle == facts["name"] and each.trigger == trigger]
-            for trigger in (Trigger.LOAD, Trigger.OFFLOAD)
-        )
-        loaded = max((each.loaded_bytes for each in loads), default=0)
+        own = [each for each in self.moves if each.handle == facts["name"]]
+        loads = [each.moved.loaded_bytes for each in own if each.trigger == Trigger.LOAD]
         return Seen(
-            loaded,
-            changed_bytes=max((each.offloaded_bytes for each in offloads), default=0),
-            is_born=bool(loads[:1] and loads[0].loaded_bytes),
-            keeps_weights=not loads or not facts["tags"].get(WEIGHTS) or loaded > 0,
+            loaded_bytes=max(loads, default=0),
+            changed_bytes=max((each.moved.offloaded_bytes for each in own if each.trigger == Trigger.OFFLOAD), default=0),
+            is_born=bool(loads and loads[0]),
+            keeps_weights=not loads or not facts["tags"].get(WEIGHTS) or any(loads),
         )
 
 
@@ -201,7 +193,7 @@ def _move(event: Event, tracks: Mapping[int, str]) -> _Span:
 def _phase(event: Event, bursts: Iterable[_Span]) -> tuple[Phase, float]:
     """A phase, and the seconds of its work."""
     begin, end, only = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}).get("only")
-    moving = sum(each.seconds_within(begin, end) for each in bursts)
+    moving = sum(max(0.0, min(each.end_seconds, end) - max(each.begin_seconds, begin)) for each in bursts)
     return Phase(event["name"], None if only is None else tuple(only)), max(0.0, end - begin - moving)
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-import torch
-
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
-from placement.forecasting.description import Phase
-from placement.forecasting.device import SizesDevice, sized
+from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
+from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, sized
 from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
-from placement.forecasting.objects import Object, SizedEngine, SizedModule, SizedOptimizer
-from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 from placement.manager import Manager
 from placement.planning.planner import ask_policy, check_fits, handle_view
 
@@ -53,16 +49,11 @@ class Asked:
         """Why there was none."""
 
     def plan(self, view: View) -> Plan:
-        if not view.budget_bytes:  # what is needed in any case
-            return self._policy.plan(view)
-        if self.is_registering:
-            return self._plan_of_a_registration(view)
-        plan = self._policy.plan(view)
-        if isinstance(plan, Plan):
-            self.answers[view.phase] = view, plan
-        return plan
-
-    def _plan_of_a_registration(self, view: View) -> Plan:
+        if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
+            plan = self._policy.plan(view)
+            if view.budget_bytes and isinstance(plan, Plan):
+                self.answers[view.phase] = view, plan
+            return plan
         try:
             plan = ask_policy(self._policy, view)
             self.answers[view.phase] = view, plan
@@ -144,20 +135,12 @@ class Run:
 
     def handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
         """The handles as they are now."""
-        return tuple(self._handle(view, ranks_per_node) for view in self._views().values())
-
-    def _handle(self, view: HandleView, ranks_per_node: int) -> HandleForecast:
-        nbytes, is_shared = self._manager.handles[view.name].host_bytes, self._objects[view.name].is_shared
-        return HandleForecast(
-            name=view.name,
-            kind=view.kind,
-            role=view.role,
-            readonly=view.readonly,
-            owners=view.owners,
-            num_bytes=view.num_bytes,
-            host_bytes=self._host_bytes(view.name),
-            node_host_bytes=nbytes if is_shared else nbytes * ranks_per_node,
-        )
+        found = []
+        for name, view in self._views().items():
+            facts: dict[str, Any] = {key: getattr(view, key) for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")}
+            node_bytes = self._manager.handles[name].host_bytes * (1 if self._objects[name].is_shared else ranks_per_node)
+            found.append(HandleForecast(**facts, host_bytes=self._host_bytes(name), node_host_bytes=node_bytes))
+        return tuple(found)
 
     def _register(self, each: Object) -> None:
         self._objects[each.name] = each
@@ -182,12 +165,13 @@ class Run:
         Raises:
             PhaseError: `only` names a handle that there is not.
         """
-        self._fill_engines()
+        for each in self._objects.values():
+            if isinstance(each.target, SizedEngine):
+                each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
         began = self._device.seconds
         problem = self._try_to_enter(phase)
         stall, moved, views = self._device.seconds - began, self._moved(), self._views()
-        if work_seconds is None:
-            work_seconds = self._work_seconds.get(phase.name)
+        work_seconds = self._work_seconds.get(phase.name) if work_seconds is None else work_seconds
         again, use, gradient_bytes, streamed = 0, self._stay(), 0, Moved()
         if problem is None:
             if self._limit is not None:
@@ -256,12 +240,6 @@ class Run:
                 wanted += view.resident_bytes if view.tags else view.num_bytes
         return wanted
 
-    def _fill_engines(self) -> None:
-        """Let every engine have valid weights: a weight sync fills those that it discards, whatever phase does that in this cycle."""
-        for each in self._objects.values():
-            if isinstance(each.target, SizedEngine):
-                each.target.residency.stale = None
-
     # --- work
 
     def _work(self, phase: str, seconds: float, views: Mapping[str, HandleView]) -> tuple[float, int]:
@@ -279,7 +257,7 @@ class Run:
         for name, view in views.items() if phase == "weight_sync" else ():
             target = self._objects[name].target
             if view.role == "rollout" and isinstance(target, SizedModule) and not view.readonly and view.resident_bytes:
-                self._change(target.parameters())
+                self._device.change(*target.parameters())
         return waited, sum(each.gradient_bytes for each in training)
 
     def _step(self, training: Sequence[Object]) -> None:
@@ -291,15 +269,11 @@ class Run:
         for each in training:
             if isinstance(each.target, SizedOptimizer):
                 each.target.step()
-                self._change(each.target.tensors)
+                self._device.change(*each.target.tensors)
         for each, trained in modules:
-            self._change(trained)
+            self._device.change(*trained)
             for parameter in [] if each.keeps_gradients else trained:
                 parameter.grad = None
-
-    def _change(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._device.change(tensor)
 
     # --- counting
 
@@ -392,8 +366,6 @@ def summed_up(
         refused_registrations=tuple(run.refused_registrations),
         over_bytes=max([*(each.over_bytes for each in everything), *(max(0, wanted - run.budget_bytes) for wanted in unfit)]),
         stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
-        loaded_bytes=sum(each.loaded_bytes for each in phases),
-        offloaded_bytes=sum(each.offloaded_bytes for each in phases),
-        skipped_bytes=sum(each.skipped_bytes for each in phases),
+        **{name: sum(getattr(each, name) for each in phases) for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")},
         notes=tuple(notes),
     )

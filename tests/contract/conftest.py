@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from placement.devices.base import Device
-from placement.devices.simulated import ranges as simulated_ranges
-from placement.devices.simulated.ranges import PrivatePoison
+from placement.devices.simulated import device as simulated_device
+from placement.devices.simulated.device import PrivatePoison
 from placement.testing import Faults, SimulatedDevice
 
 CHUNKS = 8
@@ -29,7 +29,7 @@ def wrapped() -> Device:
 def compared() -> Device:
     """On a kernel that does not say which pages were written: poison that all ranges share, compared by its bytes."""
     with pytest.MonkeyPatch.context() as kernel:
-        kernel.setattr(simulated_ranges, "_tells_copies", lambda page_map, file: False)
+        kernel.setattr(simulated_device, "_tells_copies", lambda page_map, file: False)
         return simulated()
 
 

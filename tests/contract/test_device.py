@@ -152,18 +152,6 @@ def test_several_chunks_are_released_in_one_call(device: Device) -> None:
     assert (whole(device, addresses) == 3).all(), "what was not released is there"
 
 
-def test_mapped_memory_counts_until_it_is_released(device: Device) -> None:
-    before = device.memory().chunk_bytes
-    addresses = poisoned(device, device.chunk_bytes)
-    chunk = device.create(device.chunk_bytes)
-    device.map(addresses, [chunk])
-    assert device.memory().chunk_bytes == before + chunk.nbytes
-    device.unmap(addresses, addresses.nbytes)
-    assert device.memory().chunk_bytes == before + chunk.nbytes
-    device.release(chunk)
-    assert device.memory().chunk_bytes == before
-
-
 def test_chunks_and_poison_are_not_unaccounted(device: Device) -> None:
     device.release(device.create(device.granularity))  # whatever the first chunk brings with it
     before = device.memory().unaccounted_bytes

@@ -133,10 +133,16 @@ def test_a_granularity_above_the_page_size_aligns_addresses() -> None:
     assert all(device.reserve(1).base % (1 << 18) == 0 for _ in range(5))
 
 
-def test_a_slow_link_makes_the_caller_wait_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which only sleeping moves on."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+def test_a_slow_link_makes_the_caller_wait_in_each_direction(now: list[float]) -> None:
     device = make(bandwidth_bytes_per_second=1024.0)
     addresses, chunk, slab = device.reserve(SIZE), device.create(SIZE), device.host(SIZE)
     device.map(addresses, [chunk])
@@ -152,10 +158,7 @@ def test_a_slow_link_makes_the_caller_wait_in_each_direction(monkeypatch: pytest
     assert now[0] == 106.0
 
 
-def test_a_mark_notes_the_copies_before_it_in_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+def test_a_mark_notes_the_copies_before_it_in_its_direction(now: list[float]) -> None:
     device = make(bandwidth_bytes_per_second=1024.0)
     addresses, chunk, slab = device.reserve(SIZE), device.create(SIZE), device.host(SIZE)
     device.map(addresses, [chunk])

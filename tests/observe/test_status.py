@@ -19,7 +19,7 @@ from torch import nn
 
 import placement
 from placement.cli import main
-from placement.cli.status import SORTINGS, trouble_of
+from placement.cli.workers import SORTINGS, trouble_of
 from placement.observe.discovery import Identity
 from placement.testing import SimulatedDevice
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from placement.core import torch_modes
 from placement.devices.memory import Addresses, Copy, Direction, HostSlab, Mark
-from placement.devices.simulated.ranges import SimulatedRange
+from placement.devices.simulated.device import SimulatedRange
 from tests.support.late_device import LateDevice
 
 _WAITING = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")

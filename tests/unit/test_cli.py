@@ -1,85 +1,25 @@
-"""The command line and what it draws."""
+"""The command line, and the pieces of the demo."""
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 import placement
 from placement.cli import COMMANDS, main
+from placement.cli.demo import PhaseRow, phase_table
 from placement.cli.grpo import Characters, Recipe, grpo_loss, judge, positions_of
-from placement.cli.timeline import PhaseRow, Span, Style, mebibytes, phase_table, timeline
 from placement.core.states import State
-
-PLAIN = Style(unicode=False, colour=False)
-OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
-
-
-@dataclass(frozen=True)
-class Change:
-    at_seconds: float
-    handle: str
-    source: State
-    target: State
-
-
-def spans(*phases: tuple[int, str, float, float]) -> list[Span]:
-    return [Span(step=s, phase=p, begin_seconds=b, end_seconds=e) for s, p, b, e in phases]
-
-
-def test_timeline_shows_each_state_over_its_time() -> None:
-    text = timeline(
-        spans((1, "rollout", 0.0, 10.0), (1, "train", 10.0, 20.0)),
-        [Change(10.1, "actor", OFF, GPU), Change(10.1, "actor", GPU, TRAIN), Change(10.1, "rollout", GPU, OFF)],
-        {"rollout": GPU, "actor": OFF},
-        PLAIN,
-        columns=28,
-    )
-    ruler, rollout, actor, legend = text.splitlines()
-    assert ruler.split() == ["rollout", "train"]
-    assert rollout == "rollout ==========.........."
-    assert actor == "actor   ..........##########"
-    assert all(state.value in legend for state in State)
-
-
-def test_timeline_gives_a_short_phase_its_columns_and_a_bar_between_steps() -> None:
-    text = timeline(
-        spans((1, "rollout", 0.0, 100.0), (1, "weight_sync", 100.0, 100.001), (2, "rollout", 100.001, 200.0)),
-        [Change(100.0, "actor", OFF, SYNC), Change(100.001, "actor", SYNC, OFF)],
-        {"actor": OFF},
-        PLAIN,
-        columns=40,
-    )
-    actor = text.splitlines()[1]
-    assert "++++++|......" in actor
-    assert len(actor) <= 40
-
-
-def test_timeline_of_a_long_run_shows_the_last_steps_that_fit() -> None:
-    steps = [((n, "log_prob", n, n + 0.5), (n, "train", n + 0.5, n + 1.0)) for n in range(9)]
-    run = spans(*(span for step in steps for span in step))
-    changes = [Change(0.0, "actor", OFF, GPU), Change(8.5, "actor", GPU, TRAIN)]
-    ruler, actor, _ = timeline(run, changes, {"actor": OFF}, PLAIN, columns=45).splitlines()
-    assert ruler.split("|") == ["      logp  train ", "logp  train ", "logp  train "]
-    assert actor == "actor ============|============|======######"
-    assert timeline(run, changes, {"actor": OFF}, PLAIN, columns=1).splitlines()[1] == "actor ======######"
-
-
-def test_timeline_of_nothing_is_empty() -> None:
-    assert timeline([], [], {}, PLAIN) == ""
-    assert phase_table([], PLAIN) == ""
 
 
 def test_phase_table_lines_up() -> None:
     row = PhaseRow(
         phase="log_prob",
-        states={"actor": GPU, "a.long.handle.name": OFF},
+        states={"actor": State.GPU_RESIDENT, "a.long.handle.name": State.CPU_OFFLOADED},
         before_bytes=0,
         peak_bytes=3 << 20,
         after_bytes=2 << 20,
@@ -88,20 +28,10 @@ def test_phase_table_lines_up() -> None:
         skipped_bytes=1,
         stall_seconds=0.0015,
     )
-    head, line = phase_table([row], PLAIN).splitlines()
+    head, line = phase_table([row], paint=False).splitlines()
     assert len(head) == len(line)
+    assert "\x1b[32mgpu  \x1b[0m" in phase_table([row], paint=True)
     assert line.split() == ["log_prob", "gpu", "off", "0", "3.0", "2.0", "2.0", "0", "0.0", "1.5"]
-
-
-def test_style_follows_the_stream() -> None:
-    assert Style.of(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")) == Style(unicode=True, colour=False)
-    assert Style.of(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) == PLAIN
-    assert Style(unicode=True, colour=True).mark(TRAIN, 2) == "\x1b[33m██\x1b[0m"
-
-
-def test_zero_bytes_are_told_from_little() -> None:
-    assert mebibytes(0) == "0"
-    assert mebibytes(1) == "0.0"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +82,7 @@ def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch: pytest.Mon
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("placement.cli.status.run", interrupted)
+    monkeypatch.setattr("placement.cli.workers.run_status", interrupted)
     assert main(["status"]) == 130
 
 

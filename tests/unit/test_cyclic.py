@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import placement
 from placement import HandleView, Plan, PolicyError, State, View
 from placement.core.states import PHASES
 from placement.planning.planner import ask_policy
@@ -97,12 +96,6 @@ def test_a_clean_handle_that_is_needed_late_makes_room_for_what_is_needed_next()
     assert (used(plan), dict(plan.prefetch)) == ({}, {"critic": 50})
 
 
-def test_nothing_is_loaded_that_the_phase_does_not_need() -> None:
-    for phase in STEP:
-        now = view(phase, budget_bytes=1000, upcoming=coming(phase))
-        assert used(Cyclic().plan(now)) == used(Colocated().plan(now))
-
-
 def test_an_engine_is_not_prefetched_and_what_is_external_or_unbuilt_is_left_alone() -> None:
     handles = (
         *WORKER,
@@ -128,18 +121,6 @@ def test_an_engine_stays_in_part() -> None:
     syncing = view("weight_sync", *WORKER[:5], there, upcoming=coming("weight_sync"))
     assert not Cyclic().plan(syncing).parts  # the cache stays as well, because it fits
     assert Cyclic().plan(replace(syncing, budget_bytes=50)).parts == {"engine": {"weights"}}
-
-
-def test_a_budget_of_nothing_asks_for_the_need_alone() -> None:
-    names = [h.name for h in WORKER]
-    for phase in PHASES:
-        now = view(phase, *resident(*names), budget_bytes=0, upcoming=STEP)
-        assert Cyclic().plan(now) == Colocated().plan(now)
-
-
-def test_a_need_over_the_budget_is_left_to_the_manager() -> None:
-    now = view("train", *resident("ref"), budget_bytes=100, upcoming=coming("train"))
-    assert Cyclic().plan(now) == Colocated().plan(now)
 
 
 def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None:
@@ -343,16 +324,3 @@ def test_a_worker_computes_the_same_under_cyclic_as_under_colocated() -> None:
         worker.manager.check_integrity()
         assert worker.manager.audit().ok
     assert losses["cyclic"] == losses["colocated"]
-
-
-def test_a_cycle_with_room_for_all_moves_nothing_in_its_second_round() -> None:
-    worker = Worker(policy="cyclic", budget_bytes="16MiB")
-    for _ in range(3):
-        before = worker.manager.snapshot()
-        with worker.manager.phase("log_prob") as step:
-            step.switch("values")
-            step.switch("train")
-            learn(worker.net, worker.adam)
-    since = worker.manager.snapshot().since(before)
-    assert since["placement/loaded_bytes"] == since["placement/offloaded_bytes"] == 0
-    assert placement.policies.Cyclic.name == worker.manager.snapshot().policy

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement
+from placement.cli.plan import comparison, svg, table
 from placement.core.states import PHASES
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
@@ -23,7 +24,6 @@ from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.job import OPTIMIZERS, state_of
 from placement.forecasting.models import module_of, parts_of
-from placement.forecasting.report import comparison, svg, table
 from placement.testing import SimulatedDevice
 
 MIB = 1 << 20
@@ -84,28 +84,29 @@ def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
     assert any("no budget was given" in note for note in told.notes)
 
 
+RATES = ", ".join(f'"{name}_bytes_per_second": 1' for name in ("to_device", "to_host", "both"))
+
+
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "there is no file"), ("nothing", "is not JSON"), ("{}", "has no link"), ('{"link": {}}', "has no link")]
+    "content",
+    [
+        *(None, "nothing", "{}", '{"link": {}}'),
+        *(f'{{"link": {{{RATES}}}, "transitions": {transitions}}}' for transitions in ('"slow"', '{"moving": "slow"}')),
+    ],
 )
-def test_what_is_no_link_says_how_to_make_one(content: str | None, message: str, tmp_path: Path) -> None:
+def test_what_is_no_link_says_how_to_make_one(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises((OSError, ValueError), match=f"{message}.*placement doctor --json"):
+    with pytest.raises((OSError, ValueError), match=r"(there is no file|has no link with rates).*placement doctor --json"):
         Link.of(path)
+
+
+def test_rates_are_positive() -> None:
     with pytest.raises(ValueError, match="to_host_bytes_per_second must be more than 0"):
         Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
     with pytest.raises(ValueError, match="moving_seconds must be 0 or more, not -1"):
         Link(to_device_bytes_per_second=1, to_host_bytes_per_second=1, moving_seconds=-1)
-
-
-@pytest.mark.parametrize("transitions", ['"slow"', '{"moving": "slow"}'])
-def test_transitions_that_are_no_seconds_are_refused(transitions: str, tmp_path: Path) -> None:
-    path = tmp_path / "doctor.json"
-    rates = ", ".join(f'"{name}_bytes_per_second": 1' for name in ("to_device", "to_host", "both"))
-    path.write_text(f'{{"link": {{{rates}}}, "transitions": {transitions}}}')
-    with pytest.raises(ValueError, match=r"has transitions that are not alone, moving, .*placement doctor --json"):
-        Link.of(path)
 
 
 def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
@@ -317,6 +318,7 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"eval": 1}), "'eval', which the cycle does not have"),
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"train": -1}), "must be 0 or more"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, steps={"eval": 1}), "steps of 'eval', which the cycle does not have"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"), "not a number of bytes"),
         (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=cast("Any", 1.5)), "1.5 is no number of bytes"),

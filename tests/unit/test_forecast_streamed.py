@@ -101,14 +101,6 @@ def test_the_slower_direction_gives_the_seconds() -> None:
     assert stall(both) == pytest.approx(2 * (24 << 30) / 50e9, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("steps", "error"), [({"rollout": 1}, "'rollout', which the cycle does not have"), ({"train": -1}, "'train' must be 0 or more")]
-)
-def test_wrong_steps(steps: dict[str, int], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        forecast(steps=steps)
-
-
 def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}

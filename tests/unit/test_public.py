@@ -110,7 +110,7 @@ def test_all_names_are_found_on_demand_and_listed() -> None:
     assert placement.trace.__module__ == "placement.observe.trace"
 
 
-@pytest.mark.parametrize("module", ["cli.explain", "cli.plan", "cli.timeline", "cli.status", "observe.fleet"])
+@pytest.mark.parametrize("module", ["cli.explain", "cli.plan", "cli.workers", "observe.fleet"])
 def test_what_only_talks_and_shows_needs_no_torch(module: str) -> None:
     """They start anew beside a job, some of them after a crash that the job waits out."""
     program = f"import sys, placement.{module}; sys.exit('torch' in sys.modules)"

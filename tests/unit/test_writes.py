@@ -12,7 +12,7 @@ import torch
 
 import placement
 from placement import IntegrityError
-from placement.devices.simulated import ranges as simulated_ranges
+from placement.devices.simulated import device as simulated_device
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, Worker, assert_same, batch, make_manager
@@ -24,7 +24,7 @@ Write = Callable[[torch.Tensor], object]
 def compared() -> SimulatedDevice:
     """A device whose kernel does not say which pages were written, so that poison is compared by its bytes, as on a GPU."""
     with pytest.MonkeyPatch.context() as kernel:
-        kernel.setattr(simulated_ranges, "_tells_copies", lambda page_map, file: False)
+        kernel.setattr(simulated_device, "_tells_copies", lambda page_map, file: False)
         return SimulatedDevice(CAPACITY)
 
 

@@ -1,7 +1,11 @@
 """A device in host memory with the contract of an accelerator. It works on any Linux machine.
 
-Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that piece behind addresses. Poison is
-the first piece of the file, mapped many times: see `simulated.ranges`.
+Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that piece behind addresses.
+
+The same piece of the file, its first, is the poison: it is mapped privately behind every vacant page. A write creates a copy of the page,
+and the kernel reports which pages are such copies (`/proc/self/pagemap`). So every write is found together with its place, even one that
+leaves the bytes unchanged: poison in float32 is a quiet NaN, whose bits survive x86 arithmetic. Where the kernel reports no copies (gVisor,
+no /proc), poison is as on a real device: one shared piece, compared by its bytes.
 
 Simulated devices of several processes may share one capacity through another file (`SharedCapacity`): an array of fixed-size records. One
 call writes a whole record, so a process killed at any moment leaves the file intact. A record counts only while the process that wrote it
@@ -10,17 +14,18 @@ lives.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import functools
 import mmap
 import os
+import re
 import struct
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +35,22 @@ from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
-from placement.devices.base import Device, check_slots, poison_bytes
-from placement.devices.host.mapping import MADV_POPULATE_WRITE, MAP_FAILED, PAGE, READ_WRITE, keep_from_children, libc, round_up
+from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
+from placement.devices.host.mapping import (
+    MADV_POPULATE_WRITE,
+    MAP_FAILED,
+    MAP_NORESERVE,
+    NO_ACCESS,
+    PAGE,
+    READ_WRITE,
+    keep_from_children,
+    libc,
+    map_for_life,
+    round_up,
+)
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span, tensor_at
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
-from placement.devices.simulated.ranges import SimulatedChunk, SimulatedRange, around, poison_of, runs
 
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _MAP_FIXED = 0x10
@@ -44,6 +59,15 @@ _FILE_BYTES = 1 << 60
 """The size of the memory file. File offsets are never reused, so no pattern of releases fragments it."""
 _OTHER_MAPPINGS = 4096
 """The number of the process's memory mappings that the device leaves to all other code."""
+_MADV_DONTNEED = 4
+_ENTRY_BYTES = 8
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0
+"""The index of the byte with the flags in an entry of the page map."""
+_PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
+_IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
+"""For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
+_COPIES = re.compile(rb"\x01+")
+_PAGES_AT_ONCE = 1 << 18
 
 
 class _Time(Mark):
@@ -105,7 +129,7 @@ class SimulatedDevice(Device):
         self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
-        self._poison = poison_of(self, self._file, chunk_bytes)
+        self._poison = _poison_of(self, self._file, chunk_bytes)
         self._when_out_of_memory: list[Callable[[], object]] = []
 
     @property
@@ -176,7 +200,7 @@ class SimulatedDevice(Device):
                 raise ValueError("the chunk is already behind other addresses: unmap those first")
             placed[end] = chunk
             end += chunk.nbytes
-        beside = around(target, start, end)
+        beside = _around(target, start, end)
         if any(start <= offset < end and placed.get(offset) is not chunk for offset, chunk in target.chunks.items()):
             raise ValueError(f"other memory is behind [{start}, {end}) already: unmap it first")
         try:
@@ -184,7 +208,7 @@ class SimulatedDevice(Device):
                 chunk.place = (weakref.ref(target), offset)
             self._poison.note(target, start, end)
             target.chunks = beside | placed  # before the pages are mapped, so that none can be released while it is behind an address
-            for offset, nbytes, file_offset in runs(placed):
+            for offset, nbytes, file_offset in _runs(placed):
                 self._fixed(target.base + offset, nbytes, file_offset)
             keep_from_children(target.base + start, end - start)
             # This only saves page faults, so a kernel that refuses it is fine.
@@ -198,7 +222,7 @@ class SimulatedDevice(Device):
         target = self._own(addresses)
         check_slots((), start, self.chunk_bytes)
         end = start + round_up(nbytes, self.granularity)
-        beside = around(target, start, end)
+        beside = _around(target, start, end)
         self._poison.note(target, start, end)
         for offset in range(start, end, self.chunk_bytes):
             self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags)
@@ -319,6 +343,165 @@ def _sleep_until(seconds: float) -> None:
         time.sleep(left)
 
 
+# --- ranges, chunks and poison
+
+
+class SimulatedRange(Addresses):
+    def __init__(self, nbytes: int, granularity: int) -> None:
+        self.nbytes = nbytes
+        self.base = 0
+        self.chunks: dict[int, SimulatedChunk] = {}
+        """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
+        if nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, NO_ACCESS, flags), granularity)
+        self._vacant: tuple[dict[int, SimulatedChunk], list[tuple[int, int]]] | None = None
+        """The `chunks` at the last call of `vacant`, and its answer then."""
+
+    def vacant(self) -> list[tuple[int, int]]:
+        """The addresses without a chunk behind them, as ascending [start, end)."""
+        if self._vacant is None or self._vacant[0] is not self.chunks:
+            chunks, spans, end = self.chunks, [], 0
+            for offset in sorted(chunks):
+                spans.append((end, offset))
+                end = offset + chunks[offset].nbytes
+            spans.append((end, self.nbytes))
+            self._vacant = chunks, [(start, end) for start, end in spans if start < end]
+        return self._vacant[1]
+
+
+class SimulatedChunk(Chunk):
+    def __init__(self, nbytes: int, file_offset: int) -> None:
+        self.nbytes = nbytes
+        self.file_offset = file_offset
+        self.place: tuple[weakref.ref[SimulatedRange], int] | None = None
+        """The range and offset where the chunk was mapped last."""
+
+    def is_mapped(self) -> bool:
+        addresses = self.place and self.place[0]()
+        return self.place is not None and addresses is not None and addresses.chunks.get(self.place[1]) is self
+
+
+def _around(target: SimulatedRange, start: int, end: int) -> dict[int, SimulatedChunk]:
+    """The chunks mapped outside of [start, end). Raises ValueError if the end would split a chunk."""
+    check_span(start, end - start, target.nbytes)
+    found = {offset: chunk for offset, chunk in target.chunks.items() if not start <= offset < end}
+    for offset, chunk in target.chunks.items():
+        if offset < end < offset + chunk.nbytes:
+            raise ValueError(f"[{start}, {end}) cuts the chunk at {offset} in two")
+    return found
+
+
+def _runs(placed: dict[int, SimulatedChunk]) -> list[tuple[int, int, int]]:
+    """(offset, bytes, file offset) of runs that one call can map: chunks that are neighbours in the file need one mapping together."""
+    joined: list[tuple[int, int, int]] = []
+    for offset, chunk in placed.items():
+        start, nbytes, file_offset = joined[-1] if joined else (0, 0, -1)
+        if chunk.file_offset == file_offset + nbytes:
+            joined[-1] = (start, nbytes + chunk.nbytes, file_offset)
+        else:
+            joined.append((offset, chunk.nbytes, chunk.file_offset))
+    return joined
+
+
+class SharedPoison:
+    """The poison behind vacant addresses: the first `nbytes` of the memory file, compared by its bytes. A write shows in all ranges."""
+
+    flags = mmap.MAP_SHARED
+    """The flags with which it is mapped."""
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._file, self._nbytes = file, nbytes
+        self.written: Sequence[WrittenPoison] = ()
+        """The places of the damage that the last `heal` reported, where they are known."""
+        self._fill()
+
+    def _fill(self) -> None:
+        os.pwrite(self._file, poison_bytes(0, self._nbytes), 0)
+
+    def note(self, target: SimulatedRange, start: int, end: int) -> None:
+        """Remember writes to these addresses for the next `heal`, before their mapping is replaced. Here they stay where they are."""
+
+    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
+        """See `Device.heal_poison`."""
+        if os.pread(self._file, self._nbytes, 0) == poison_bytes(0, self._nbytes):
+            return False
+        self._fill()
+        return True
+
+
+class PrivatePoison(SharedPoison):
+    """Poison of which every range gets its own copy of a page when something writes there."""
+
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+
+    def __init__(self, file: int, nbytes: int, page_map: int) -> None:
+        super().__init__(file, nbytes)
+        self._page_map = page_map
+        self._noted: list[WrittenPoison] = []
+
+    def note(self, target: SimulatedRange, start: int, end: int) -> None:
+        self._noted += [WrittenPoison(target, first, last - first) for first, last in self._copies(target, start, end)]
+
+    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
+        for target in ranges:
+            for start, end in target.vacant():
+                known = len(self._noted)
+                self.note(target, start, end)
+                for each in self._noted[known:]:
+                    libc.madvise(target.base + each.start, each.nbytes, _MADV_DONTNEED)  # drops the copies: the file is behind them again
+        self.written, self._noted = self._noted, []
+        return bool(self.written)
+
+    def _copies(self, target: SimulatedRange, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The runs of written pages, as [first, last)."""
+        for first in range(start, end, _PAGES_AT_ONCE * PAGE):
+            count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
+            for run in _COPIES.finditer(_flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)):
+                yield first + run.start() * PAGE, first + run.end() * PAGE
+
+
+def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:
+    """Make the poison of a device at the beginning of its memory file. Files that this opens are closed when the device dies."""
+    with suppress(OSError):
+        page_map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(device, os.close, page_map).atexit = False  # like the memory file
+        poison = PrivatePoison(file, nbytes, page_map)
+        if _tells_copies(page_map, file):
+            return poison
+    return SharedPoison(file, nbytes)
+
+
+def _tells_copies(page_map: int, file: int) -> bool:
+    """Whether the kernel distinguishes a page that was written from one that was only read; tried on two pages."""
+    pages = mmap.mmap(file, 2 * PAGE, mmap.MAP_PRIVATE, READ_WRITE)
+    first = ctypes.c_char.from_buffer(pages)
+    try:
+        address = ctypes.addressof(first)
+        ctypes.string_at(address, 2 * PAGE)
+        ctypes.memset(address + PAGE, POISON_WORD[0], 1)
+        return _flags_of(page_map, address, 2).translate(_IS_COPY) == b"\x00\x01"
+    finally:
+        del first
+        pages.close()
+
+
+def _flags_of(page_map: int, address: int, count: int) -> bytearray:
+    """One byte of flags for each page, beginning at an address.
+
+    Raises:
+        OSError: the kernel does not report them.
+    """
+    entries = bytearray(count * _ENTRY_BYTES)
+    found = os.preadv(page_map, [entries], address // PAGE * _ENTRY_BYTES)
+    if found != len(entries):
+        raise OSError(f"the page map has {found} bytes for {count} pages")
+    return entries[_TOP_BYTE::_ENTRY_BYTES]
+
+
+# --- a capacity that processes share
+
+
 class _Record(NamedTuple):
     pid: int
     start: int
@@ -353,7 +536,7 @@ class SharedCapacity:
         """Record that this device holds nothing. Does nothing if the file is locked or gone: then the end of the process does the same."""
         # Must not wait: it is called when a device dies, perhaps during another device's claim on this thread.
         if os.getpid() == self._pid and self.path.exists():
-            with contextlib.suppress(BlockingIOError):
+            with suppress(BlockingIOError):
                 self.claim(0, 0, wait=False)
 
     def claim(self, held_bytes: int, more_bytes: int, *, wait: bool = True) -> int:

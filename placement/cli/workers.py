@@ -1,0 +1,296 @@
+"""The commands about workers that run: `status`, `trace`, `discover`, and the `dashboards` that show them."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from placement.cli import port
+from placement.core.errors import PlacementError
+from placement.core.settings import Settings
+from placement.core.snapshot import readable
+from placement.observe.discovery import Target, reap, targets_in
+from placement.observe.fleet import DiscoveryServer, ask, find_targets, views_of
+
+View = dict[str, Any]
+
+WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
+HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
+NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped"})
+"""Columns that are aligned to the right."""
+
+
+def _held(view: View) -> int:
+    return sum(handle["resident_bytes"] for handle in view["snapshot"]["handles"]) if "snapshot" in view else -1
+
+
+SORTINGS: dict[str, Callable[[View], Any]] = {
+    "name": lambda view: _natural(view["name"]),
+    "held": lambda view: -_held(view),
+    "stall": lambda view: -_stall_share(view),
+    "trouble": lambda view: (not trouble_of(view), _natural(view["name"])),
+}
+"""Ways to order the workers."""
+
+
+def _stall_share(view: View) -> float:
+    """The fraction of its time that a worker waited for moves; -1 for a worker that does not answer."""
+    if "snapshot" not in view:
+        return -1.0
+    seconds = sum(view["snapshot"]["phase_seconds"].values())
+    return float(sum(view["snapshot"]["phase_stall_seconds"].values()) / seconds) if seconds else 0.0
+
+
+def trouble_of(view: View) -> str:
+    """The problems of a worker as text; empty if there are none."""
+    if "snapshot" not in view:
+        return str(view["error"])
+    snapshot = view["snapshot"]
+    found = [f"{handle['name']} broken" for handle in snapshot["handles"] if handle["broken"]]
+    found += [f"{readable(snapshot['unpaired_bytes'])} left on the device"] if snapshot["unpaired_bytes"] else []
+    found += [f"{snapshot['wrong_writes']} wrong writes"] if snapshot["wrong_writes"] else []
+    found += [f"{handle['name']} drifted" for handle in snapshot["handles"] if handle["drift_bytes"]]
+    return ", ".join(found)
+
+
+def _worker_row(view: View) -> tuple[str, ...]:
+    """One row about a worker; see `WORKER_COLUMNS`."""
+    if "snapshot" not in view:
+        return view["name"], "?", "", "", "", "", "", trouble_of(view)
+    snapshot = view["snapshot"]
+    held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
+    used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
+    return (
+        view["name"],
+        " > ".join(snapshot["phases"]) or "idle",
+        readable(_held(view)),
+        readable(snapshot["device_total_bytes"]),
+        f"{used:.0%}",
+        f"{_stall_share(view):.1%}",
+        ", ".join(handle["name"] for handle in held),
+        trouble_of(view),
+    )
+
+
+def _handle_rows(view: View) -> list[tuple[str, ...]]:
+    """One row about each handle of a worker; see `HANDLE_COLUMNS`."""
+    rows = []
+    for handle in view["snapshot"]["handles"]:
+        since = view["snapshot"]["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
+        remarks = [word for word in ("readonly", "kept") if handle[word]]
+        remarks += [] if handle["built"] else ["not built"]
+        remarks += ["external"] if handle["external"] else []
+        remarks += [f"broken: {handle['broken']}"] if handle["broken"] else []
+        sizes = ("resident_bytes", "num_bytes", "host_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
+        rows.append((handle["name"], handle["state"], f"{since:.0f} s", *(readable(handle[key]) for key in sizes), ", ".join(remarks)))
+    return rows
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text, without trailing blanks."""
+    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+
+    def cell(text: str, i: int) -> str:
+        return text.rjust(widths[i]) if columns[i] in NUMBERS else text.ljust(widths[i])
+
+    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+
+
+def _report(views: Sequence[View]) -> str:
+    """A table of all workers, then a table of the handles of each worker that answers."""
+    parts = [plain_table(WORKER_COLUMNS, (_worker_row(view) for view in views))]
+    for view in views:
+        if "snapshot" in view and view["snapshot"]["handles"]:
+            parts.append(f"{view['name']}\n{plain_table(HANDLE_COLUMNS, _handle_rows(view))}")
+    return "\n\n".join(parts)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key that puts node2 before node10."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+_CLEAR = "\x1b[H\x1b[2J"
+"""The sequence that empties a terminal and goes to its first line."""
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
+    parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
+    parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
+    parser.set_defaults(run=run_status)
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output."""
+    if arguments.watch is not None and not arguments.watch > 0:
+        raise PlacementError(f"--watch {arguments.watch} must be more than 0 seconds")
+    places = arguments.workers or [Settings.from_any(None).discovery]
+    if places == [None]:
+        raise PlacementError("no workers named: give a worker's URL, a /targets URL or a discovery folder, or set PLACEMENT_DISCOVERY")
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+
+        def look() -> list[View]:
+            return sorted(views_of(find_targets(places), pool), key=SORTINGS[arguments.sort])
+
+        views = look()
+        while arguments.watch is not None:
+            print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
+            time.sleep(arguments.watch)
+            views = look()
+    print(json.dumps(views, indent=1) if arguments.json else _report(views))
+    return int(any(trouble_of(view) for view in views))
+
+
+def _screen(views: Sequence[View]) -> str:
+    """The report as far as the terminal has room for it."""
+    size = shutil.get_terminal_size()
+    lines = _report(views).splitlines()
+    return "\n".join(line[: size.columns] for line in lines[: size.lines]) if sys.stdout.isatty() else "\n".join([*lines, ""])
+
+
+# --- placement trace
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, a discovery URL, or a folder of discovery files")
+    parser.add_argument("-o", "--output", default="placement-trace.json", help="the file to write (default: %(default)s)")
+    parser.add_argument("--seconds", type=_seconds, help="write only the last SECONDS")
+    parser.set_defaults(run=run_trace)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Write the journals of running workers as one Chrome trace, and print how many events it has."""
+    workers = find_targets(arguments.workers)
+    query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
+    target = Path(arguments.output)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        count = _write(partial, workers, query)
+        partial.replace(target)
+    except OSError as error:
+        raise PlacementError(f"cannot write {target}: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")
+    return 0
+
+
+def _write(path: Path, workers: Sequence[Target], query: str) -> int:
+    """Write the events of one worker after the other, so that only one worker's are in memory. Returns their number."""
+    count = 0
+    with path.open("w") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for number, worker in enumerate(workers):
+            for event in _events(worker, query):
+                event["pid"] = number + 1  # processes of two nodes may have the same id
+                if event.get("name") == "process_name":
+                    event["args"]["name"] = worker.name
+                file.write(",\n" * bool(count) + json.dumps(event, separators=(",", ":")))
+                count += 1
+        file.write("\n]}\n")
+    return count
+
+
+def _events(worker: Target, query: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))
+        events: list[dict[str, Any]] = found["traceEvents"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlacementError(f"{worker.url}/trace did not return a trace; check that this is a placement worker") from error
+    return events
+
+
+# --- placement discover
+
+
+def add_discover(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="the folder in which the workers announce themselves (PLACEMENT_DISCOVERY)")
+    parser.add_argument("--port", type=port, default=9400, help="the port to serve on; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--address", default="127.0.0.1", help="any but loopback is reachable from outside (default: %(default)s)")
+    parser.set_defaults(run=discover)
+
+
+def discover(arguments: argparse.Namespace) -> int:
+    """Serve the workers of a folder, as a list for Prometheus and as a page for people, until interrupted."""
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise PlacementError(f"{str(folder)!r} is not a folder; workers create it when they announce themselves")
+    with DiscoveryServer(functools.partial(targets_in, folder), port=arguments.port, address=arguments.address) as server:
+        server.do_regularly(functools.partial(reap, folder))
+        count = len(targets_in(folder))
+        print(f"{count} worker{'s' * (count != 1)}; for Prometheus: {server.url}/targets; status page: {server.url}/", flush=True)
+        ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        try:
+            ended.wait()
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+# --- placement dashboards
+
+
+def add_dashboards(parser: argparse.ArgumentParser) -> None:
+    from placement.observe.dashboards import Deployment
+
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    summary = "write a Grafana provisioning tree, rules and an example prometheus.yml"
+    into = commands.add_parser("export", help=summary, description=summary)
+    into.add_argument("directory", metavar="DIR", type=Path, help="the directory to write to; created if missing")
+    into.add_argument("--prometheus-url", default=Deployment.prometheus_url, metavar="URL", help="Prometheus for Grafana (%(default)s)")
+    into.add_argument(
+        "--discovery",
+        default=Deployment.discovery,
+        metavar="PLACE",
+        help="the workers' discovery folder, or the URL of a list of targets (default: DIR/prometheus/discovery)",
+    )
+    into.add_argument("--scrape-interval", default=Deployment.scrape_interval, metavar="TIME", help="like 15s or 1m (%(default)s)")
+    into.add_argument("--grafana-path", metavar="PATH", help="the folder of dashboards as Grafana sees it, if it runs in a container")
+    into.add_argument("--force", action="store_true", help="replace existing files that differ")
+    parser.set_defaults(run=export_dashboards)
+
+
+def export_dashboards(arguments: argparse.Namespace) -> int:
+    from placement.observe.dashboards import DISCOVERY, Deployment, export
+
+    deployment = Deployment(
+        prometheus_url=arguments.prometheus_url,
+        discovery=arguments.discovery,
+        scrape_interval=arguments.scrape_interval,
+        grafana_path=arguments.grafana_path,
+    )
+    for path in export(arguments.directory, deployment, overwrite=arguments.force):
+        print(path)
+    root, workers = arguments.directory.absolute(), ""
+    if deployment.discovery == DISCOVERY:
+        workers = f'\n  workers:     manager.serve(discovery="{root}/prometheus/{DISCOVERY}")'
+    print(f"""
+Next:{workers}
+  Prometheus:  prometheus --config.file={root}/prometheus/prometheus.yml
+  Grafana:     GF_PATHS_PROVISIONING={root}/grafana/provisioning, then open /d/placement-fleet""")
+    return 0
