@@ -85,7 +85,7 @@ class ManagedStorage(AdoptedStorage):
         """
         try:
             was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
-            self.kept_by_framework = tuple(self.adapter.kept_by_framework())
+            self.look_at_framework_memory()
             self.scanner.align_wrappers()
             self.count_uses()
             self.scanner.rescan()
@@ -331,7 +331,7 @@ class ManagedStorage(AdoptedStorage):
         self._unadopted_bytes = 0
         self.look_at_unborn()
         self.adapter.drop_caches()
-        self.kept_by_framework = tuple(self.adapter.kept_by_framework())
+        self.look_at_framework_memory()
 
     def _end_step(self) -> None:
         """Take in what a streamed step has created, wherever it stopped. Its pages are on the host."""
