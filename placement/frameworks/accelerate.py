@@ -13,6 +13,8 @@ from placement.frameworks.base import Framework
 class Accelerate(Framework):
     """accelerate's hooks on modules, and the device maps that transformers passes to it."""
 
+    packages = ("accelerate",)
+
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
         if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):

@@ -85,6 +85,8 @@ class Framework:
 
     # --- about the framework's classes, wherever they occur
 
+    packages: ClassVar[Sequence[str]] = ("torch",)
+    """The framework is asked nothing while none of these packages or modules is imported."""
     wrappers: ClassVar[Sequence[Wrapper]] = ()
     """Wrapper modules. Their level is left out of published names."""
     refused_modules: ClassVar[Sequence[Advised]] = ()

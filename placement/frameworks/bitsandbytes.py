@@ -24,6 +24,7 @@ class Bitsandbytes(Framework):
     work while the module is offloaded.
     """
 
+    packages = ("bitsandbytes",)
     carriers = (Named(_WEIGHTS, "Params4bit"), Named(_WEIGHTS, "Int8Params"))
 
     @classmethod

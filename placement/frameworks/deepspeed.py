@@ -43,6 +43,7 @@ class PartitionedWeight(Weight):
 class DeepSpeed(Framework):
     """An engine whose optimizer is DeepSpeed's own. An engine without one (ZeRO stage 0 in float32) is treated as a plain module."""
 
+    packages = ("deepspeed",)
     wrappers = (Wrapper(Named("deepspeed.runtime.engine", "DeepSpeedEngine"), "module"),)
     external_optimizers = (
         Advised(Named("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"), "DeepSpeed's CPU Adam keeps its state on the CPU"),

@@ -30,6 +30,7 @@ _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 class FSDP1(Framework):
     """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of its own has no FSDP1 handle."""
 
+    packages = ("torch.distributed.fsdp",)
     wrappers = (Wrapper(Named("torch.distributed.fsdp", "FullyShardedDataParallel"), "_fsdp_wrapped_module"),)
 
     def __init__(self, parts: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ class FSDP2(Framework):
     disappear at the next reshard. A reshard is not recursive, so it is done for each part.
     """
 
+    packages = ("torch.distributed.fsdp",)
+
     @classmethod
     def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
         """The reason why FSDP2 moves the optimizer's state: all local parts are on the CPU although there is an accelerator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any
@@ -64,7 +65,7 @@ def remove(framework: type[Framework]) -> None:
 
 
 def _forget() -> None:
-    for cached in (frameworks, answering):
+    for cached in (frameworks, _overriding):
         cached.cache_clear()
     frameworks()
 
@@ -89,13 +90,17 @@ def frameworks() -> tuple[type[Framework], ...]:
     return tuple(dict.fromkeys(found))
 
 
-@functools.cache
-def answering(question: str) -> tuple[type[Framework], ...]:
-    """The frameworks that override a question (the name of a class attribute or class method of `Framework`).
+def answering(question: str) -> list[type[Framework]]:
+    """The frameworks in use that override a question (the name of a class attribute or class method of `Framework`).
 
     The others are not asked, which saves time: most questions are asked for every object at every phase transition, and most
     frameworks answer few of them.
     """
+    return [each for each in _overriding(question) if any(package in sys.modules for package in each.packages)]
+
+
+@functools.cache
+def _overriding(question: str) -> tuple[type[Framework], ...]:
 
     def answer(framework: type[Framework]) -> Any:
         found = getattr(framework, question)

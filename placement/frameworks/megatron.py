@@ -48,6 +48,7 @@ _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsd
 class Megatron(Framework):
     """The buffers behind Megatron's DistributedDataParallel, gradients that are kept in `main_grad`, and Megatron's optimizers."""
 
+    packages = ("megatron.core",)
     wrappers = (
         Wrapper(Named("megatron.core.distributed.data_parallel_base", "_BaseDataParallel"), "module"),
         Wrapper(Named("megatron.core.transformer.module", "Float16Module"), "module"),
@@ -344,6 +345,7 @@ def _as_sharded(value: Any, parameter: torch.Tensor) -> Any:
 class MegatronFSDPShards(Framework):
     """All MegatronFSDP modules of a module tree."""
 
+    packages = ("megatron.core", "megatron_fsdp")
     wrappers = tuple(Wrapper(Named(module, "MegatronFSDP"), "module") for module in _MODULES)
     with_own_export = tuple(Named(module, "MegatronFSDP") for module in _MODULES)
 

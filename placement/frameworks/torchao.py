@@ -15,6 +15,7 @@ _OFFLOADED = Named("torchao.optim.cpu_offload", "CPUOffloadOptimizer")
 class TorchAO(Framework):
     """torchao's `CPUOffloadOptimizer`, which steps copies of the parameters on the CPU."""
 
+    packages = ("torchao",)
     external_optimizers = (Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),)
 
     @classmethod

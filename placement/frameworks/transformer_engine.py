@@ -18,6 +18,8 @@ _MODULE = "transformer_engine.pytorch.module.base"
 class TransformerEngine(Framework):
     """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
 
+    packages = (_MODULE,)
+
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
 

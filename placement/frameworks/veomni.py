@@ -51,6 +51,8 @@ class ExpertWeight(Weight):
 class VeOmni(Framework):
     """All models of a module tree that VeOmni split by experts."""
 
+    packages = ("veomni",)
+
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
 

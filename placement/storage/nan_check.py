@@ -32,6 +32,8 @@ _NUMBERS = sorted(
 _SAMPLES = 8
 _PIECE = 1 << 24
 """The elements that are looked at together. It bounds the memory that a look in full takes."""
+_ALLOCATION = 1 << 20
+"""The bytes above which torch's allocator takes 20 MiB of the device at once."""
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _CAUSES = (
     "Either they were computed from a tensor of an offloaded handle, which reads NaN (an average of weights, an anchor to another model or "
@@ -100,7 +102,7 @@ class Samples:
         """Without the range, which is the key in a weak table of these."""
         offsets = torch.tensor([_spots(*each) for each in self.places.values()], dtype=torch.int64, device="cpu").view(-1, _SAMPLES)
         self._inside = offsets % 8
-        self.words = (offsets // 8).flatten().to(device)
+        self.words = (offsets // 8).flatten().to(device).split(_ALLOCATION // 8)
         """The words' indices in the range."""
 
     def suspects(self, words: torch.Tensor) -> Iterator[str]:
@@ -117,7 +119,7 @@ class Samples:
             yield from (those[row][0] for row in rows)
 
 
-Asked = Sequence[tuple[Range, Samples, Callable[[], torch.Tensor]]]
+Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
 _samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
 
 
@@ -149,7 +151,7 @@ class NanCheck:
             if samples is None or samples.placed is not r.placed:
                 samples = _samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
             words = self._device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
-            asked.append((r, samples, self._device.ask(words[samples.words])))
+            asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
         return asked
 
     def put_right(self, asked: Asked) -> None:
@@ -210,7 +212,7 @@ class NanCheck:
 
         Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
         """
-        suspects = [name for _, samples, words in asked for name in samples.suspects(words())]
+        suspects = [name for _, samples, words in asked for name in samples.suspects(torch.cat([part() for part in words]))]
         everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
         places = {name: place for name, place in everything if not place.entry.ref.expired()}
         likely = [name for name in suspects if name in places and _is_gone(self._on_device(places[name]))]

@@ -34,9 +34,9 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 36_700, "modules": 183}
+MOST_OF_ALL = {"lines": 36_710, "modules": 183}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules."""
-WALKS = {"register": (68, 15), "enter": (58, 28), "leave": (60, 30), "weights": (21, 12)}
+WALKS = {"register": (62, 15), "enter": (54, 26), "leave": (56, 28), "weights": (16, 12)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""
 
 
