@@ -1,4 +1,4 @@
-"""The storage of an object whose bytes placement moves: the steps of its moves, and its end.
+"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has what does not move.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one decision: setting it commits a move.
 What is true of each page is in the page tables of its ranges. After a failure the bytes are complete on the side that the decision
