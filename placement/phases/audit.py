@@ -180,7 +180,9 @@ def audit(
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
-    kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.storage.framework_memory()]
+    for handle in handles.values():
+        handle.storage.look_at_framework_memory(everywhere=True)
+    kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.kept_by_framework]
     lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
     lines += outside.report()
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]

@@ -141,7 +141,7 @@ class Handle:
 
     @property
     def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each part of `foreign_bytes`, as of the last offload."""
+        """Name and bytes of each part of `foreign_bytes`, as of the last offload or audit."""
         return self.storage.kept_by_framework
 
     @property

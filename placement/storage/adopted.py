@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -141,11 +141,12 @@ class AdoptedStorage(Storage):
     def host_pageable_bytes(self) -> int:
         return sum(r.host.pageable_bytes for r in self.ranges)
 
-    def framework_memory(self) -> Iterator[tuple[str, int]]:
-        yield from self.adapter.kept_by_framework()
-        for name, tensor in self.adapter.unmoved():
+    def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
+        found = [*self.adapter.kept_by_framework()]
+        for name, tensor in self.adapter.unmoved() if everywhere else ():
             if tensor.device == self.device.torch_device and RANGES.owner_of(tensor.data_ptr()) is None:
-                yield f"{name}, which is no part of its state and not moved,", tensor.untyped_storage().nbytes()
+                found.append((f"{name}, which is no part of its state and not moved,", tensor.untyped_storage().nbytes()))
+        self.kept_by_framework = tuple(found)
 
     def measure(self) -> None:
         """Update `born_bytes` if an optimizer's steps have created state. Looks at no tensor."""
@@ -155,7 +156,7 @@ class AdoptedStorage(Storage):
     def measure_unadopted(self) -> None:
         self._unadopted_bytes = self.scanner.unadopted_bytes()
         self.look_at_unborn()
-        self.kept_by_framework = tuple(self.adapter.kept_by_framework())
+        self.look_at_framework_memory()
 
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""

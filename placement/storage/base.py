@@ -13,7 +13,7 @@ The defaults are the answers of a storage without host copy, ranges and tags.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,7 @@ class Storage(abc.ABC):
     is_leaving = False
     """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
     kept_by_framework: tuple[tuple[str, int], ...] = ()
-    """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload."""
+    """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload or audit."""
 
     # --- where the bytes are
 
@@ -109,9 +109,8 @@ class Storage(abc.ABC):
         """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
 
-    def framework_memory(self) -> Iterator[tuple[str, int]]:
-        """Like `kept_by_framework`, asked now, with what is found only by looking everywhere. For audits."""
-        return iter(())
+    def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
+        """Update `kept_by_framework`; for an audit also with what is found only by looking everywhere."""
 
     def measure(self) -> None:
         """Update the figures that change without placement. Cheap: it is called at every phase transition that moved something."""

@@ -1,4 +1,4 @@
-"""Places of storages in a new range, and the table of all ranges in the process, which says who owns an address.
+"""Places of storages in a new range, how tensors are pointed there and back, and the table of all ranges, which says who owns an address.
 
 The unit is the storage: everything that points into it (views, tied weights, saved tensors of a live graph, references held in C++)
 follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator)
@@ -21,7 +21,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices.adoption import Adopter, Pool, Way, can_swap
+from placement.devices import adoption
+from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
@@ -56,7 +57,7 @@ class Adoptee:
 
 
 class RangeLayout:
-    """Places for storages in a new range, with poison behind it. Making it touches no tensor.
+    """Places for storages in a new range, with poison behind it. To make it touches no tensor.
 
     Args:
         reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
@@ -220,7 +221,7 @@ def point_all(tensors: Iterable[torch.Tensor], home: torch.UntypedStorage) -> No
 
 def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
     """Give a storage, for everybody who uses it, the memory of another one of any size. False where torch cannot."""
-    if storage.device != home.device or not can_swap():
+    if storage.device != home.device or not adoption.can_swap():
         return False
     if storage.nbytes() != home.nbytes():  # torch swaps only storages of one size, or with an empty one
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The storage of an object whose bytes placement moves: the steps of its moves, and its end.
+"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has what does not move.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one decision: setting it commits a move.
 What is true of each page is in the page tables of its ranges. After a failure the bytes are complete on the side that the decision
@@ -84,7 +84,7 @@ class ManagedStorage(AdoptedStorage):
         """
         try:
             was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
-            self.kept_by_framework = tuple(self.adapter.kept_by_framework())
+            self.look_at_framework_memory()
             self.scanner.align_wrappers()
             self.count_uses()
             self.scanner.rescan()
@@ -330,7 +330,7 @@ class ManagedStorage(AdoptedStorage):
         self._unadopted_bytes = 0
         self.look_at_unborn()
         self.adapter.drop_caches()
-        self.kept_by_framework = tuple(self.adapter.kept_by_framework())
+        self.look_at_framework_memory()
 
     def _end_step(self) -> None:
         """Take in what a streamed step has created, wherever it stopped. Its pages are on the host."""

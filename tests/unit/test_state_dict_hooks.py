@@ -58,17 +58,10 @@ class Extra(Layer):
     def get_extra_state(self) -> dict[str, Any]:
         file = io.BytesIO()
         torch.save({"weight": self.weight, "seen": self.seen}, file)
-        live: Any = self.weight
         return {
             "amax": self.weight.detach().abs().max(),
-            "number": self.weight.sum().item(),
-            "list": self.bias.tolist(),
-            "array": self.weight.detach().numpy().tobytes(),
             "file": torch.load(io.BytesIO(file.getvalue()), weights_only=False),
             "pickled": pickle.loads(pickle.dumps(self.scale)),
-            "copy": copy.deepcopy(self.bias).detach(),
-            "data": self.weight.data.clone(),
-            "address": torch.tensor(list(bytes(live.untyped_storage()))),
             "norms": torch._foreach_norm([self.weight.detach(), self.bias.detach()]),
             "out": torch.add(self.bias.detach(), 1, out=torch.empty(6)),
             "scale": self.scale,
