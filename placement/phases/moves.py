@@ -21,8 +21,9 @@ import torch
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost, PhaseError
 from placement.core.journal import Journal, Record
+from placement.core.machine import Node, path
 from placement.core.settings import Annotate, Settings
-from placement.core.states import Node, Plan, State, Trigger, path
+from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.protocol import Reached, Stage
 from placement.group.vote import Agree
