@@ -68,7 +68,7 @@ class Snapshots:
             device_used_bytes=memory.used_bytes,
             device_total_bytes=memory.total_bytes,
             peak_bytes=stack.reconciler.peak_bytes,
-            lease=stack.reconciler.lease_client.snapshot(),
+            lease=None if stack.reconciler.lease is None else stack.reconciler.lease.snapshot(),
         )
 
     def facts(self) -> dict[str, Any]:

@@ -21,8 +21,9 @@ import torch
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost, PhaseError
 from placement.core.journal import Journal, Record
+from placement.core.machine import Node, path
 from placement.core.settings import Annotate, Settings
-from placement.core.states import Node, Plan, State, Trigger, path
+from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.protocol import Reached, Stage
 from placement.group.vote import Agree
@@ -58,9 +59,7 @@ Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
 def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
-    """Return a function that takes a text and gives a context manager, which marks its block for a profiler with that text.
-
-    A mark costs microseconds at each phase transition, so they are off by default.
+    """A context manager for a text, which marks its block for a profiler. A mark costs microseconds at each phase transition.
 
     Raises:
         ValueError: `annotate` is "nvtx" and torch was built without NVTX.
@@ -77,11 +76,8 @@ def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:
-    """The state (and whether it is on the device) that a plan wants a handle in.
-
-    A `Lazy` that is not built yet stays CPU_OFFLOADED, because only the beginning of a phase builds it.
-    """
-    if handle.adapter is None:
+    """The state (and whether it is on the device) that a plan wants a handle in."""
+    if handle.adapter is None:  # a `Lazy` that is not built yet: only the beginning of a phase builds it
         return State.CPU_OFFLOADED, False
     state = plan.targets[handle.name]
     return state, state is not State.CPU_OFFLOADED and (handle.name not in plan.streamed or handle.external)
@@ -138,16 +134,10 @@ class Transition:
     while_copying: Callable[[], None] = nothing
     """Called once, while bytes are being copied to the host."""
     began_seconds: float = field(default_factory=time.monotonic)
-    """When it began, on the monotonic clock."""
     moved: dict[Handle, MoveResult] = field(default_factory=dict)
     """Results of the exchange, by handle. The state transition of a handle takes its result out."""
     complaints: list[Exception] = field(default_factory=list)
     """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
-
-    def take_complaints(self) -> list[Exception]:
-        """Return the complaints and forget them here."""
-        complaints, self.complaints = self.complaints, []
-        return complaints
 
 
 class Mover:
@@ -167,7 +157,7 @@ class Mover:
 
     @property
     def chunk_pool(self) -> ChunkPool:
-        """The chunks that the next phase transition begins with."""
+        """Chunks of the phase transition under way; between two, those that the next one begins with."""
         return self._transition.chunk_pool
 
     # --- all or nothing
@@ -188,9 +178,8 @@ class Mover:
 
         Args:
             room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
-            agree: asks the group. Called when everything has moved and can still go back without new memory, and also after the
-                engines of any rank have left or come. If it raises, everything goes back, except on CoordinatorLost, which leaves
-                everything as it is. None: nobody is asked.
+            agree: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank
+                have left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
             go_on: tells the group of each further stage.
             ahead: what is done for later phase transitions.
 
@@ -262,7 +251,7 @@ class Mover:
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(sources)
-        for complaint in self._transition.take_complaints():
+        for complaint in self._take_complaints():
             cause.add_note(f"placement: {complaint}")
 
     def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
@@ -288,14 +277,12 @@ class Mover:
         while_copying: Callable[[], None] = nothing,
         ahead: Ahead = NOTHING_AHEAD,
     ) -> list[Exception]:
-        """Bring every handle as far towards its target as possible. The caller calls `complete`, once the ranks of a group have voted.
+        """Bring every handle as far towards its target as possible. Returns the errors; none if every handle is at its target.
+
+        The caller calls `complete`, once the ranks of a group have voted.
 
         Args:
             while_copying: called once while bytes are being copied to the host, if any are.
-            ahead: see `advance`.
-
-        Returns:
-            The errors; empty if every handle is at its target.
         """
         if _is_there(handles, plan):
             self._finish(handles.values())
@@ -327,7 +314,7 @@ class Mover:
             self._finish(others)
         finally:
             self._end()
-        errors += self._transition.take_complaints()
+        errors += self._take_complaints()
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if _residency_of(engine).resident <= wanted_tags(engine, plan)]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
@@ -346,7 +333,7 @@ class Mover:
     def _exchange_what_can(self, paths: Paths) -> list[Exception]:
         """Move all at once, or none: if one handle cannot move, the others must, and then each moves by itself.
 
-        Returns the writes that were found. Each handle raises its own once, keeps its values, and can move after that.
+        Returns the writes that were found. Each handle raises its own once, and can move after that.
         """
         found: list[Exception] = []
         for _ in range(len(paths) + 1):
@@ -380,11 +367,7 @@ class Mover:
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
     ) -> None:
-        """Begin a phase transition with the chunks that the one before left. For the arguments see `Transition`.
-
-        Args:
-            room_bytes: device bytes that a swap may use in addition to those in use now.
-        """
+        """Begin a phase transition with the chunks that the one before left. See `Transition`, and for `room_bytes` see `advance`."""
         before = self._transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
         self._transition = Transition(chunk_pool, dropping, staying, while_copying, complaints=before.complaints)
@@ -392,6 +375,10 @@ class Mover:
     def _forget(self) -> None:
         """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
         self._transition = Transition(self.chunk_pool, complaints=self._transition.complaints)
+
+    def _take_complaints(self) -> list[Exception]:
+        found, self._transition.complaints = self._transition.complaints, []
+        return found
 
     def _end(self) -> None:
         """End the phase transition: forget it, and return its chunks to the driver."""
@@ -409,14 +396,11 @@ class Mover:
         """After the moves: drop gradients on the device that the plan drops, let offloaded optimizers adopt gradients that their modules
         have dropped, and note new host copies for verification."""
         dropping = self._transition.dropping
-        holdings = []
-        for handle in handles:
-            holding = handle.storage
-            if isinstance(holding, ManagedStorage):
-                holdings.append(holding)
-                if holding in dropping and handle.state is not State.TRAINING and holding.on_device:
-                    holding.gradients.drop(zero_buffers=True)
-                    holding.measure_unadopted()
+        holdings = {each.storage: each for each in handles if isinstance(each.storage, ManagedStorage)}
+        for holding in dropping:
+            if holding in holdings and holdings[holding].state is not State.TRAINING and holding.on_device:
+                holding.gradients.drop(zero_buffers=True)
+                holding.measure_unadopted()
         for holding in holdings:
             holding.adopt_dropped()
         self._verifier.note(holdings)
@@ -433,10 +417,7 @@ class Mover:
     # --- the bytes
 
     def _exchange(self, paths: Paths, *, early_release: bool = False) -> None:
-        """Move the bytes of all loads and offloads that come next, in both directions at once. The triggers that follow only commit.
-
-        Handles that are already there get an empty result.
-        """
+        """Move the bytes of all loads and offloads that come next, in both directions at once. The triggers that follow only commit."""
         moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
         if not moving:
             return

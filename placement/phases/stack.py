@@ -374,7 +374,8 @@ class PhaseStack:
                     _raise_all(failures)
                 self.reconciler.host_tier.close()
                 self._device.close()
-                self.reconciler.lease_client.close()
+                if self.reconciler.lease is not None:
+                    self.reconciler.lease.close()
                 self.lock.is_closed = True
                 if (written := self.reconciler.writes.take()) is not None:
                     logger.error("closed: %s", written)

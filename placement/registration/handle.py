@@ -10,7 +10,8 @@ import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
-from placement.core.states import HandleMachine, HandleView, Node, State, Trigger
+from placement.core.machine import HandleMachine, Node
+from placement.core.states import HandleView, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.residency import Residency

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from placement import PhaseError, State, Trigger
-from placement.core.states import _MACHINE, TRANSITIONS, HandleMachine, diagram, path
+from placement.core.machine import _MACHINE, HandleMachine, diagram, path
+from placement.core.states import TRANSITIONS
 
 CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
 
