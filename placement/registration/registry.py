@@ -250,12 +250,14 @@ class Registry:
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
         """Set the owners: the modules whose parameters the optimizer steps. A handle without a role gets the first owner's."""
         owners: dict[str, Handle] = {each.name: each for each in handle.owners}
+        modules = [(module, other) for other in reversed(self.handles.values()) for module in other.module_adapters()]
+        known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
         copies: list[torch.Tensor] = []
         for index, parameter in enumerate(adapter.parameters()):
-            owner, advice = self._owner_of(parameter), None
+            owner, advice = known.get(id(parameter)) or self._owner_by_address(parameter), None
             if owner is not None:
                 owners[owner.name] = owner
-            elif any(module.shows_for_now(parameter) for each in self.handles.values() for module in each.module_adapters()):
+            elif any(module.shows_for_now(parameter) for module, _ in modules):
                 advice = "A sharded module shows it between a forward and reshard() only: make the optimizer of the sharded parameters."
             elif handle.owners:
                 copies.append(parameter)
@@ -273,19 +275,13 @@ class Registry:
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 
-    def _owner_of(self, parameter: torch.Tensor) -> Handle | None:
-        """The module handle that a parameter belongs to, found by its address, or by its identity if it has no place in a range.
-
-        It has none if its framework places it, or if it was added since the last offload (LoRA).
-        """
+    def _owner_by_address(self, parameter: torch.Tensor) -> Handle | None:
+        """The module handle in whose range a parameter lies: another tensor over the module's bytes, or one that it had before."""
         for _, part in itertools.islice(plain_parts(parameter, ""), 1):
             holding = RANGES.owner_of(part.untyped_storage().data_ptr())
             found = self.handles.get(holding.name) if holding is not None else None
             if found is not None and found.holding is holding:
                 return found
-        for other in self.handles.values():
-            if any(each is parameter for adapter in other.module_adapters() for each in adapter.parameters()):
-                return other
         return None
 
 
