@@ -26,13 +26,16 @@ from placement.frameworks.known import has_own_export
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.ownership.module import ModuleAdapter
 from placement.publish import lora
+from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
 from placement.storage.base import Storage
 from placement.tensors.plain import dtype_of, is_scaled
 
 
-def published(root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters) -> list[tuple[str, Weight]]:
+def published(
+    root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters, names: Names = "module"
+) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
     one of adapters alone under each name that PEFT saves.
 
@@ -42,7 +45,7 @@ def published(root: torch.nn.Module, frameworks: Sequence[Framework], adapters: 
         frameworks: those that have a part in the module (`frameworks_of`).
 
     Raises:
-        ValueError: the module's adapters cannot be published in this way, or it has none.
+        ValueError: the module's adapters cannot be published in this way, or it has none; or it has no such names.
     """
     skeleton = Skeleton(Shown(root, frameworks))
     bare, weights = skeleton.copy(root), skeleton.weights
@@ -57,7 +60,7 @@ def published(root: torch.nn.Module, frameworks: Sequence[Framework], adapters: 
     pairs = [(name, weights[key_of(place)]) for name, place in found.items()]
     buffers = {name for name, place in found.items() if not isinstance(place, torch.nn.Parameter)}
     _keep_dtypes(pairs, buffers | _pinned(root, found))
-    return pairs
+    return in_checkpoint(bare, pairs) if names == "checkpoint" else pairs
 
 
 def _pinned(root: torch.nn.Module, names: Iterable[str]) -> set[str]:
@@ -175,28 +178,33 @@ class Publisher(Protocol):
     def module_adapters(self) -> Sequence[ModuleAdapter]: ...
 
 
-def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters) -> list[WeightInfo]:
+def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    return _announced(_found(handle, adapters), dtype)
+    return _announced(_found(handle, adapters, names), dtype)
 
 
-def weights(handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def weights(
+    handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
     bucket_bytes = bytes_of("bucket_bytes", bucket_bytes)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
-    found = _found(handle, adapters)
+    found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
     announced = _announced(found, dtype)
     return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, _times_begun(handle))
 
 
-def _found(handle: Publisher, adapters: Adapters) -> list[tuple[str, Weight]]:
+def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish. Empty while the object is not built, and after it was garbage-collected."""
-    if adapters not in get_args(Adapters):
-        raise ValueError(f"adapters={adapters!r} must be one of {', '.join(get_args(Adapters))}")
+    for word, given, known in (("adapters", adapters, get_args(Adapters)), ("names", names, get_args(Names))):
+        if given not in known:
+            raise ValueError(f"{word}={given!r} must be one of {', '.join(known)}")
+    if adapters == "separate" and names == "checkpoint":
+        raise ValueError("names='checkpoint': the adapters alone have PEFT's names; publish names='module'")
     modules = handle.modules()
     if handle.object is None:
         return []
@@ -204,7 +212,7 @@ def _found(handle: Publisher, adapters: Adapters) -> list[tuple[str, Weight]]:
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     with without_modes():
-        return published(modules[0], handle.module_adapters()[0].frameworks, adapters)
+        return published(modules[0], handle.module_adapters()[0].frameworks, adapters, names)
 
 
 def _announced(found: Sequence[tuple[str, Weight]], given: Cast) -> list[WeightInfo]:

@@ -25,6 +25,7 @@ from placement.storage.scan import lasting_stray_references
 if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter
     from placement.publish.buckets import Cast, WeightInfo
+    from placement.publish.checkpoint_names import Names
     from placement.publish.lora import Adapters
     from placement.registration.streamed_optimizer import StreamedOptimizer
 
@@ -209,17 +210,17 @@ class Handle:
                     return target.state_dict()
             return target.state_dict()
 
-    def weights_info(self, *, dtype: Cast = None, adapters: Adapters = "merged") -> list[WeightInfo]:
+    def weights_info(self, *, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module") -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in the same order.
 
         It works in every state. It moves nothing, reads no value and calls no collective. The list is empty while the object is not built.
         """
         from placement.publish import buckets
 
-        return buckets.weights_info(self, dtype=dtype, adapters=adapters)
+        return buckets.weights_info(self, dtype=dtype, adapters=adapters, names=names)
 
     def weights(
-        self, *, bucket_bytes: int | str = 512 << 20, dtype: Cast = None, adapters: Adapters = "merged"
+        self, *, bucket_bytes: int | str = 512 << 20, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module"
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Publish the weights, unsharded and under their clean names: lists of (name, tensor), valid until the next iteration.
 
@@ -240,16 +241,19 @@ class Handle:
                 out keeps its dtype; or a function of (name, `WeightInfo`), called for each floating-point weight, None to keep.
             adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
                 is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
+            names: "module": as the module names its parameters. "checkpoint": for a model of transformers 5, names and form as
+                `save_pretrained` writes them, which loaders of rollout engines expect: one tensor an expert, where the module has
+                the experts of a layer in one parameter. Such a parameter takes up to two more of its size while its parts are made.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to do.
-            ValueError, TypeError: `adapters` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no dtype, has a
-                name that is not published, or would cast what is stored quantised.
+            ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no
+                dtype, has a name that is not published, or would cast what is stored quantised.
         """
         from placement.publish import buckets
 
-        return buckets.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
+        return buckets.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names)
 
     def __repr__(self) -> str:
         return f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the device>"
