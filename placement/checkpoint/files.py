@@ -106,7 +106,7 @@ def async_save(
                 if handle.gathers is not None:
                     raise CheckpointError(f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only=")
         state = _collect(manager, only, process_group)
-        group = _group_for(process_group)
+        group = _gloo_group(dist.group.WORLD if process_group is None else process_group) if dist.is_initialized() else None
         locks: list[threading.Event] = []
 
         def write() -> None:
@@ -323,20 +323,10 @@ def _writer(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
 
 
-_groups: list[tuple[Any, Any]] = []
-
-
-def _group_for(process_group: Any) -> Any:
-    """A gloo group of the same ranks for the thread's collectives; None without torch.distributed. The first call is collective."""
-    if not dist.is_initialized():
-        return None
-    of = dist.group.WORLD if process_group is None else process_group
-    for known, group in _groups:
-        if known is of:
-            return group
-    group = dist.new_group(dist.get_process_group_ranks(of), backend="gloo", use_local_synchronization=True)
-    _groups.append((of, group))
-    return group
+@functools.cache
+def _gloo_group(process_group: Any) -> Any:
+    """A gloo group of the same ranks, for the thread's collectives. The first call is collective."""
+    return dist.new_group(dist.get_process_group_ranks(process_group), backend="gloo", use_local_synchronization=True)
 
 
 # --- tensors of one name on several device meshes

@@ -7,7 +7,7 @@ that was saved without state has none after loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,11 +67,10 @@ class Optimizer(Part):
         optimizer = self._object()
         if self.handle.gathers is not None:
             return self._gathered(optimizer)
-        names = self._names()
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
-            for optimizer, mine, _ in self._optimizers(names):
+            for optimizer, mine, _ in self._optimizers():
                 own = own_state(optimizer)
                 for owner, entry in (optimizer.state if own is None else own.exported()).items():
                     if is_wrapper(owner) and len([*nested_tensors(entry, "", levels=1)]) > len([*nested_tensors(entry, "")]):
@@ -90,7 +89,12 @@ class Optimizer(Part):
         return Shown(self, {"state": state, "param_groups": groups})
 
     def template(self, path: Path, metadata: Metadata) -> Read:
-        parameters = {name: (optimizer, parameter) for name, optimizer, parameter in self._parameters()}
+        parameters = {
+            mine[id(parameter)]: (optimizer, parameter)
+            for optimizer, mine, _ in self._optimizers()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         found: dict[str, Any] = {"state": {}, "param_groups": []}
         for rest, saved in under(metadata, path):
             if rest[0] not in found:
@@ -120,7 +124,7 @@ class Optimizer(Part):
         return fresh(saved)
 
     def needs_device(self) -> str | None:
-        for optimizer, _, is_hollow in self._optimizers(self._names()):
+        for optimizer, _, is_hollow in self._optimizers():
             if own_state(optimizer) is None:
                 if not is_hollow and _loads_itself(optimizer):
                     return f"{type(optimizer).__name__} {_LOADS_ITSELF}"
@@ -131,13 +135,12 @@ class Optimizer(Part):
     def prepare(self, given: Mapping[str, Any]) -> list[Change]:
         self.require_writable()
         self._require_resident()
-        names = self._names()
-        optimizers = self._optimizers(names)
+        optimizers = self._optimizers()
         if isinstance(given, Shown) and given.part is self and not given["state"] and not self._adapter().state_is_born():
             raise self._error(
                 "its state", "does not exist yet: load with planner=placement.checkpoint.LoadPlanner(), which takes it from the checkpoint"
             )
-        groups = self._groups(given, names, optimizers)
+        groups = self._groups(given, optimizers)
         steps = {name for each in optimizers for name in each.stepped()}
         for name, entry in given["state"].items():
             if isinstance(entry, Mapping) and name not in steps and any(isinstance(value, torch.Tensor) for value in entry.values()):
@@ -205,7 +208,7 @@ class Optimizer(Part):
         others = {known.get(key, key): value for key, value in given.items() if key not in set(names.values())}
         return replace_state(self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours)
 
-    def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
+    def _groups(self, given: Mapping[str, Any], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
         """The saved parameter group of every parameter, by parameter name.
 
         Raises:
@@ -222,7 +225,7 @@ class Optimizer(Part):
                     raise self._error(f"parameter {missing[0]!r}", f"was in no group of the saved optimizer ({len(missing)} are missing)")
                 if len({repr(settings_of(saved[name])) for name in mine}) > 1:
                     raise self._error(f"the group of {mine[0]!r}", "was saved as several groups with different settings")
-        extra = set(saved) - set(names.values()) - {name for each in optimizers for name in each.stepped()}
+        extra = set(saved) - {name for each in optimizers for name in each.names.values()}
         if extra:
             raise self._error(f"parameter {min(extra)!r}", f"of the saved optimizer is unknown here ({len(extra)} parameters are)")
         return saved
@@ -262,7 +265,7 @@ class Optimizer(Part):
                     names.setdefault(id(parameter), prefix + fqn(module, name))
         return names
 
-    def _optimizers(self, names: Mapping[int, str]) -> list[_Named]:
+    def _optimizers(self) -> list[_Named]:
         """The optimizers that have state of their own and step only named parameters.
 
         Several may step one parameter (a wrapper with slow weights): to all but the first it has a name that begins with theirs.
@@ -270,6 +273,7 @@ class Optimizer(Part):
         Raises:
             CheckpointError: an optimizer steps other tensors (a framework's main parameters).
         """
+        names = self._names()
         found: list[_Named] = []
         taken: set[str] = set()
         for leaf in self._adapter().leaves():
@@ -288,12 +292,6 @@ class Optimizer(Part):
         if not found:
             raise CheckpointError(f"{self.handle.name!r} steps no parameter with a name; save it with its framework's checkpoint")
         return found
-
-    def _parameters(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
-        for optimizer, mine, _ in self._optimizers(self._names()):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield mine[id(parameter)], optimizer, parameter
 
 
 _LOADS_ITSELF = "loads state in its own way"

@@ -323,8 +323,7 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
     """Make several changes. If one cannot be begun, make none.
 
-    Args:
-        agreed: a context that raises at its end if another rank could not begin its changes.
+    The context `agreed` raises at its end if another rank could not begin its changes.
     """
     with without_modes(), torch.inference_mode(False), torch.no_grad(), ExitStack() as begun, agreed or nullcontext():
         for change in changes:
@@ -349,10 +348,7 @@ def replace_state(
 ) -> Iterator[None]:
     """A change of an optimizer's state that keeps its keys and tensors, places new state, and removes entries that were not saved.
 
-    Args:
-        entries: the new state of each parameter, with the live tensors where those stay.
-        groups: the saved settings of each parameter group.
-        is_ours: whether nothing else uses the new tensors, so that they may become the state themselves.
+    `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state.
     """
     state, before = optimizer.state, dict(optimizer.state)
     settings = {id(p): saved for group, saved in zip(optimizer.param_groups, groups, strict=True) for p in group["params"]}
@@ -405,14 +401,10 @@ def load_by_itself(
     containers: Sequence[Any],
     tensors: Iterable[torch.Tensor],
 ) -> Iterator[None]:
-    """A change by the object's own `load_state_dict`, for an object on the device. Its state dict is compared with the values afterwards.
+    """A change by the object's own `load_state_dict`, for an object on the device.
 
-    Args:
-        subject: the handle's name, and why only the object itself can load the values.
-        load: calls its `load_state_dict`.
-        differing: returns the names of the values that its state dict does not show as they were saved.
-        containers: the dicts and lists in which the object has its tensors. They are put back where the load fails.
-        tensors: the object's tensors. Their bytes are put back where the load fails.
+    `differing` names the values that its state dict does not show afterwards as they were saved. Where the load fails, the containers
+    (the dicts and lists in which the object has its tensors) and the bytes of the tensors are put back.
     """
     subject = f"{subject}, so only its load_state_dict() can load the saved values"
     parts = {id(part): part.detach() for tensor in tensors for _, part in parts_of(tensor, "")}
@@ -490,10 +482,8 @@ def bytes_of(part: torch.Tensor) -> torch.Tensor:
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False) -> Any:
     """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them.
 
-    A tensor in an object is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages hold.
-
-    Args:
-        is_inside: whether the value is inside such an object. Objects inside that one are left as they are.
+    A tensor in an object (`is_inside`) is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages
+    hold. Objects inside that one are left as they are.
     """
     if isinstance(value, torch.Tensor):
         return rewrapped(change(value), torch.clone) if is_inside else change(value)

@@ -110,9 +110,11 @@ class FSDP1(Framework):
             flat = handle.flat_param
             infos = [*flat._param_infos, *flat._shared_param_infos]
             own = [*flat._params, *flat._shared_params] if handle._use_orig_params else [flat] * len(infos)
+            gathered = {storage._cdata for storage in _gathered(flat)}
             for (name, module, *_), parameter in zip(infos, own, strict=True):
                 shown = module._parameters.get(name, module.__dict__.get(name))
-                if isinstance(shown, torch.Tensor) and shown is not parameter and (parameter is flat or _shows(shown, handle)):
+                is_view = isinstance(shown, torch.Tensor) and shown is not parameter
+                if is_view and (parameter is flat or shown.untyped_storage()._cdata in gathered):
                     found[id(shown)] = parameter
         return found
 
@@ -209,11 +211,6 @@ def _gathered(flat: Any) -> Iterator[torch.UntypedStorage]:
     for field in _GATHERED:
         if isinstance(tensor := getattr(flat, field, None), torch.Tensor):
             yield tensor.untyped_storage()
-
-
-def _shows(tensor: torch.Tensor, handle: Any) -> bool:
-    """Whether a tensor that a module has in a parameter's place is a view of gathered memory."""
-    return tensor.untyped_storage()._cdata in {storage._cdata for storage in _gathered(handle.flat_param)}
 
 
 class FlatWeight(Weight):

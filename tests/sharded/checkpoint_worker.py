@@ -195,17 +195,13 @@ def resume(kind: str, optimizer: str, root: str) -> None:
     checkpoint.load(manager, os.path.join(root, "training"))
     assert program.train(3, 4, 5) == after
     _assert_same(program.values(), end, "resumed")
-    fresh = build(kind, optimizer, seed=1)  # its optimizer has no state yet
-    assert fresh.manager is not None
-    _in(fresh, None, functools.partial(checkpoint.load, fresh.manager, os.path.join(root, "offloaded")))
-    _assert_same(fresh.values(), wanted, "into an optimizer without state")
-    assert fresh.train(3, 4, 5) == after
-    _assert_same(fresh.values(), end, "resumed by an optimizer without state")
-    fresh = build(kind, optimizer, seed=1)
-    assert fresh.manager is not None
-    _in(fresh, "restore", functools.partial(checkpoint.load, fresh.manager, os.path.join(root, "training")))
-    assert fresh.train(3, 4, 5) == after
-    _assert_same(fresh.values(), end, "resumed by an optimizer without state, loaded in restore")
+    for name, into in (("offloaded", None), ("training", "restore")):
+        fresh = build(kind, optimizer, seed=1)  # its optimizer has no state yet
+        assert fresh.manager is not None
+        _in(fresh, into, functools.partial(checkpoint.load, fresh.manager, os.path.join(root, name)))
+        _assert_same(fresh.values(), wanted, f"into an optimizer without state, {into}")
+        assert fresh.train(3, 4, 5) == after
+        _assert_same(fresh.values(), end, f"resumed by an optimizer without state, {into}")
 
 
 def _save_in_the_background(manager: Manager, path: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.sharded import disrupted_faults_worker as faults
 from tests.sharded import disrupted_worker as scripts
 from tests.sharded.disrupted_worker import Stage, twice
 from tests.support.ranks import Ranks
@@ -30,9 +29,9 @@ SCRIPTS = {
     scripts.cast: ("fsdp2", "ddp"),
 }
 BODIES = {
-    faults.collected: ("fsdp2", "fsdp1_original", "ddp"),
-    faults.readonly: ("fsdp2", "fsdp1_original"),
-    faults.lazy: ("fsdp2", "tensor_parallel"),
+    scripts.collected: ("fsdp2", "fsdp1_original", "ddp"),
+    scripts.readonly: ("fsdp2", "fsdp1_original"),
+    scripts.lazy: ("fsdp2", "tensor_parallel"),
 }
 
 
@@ -50,7 +49,7 @@ def test_a_script_sees_the_same_bytes_as_without_placement(two_ranks: Ranks, scr
 def test_a_switch_that_fails_at_any_device_call_loses_nothing(
     two_ranks: Ranks, name: str, is_interrupt: bool, counted: Callable[[str], None]
 ) -> None:
-    failed = two_ranks.run(faults.fail_at_every_call, name, is_interrupt, deadline_seconds=100.0)
+    failed = two_ranks.run(scripts.fail_at_every_call, name, is_interrupt, deadline_seconds=100.0)
     assert failed[0] == failed[1]
     assert all(calls > 0 for calls in failed[0].values()), failed[0]
     counted(f"a switch of {name} models, {'interrupted' if is_interrupt else 'failed'} at each device call: {failed[0]}")

@@ -3,15 +3,151 @@ values back, and whatever shards them trains on as if nothing had been. Real fra
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 
-from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, peft_worker, test_quantized
-from tests.sharded import put_back_worker as worker
+from placement import IntegrityError, Manager
+from placement.testing import assert_nothing_resident
+from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, peft_worker, test_quantized, training
+from tests.sharded.fsdp1_worker import units
 from tests.support.ranks import Ranks
+from tests.support.seeds import seed
+
+STEPS = 4
+
+
+def _cloned(model: torch.nn.Module) -> None:
+    """What `to("cpu")` does to a model on an accelerator."""
+    model._apply(lambda tensor: tensor.clone())
+
+
+def _clone_in_half(model: torch.nn.Module) -> None:
+    model.half()
+
+
+def _clone_in_double(model: torch.nn.Module) -> None:
+    model.double()
+
+
+def _exchanged(model: torch.nn.Module) -> None:
+    """The same where torch is told to exchange tensors whole."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _layer_by_layer(model: torch.nn.Module) -> None:
+    """Each module alone, and not those around it: a part of FSDP2 is not told."""
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = parameter._local_tensor.detach().clone()
+            else:
+                parameter.data = parameter.data.clone()
+
+
+def _as_verl_offloads_fsdp1(model: torch.nn.Module) -> None:
+    for _, handle in units(model):
+        handle.flat_param_to(torch.device("cpu"))
+        handle.flat_param.data = handle.flat_param.data.clone()
+        if handle._use_orig_params:
+            handle._use_sharded_views()
+        if hasattr(handle.flat_param, "_local_shard"):
+            handle.flat_param._local_shard = handle.flat_param.data
+
+
+WAYS: dict[str, Callable[[torch.nn.Module], None]] = {
+    "to": _cloned,
+    "half": _clone_in_half,
+    "double": _clone_in_double,
+    "exchanged": _exchanged,
+    "layers": _layer_by_layer,
+    "verl": _as_verl_offloads_fsdp1,
+}
+
+
+def _looks(program: training.Program) -> dict[str, Any]:
+    """Everything of the tensors but their values. `_apply` puts other objects in the place of buffers, not of parameters."""
+    buffers = {id(buffer) for _, buffer in program.model.named_buffers()}
+    return {
+        f"{name}{path}": (
+            id(tensor) not in buffers and id(tensor),
+            (tensor.dtype, tensor.size()),
+            (part.dtype, part.size(), part.stride(), part.data_ptr()),
+        )
+        for name, tensor in program.tensors()
+        for path, part in training.local_parts(tensor)
+    }
+
+
+def trains_on(
+    build: Callable[[], training.Program], way: str, within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> int:
+    """Replace the offloaded parameters before every phase, and compare with a run that nobody disturbs. Returns how often it was told.
+
+    Args:
+        within: makes the context in which the program is built and computes.
+    """
+    with within():
+        losses, values = training._run_plain(build, STEPS)
+        seed(0)
+        program = build()
+    manager = Manager(device=training.device_of("cpu"))
+    program.reshard()
+    program.register(manager)
+    told = 0
+    left = iter(losses)
+    for step in range(STEPS):
+        for phase, method in program.phases_of(step):
+            before = _looks(program)
+            WAYS[way](program.model)
+            with pytest.raises(IntegrityError, match="were replaced while it was offloaded") as caught, manager.phase(phase):
+                pass
+            assert "The registered values were put back" in str(caught.value)
+            told += 1
+            now = _looks(program)
+            assert now == before, {name: (look, now.get(name)) for name, look in before.items() if look != now.get(name)}
+            assert_nothing_resident(manager, allow_foreign=True)
+            training.assert_off(manager)
+            training.assert_away(manager, program)
+            seed(1 + step)
+            with manager.phase(phase), within():
+                loss = getattr(program, method)(step)
+            assert training.as_bytes(loss) == next(left), f"step {step}, {phase}, {method}: another loss than in the undisturbed run"
+            assert_nothing_resident(manager, allow_foreign=True)
+            audit = manager.audit()
+            assert audit.ok, audit.report
+    WAYS[way](program.model)
+    manager.close()  # nobody was told, and nothing is lost
+    program.reshard()
+    training._assert_same(training.digest(program), values, "after close()")
+    return told
+
+
+def names_what_is_lost(build: Callable[[], training.Program], way: str) -> str:
+    """The values come back; returns what is said of what does not."""
+    program = build()
+    manager = Manager(device=training.device_of("cpu"))
+    program.register(manager)
+    with manager.phase("log_prob"):
+        wanted = training.digest(program)
+    WAYS[way](program.model)
+    with pytest.raises(IntegrityError, match="The registered values were put back") as caught, manager.phase("train"):
+        pass
+    with manager.phase("log_prob"):
+        assert training.digest(program) == wanted
+    manager.close()
+    return str(caught.value)
+
 
 FSDP2: dict[str, Any] = {
     "plain": fsdp2_worker.plain_fsdp2,
@@ -34,7 +170,7 @@ FSDP1 = {
 @pytest.mark.parametrize("way", ["to", "half", *(pytest.param(each, marks=pytest.mark.slow) for each in ("exchanged", "layers"))])
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_and_tensor_parallel(two_ranks: Ranks, name: str, way: str) -> None:
-    assert all(two_ranks.run(worker.trains_on, FSDP2[name], way))
+    assert all(two_ranks.run(trains_on, FSDP2[name], way))
 
 
 @pytest.mark.parametrize(
@@ -48,36 +184,36 @@ def test_fsdp2_and_tensor_parallel(two_ranks: Ranks, name: str, way: str) -> Non
     ],
 )
 def test_fsdp1(two_ranks: Ranks, name: str, way: str) -> None:
-    assert all(two_ranks.run(worker.trains_on, FSDP1[name].program, way))
+    assert all(two_ranks.run(trains_on, FSDP1[name].program, way))
 
 
 @pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("view", [False, True])
 def test_ddp(two_ranks: Ranks, view: bool, way: str) -> None:
     variant = ddp_worker.Variant({"gradient_as_bucket_view": view})
-    assert all(two_ranks.run(worker.trains_on, variant.program, way))
+    assert all(two_ranks.run(trains_on, variant.program, way))
 
 
 def test_ddp_whose_hooks_torch_has_dropped(two_ranks: Ranks) -> None:
     """With other gradients on every rank nobody would notice."""
-    for told in two_ranks.run(worker.names_what_is_lost, ddp_worker.Variant().program, "double"):
+    for told in two_ranks.run(names_what_is_lost, ddp_worker.Variant().program, "double"):
         assert "DistributedDataParallel no longer averages its gradients" in told
         assert "wrap the module again" in told
 
 
 @pytest.mark.parametrize("way", ["to", "half"])
 def test_adapters(one_rank: Ranks, way: str) -> None:
-    one_rank.run(worker.trains_on, functools.partial(peft_worker.build, False, True), way)
+    one_rank.run(trains_on, functools.partial(peft_worker.build, False, True), way)
 
 
 @pytest.mark.parametrize("way", ["to", pytest.param("half", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("named", ["torchao int8", "torchao float8", "bitsandbytes int8", "bitsandbytes nf4"])
 def test_quantised_weights(one_rank: Ranks, named: str, way: str) -> None:
-    one_rank.run(worker.trains_on, functools.partial(test_quantized.build, *named.split()), way)
+    one_rank.run(trains_on, functools.partial(test_quantized.build, *named.split()), way)
 
 
 @pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [megatron_worker.KINDS[0], megatron_worker.KINDS[4], megatron_worker.KINDS[6]], ids=str)
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind, way: str) -> None:
     """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""
-    assert all(two_ranks.run(worker.trains_on, functools.partial(megatron_worker.build, kind), way, megatron_worker.pretend_cuda))
+    assert all(two_ranks.run(trains_on, functools.partial(megatron_worker.build, kind), way, megatron_worker.pretend_cuda))

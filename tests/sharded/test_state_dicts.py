@@ -3,53 +3,277 @@
 from __future__ import annotations
 
 import copy
+import io
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-from placement import Manager
+from placement import CheckpointError, Manager, NotResidentError, checkpoint
 from placement.tensors.plain import align
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded import state_dict_worker as worker
+from tests.sharded.checkpoint_worker import Program, build
 from tests.sharded.training import as_bytes, local_parts
 from tests.support.ranks import Ranks
 
 
+def parts(values: Any, path: str = "") -> dict[str, bytes]:
+    """The bytes of every tensor in a state dict, of a sharded one those of this rank."""
+    if isinstance(values, torch.Tensor):
+        return {f"{path}{inner}": as_bytes(part) for inner, part in local_parts(values)}
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, (list, tuple)) else ()
+    return {key: part for name, value in pairs for key, part in parts(value, f"{path}.{name}").items()}
+
+
+def live(program: Program) -> dict[str, bytes]:
+    """The same of what the objects have, read on the device."""
+    assert program.manager is not None
+    with program.manager.phase("restore"):
+        model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
+        state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
+        return parts({"model": model, "state": state})
+
+
+def forked(path: str) -> list[str]:
+    """What a forked child is told that saves a sharded state dict, or its own part of one."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    fully_shard(model)
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    shown = model.state_dict()
+    told = []
+    for use in (lambda: torch.save(shown, path), lambda: [value.to_local().numpy() for value in shown.values()]):
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                use()
+            except Exception as error:
+                os.write(writer, repr(error).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            told.append(pipe.read())
+        told[-1] += f" {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
+    manager.close()
+    return told
+
+
+class Gathering(torch.nn.Linear):
+    """Extra state of a sharded layer: what it gathers from all ranks, and what it computes of its own shard."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        weight: Any = self.weight
+        return {"whole": weight.full_tensor().sum(), "own": weight.to_local().double(), "norm": weight.norm().full_tensor()}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def computed() -> None:
+    """What hooks compute of sharded parameters while these are offloaded is what they compute on the device."""
+    model: Any = torch.nn.Sequential(Gathering(7, 5), torch.nn.Linear(5, 3))
+    model[1]._register_state_dict_hook(lambda _, found, prefix, __: found.update({prefix + "weight": found[prefix + "weight"].bfloat16()}))
+    model._register_state_dict_hook(lambda _, found, *__: found.update(total=sum(p.to_local().sum() for p in model.parameters())))
+    for part in (*model, model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_state_dict_post_hook(lambda _, found: tree_map_only(torch.Tensor, lambda tensor: tensor * 2, found))
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("actor", model, role="actor")
+    adam = manager.register("actor.optimizer", optimizer)
+    with manager.phase("train"):
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = parts({"model": dict(model.state_dict()), "part": dict(model[1].state_dict()), "state": optimizer.state_dict()["state"]})
+        assert ".model.0._extra_state.whole" in wanted
+    found = parts({"model": dict(handle.state_dict()), "part": dict(model[1].state_dict()), "state": adam.state_dict()["state"]})
+    assert found == wanted
+    assert_nothing_resident(manager)
+
+
+def _stepped(program: Program) -> list[torch.Tensor]:
+    return [each for group in program.optimizer.param_groups for each in group["params"]]
+
+
+def versions(kind: str) -> None:
+    """The counters of parameters: raised by a load where a shard was written in the host copy, through the wrapper or its part."""
+    program = build(kind, "adam")
+    manager = program.manager
+    assert manager is not None
+
+    def now() -> dict[str, int]:
+        with manager.phase("log_prob"):
+            return {name: each._version for name, each in program.model.named_parameters()}
+
+    first, *others = before = now()
+    program.model.state_dict()
+    assert now() == before
+    for write in (lambda shown: shown.mul_(2), lambda shown: [part.mul_(2) for _, part in local_parts(shown)]):
+        shown = program.model.state_dict()[first]
+        is_empty = not any(part.numel() for _, part in local_parts(shown))
+        write(shown)
+        del shown
+        after = now()
+        assert is_empty or after[first] == before[first] + 1
+        assert [after[name] for name in others] == [before[name] for name in others]
+        before = after
+
+
+def held(kind: str) -> None:
+    """State dicts taken in one state and held through all others: the same objects, with what the object has by then."""
+    program = build(kind, "adam")
+    manager = program.manager
+    assert manager is not None
+    program.train(1)
+    for taken in (None, "log_prob", "train"):
+        if taken is None:
+            shown = {"model": program.model.state_dict(), "state": program.optimizer.state_dict()["state"]}
+        else:
+            with manager.phase(taken):
+                shown = {"model": program.model.state_dict(), "state": program.optimizer.state_dict()["state"]}
+        objects = [id(part) for _, value in _tensors(shown) for _, part in local_parts(value)]
+        for number in (2, 3):
+            wanted = live(program)
+            assert parts(shown) == wanted, f"{kind}, taken in {taken}"
+            assert_nothing_resident(manager)
+            with manager.phase("log_prob"):
+                assert parts(shown) == wanted
+            program.train(number)
+            assert live(program) != wanted
+        assert [id(part) for _, value in _tensors(shown) for _, part in local_parts(value)] == objects
+        file = io.BytesIO()
+        torch.save(shown, file)
+        file.seek(0)
+        assert parts(torch.load(file, weights_only=False)) == live(program)
+        if kind == "fsdp2" and dist.get_world_size() > 1:
+            assert any(part.numel() == 0 for _, value in _tensors(shown["model"]) for _, part in local_parts(value)) == (
+                dist.get_rank() == 1
+            )
+    last = live(program)
+    manager.close()
+    assert parts(shown) == last  # from here on it is a copy
+    program.manager = None
+    program.train(4)
+    assert parts(shown) == last
+
+
+def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(values, torch.Tensor):
+        return [("", values)]
+    return [found for value in values.values() for found in _tensors(value)] if isinstance(values, dict) else []
+
+
+def gathered(kind: str) -> None:
+    """Collectives on what was handed out while offloaded see the values."""
+    program = build(kind, "adam")
+    assert program.manager is not None
+    program.train(1)
+    with program.manager.phase("restore"):
+        wanted = {name: as_bytes(_whole(value)) for name, value in program.model.state_dict().items()}
+    assert {name: as_bytes(_whole(value)) for name, value in program.actor.state_dict().items()} == wanted
+    assert any(isinstance(value, DTensor) for value in program.actor.state_dict().values())
+    assert_nothing_resident(program.manager)
+
+
+def _whole(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return found
+
+
+def taken_over() -> None:
+    """An optimizer that loads what it had shown takes over the very tensors; they are its own then, and move."""
+    program = build("fsdp2", "adam")
+    manager = program.manager
+    assert manager is not None
+    program.train(1)
+    with manager.phase("restore"):
+        shown = program.optimizer.state_dict()
+        program.optimizer.load_state_dict(shown)
+    wanted = live(program)
+    assert_nothing_resident(manager)
+    assert live(program) == wanted
+    program.train(2, 3)
+    other = build("fsdp2", "adam", managed=False)
+    other.train(1, 2, 3)
+    assert {name: as_bytes(part) for name, value in program.actor.state_dict().items() for _, part in local_parts(value)} == {
+        name: as_bytes(part) for name, value in other.model.state_dict().items() for _, part in local_parts(value)
+    }
+
+
+def fsdp1(use_orig_params: bool, root: str) -> tuple[str, str, str]:
+    """FSDP1 gathers for a state dict: refused while offloaded, right while resident. Returns what was said."""
+    keywords = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords))
+    model = FullyShardedDataParallel(model, **keywords)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        wanted = parts(model.state_dict())
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("actor", model, role="actor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    manager.register("actor.optimizer", optimizer)
+    said = []
+    for ask in (handle.state_dict, model[1].state_dict, lambda: checkpoint.save(manager, root, only=["actor"])):
+        try:
+            ask()
+        except (NotResidentError, CheckpointError) as error:
+            said.append(str(error))
+        assert_nothing_resident(manager)
+    with manager.phase("restore"):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            found = handle.state_dict()
+            assert parts(found) == wanted
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
+            sharded = handle.state_dict()
+            assert sharded.keys() == found.keys()
+            shards = {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()}
+            assert shards
+    assert {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()} == shards
+    assert parts(found) == wanted  # gathered, so it is a copy
+    assert_nothing_resident(manager)
+    first, second, third = said
+    return first, second, third
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "tied", "lora"])
 def test_a_held_state_dict_follows_a_sharded_handle(kind: str, two_ranks: Ranks) -> None:
-    two_ranks.run(worker.held, kind)
+    two_ranks.run(held, kind)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
 def test_a_load_raises_the_counters_of_what_was_written(kind: str, two_ranks: Ranks) -> None:
-    two_ranks.run(worker.versions, kind)
+    two_ranks.run(versions, kind)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
 def test_what_is_handed_out_while_offloaded_can_be_gathered(kind: str, two_ranks: Ranks) -> None:
-    two_ranks.run(worker.gathered, kind)
+    two_ranks.run(gathered, kind)
 
 
 def test_a_forked_child_is_told_that_it_has_no_sharded_tensor(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told in two_ranks.run(worker.forked, str(tmp_path / "saved")):
+    for told in two_ranks.run(forked, str(tmp_path / "saved")):
         assert all("PlacementError" in each and "clone()" in each and each.endswith(" 0") for each in told), told
 
 
 def test_what_hooks_compute_of_sharded_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(worker.computed)
+    two_ranks.run(computed)
 
 
 def test_an_optimizer_that_takes_over_what_it_had_shown(two_ranks: Ranks) -> None:
-    two_ranks.run(worker.taken_over)
+    two_ranks.run(taken_over)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1_is_not_gathered_from_poison(use_orig_params: bool, two_ranks: Ranks, tmp_path: Path) -> None:
     """torch's FSDP1 itself."""
-    for first, second, third in two_ranks.run(worker.fsdp1, use_orig_params, str(tmp_path)):
+    for first, second, third in two_ranks.run(fsdp1, use_orig_params, str(tmp_path)):
         for said in (first, second):
             assert "'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict" in said
             assert "manager.phase('checkpoint')" in said
@@ -104,12 +328,12 @@ def test_a_quantised_module_is_dequantised_by_its_hooks() -> None:
         found.update({name: value.dequantize() if hasattr(value, "dequantize") else value.clone() for name, value in found.items()})
 
     model._register_state_dict_hook(dequantise)
-    wanted = _parts(copy.deepcopy(model.state_dict()))
+    wanted = parts(copy.deepcopy(model.state_dict()))
     manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
     handle = manager.register("ref", model, role="ref")
-    assert _parts(handle.state_dict()) == wanted
+    assert parts(handle.state_dict()) == wanted
     with manager.phase("log_prob"):
-        assert _parts(handle.state_dict()) == wanted
+        assert parts(handle.state_dict()) == wanted
     assert manager.audit().ok
 
 
@@ -125,21 +349,17 @@ def test_what_packages_save_of_an_offloaded_module(phase: str | None, tmp_path: 
     base = transformers.LlamaForCausalLM(config)
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
     model.state_dict()
-    wanted = _parts(copy.deepcopy(peft.get_peft_model_state_dict(model)))
+    wanted = parts(copy.deepcopy(peft.get_peft_model_state_dict(model)))
     model.save_pretrained(tmp_path / "before")
     base.save_pretrained(tmp_path / "before" / "base")
     manager = Manager(device=SimulatedDevice(4 << 20, chunk_bytes=4096))
     manager.register("actor", model, role="actor")
     with manager.phase(phase) if phase is not None else nullcontext():
-        assert _parts(peft.get_peft_model_state_dict(model)) == wanted
+        assert parts(peft.get_peft_model_state_dict(model)) == wanted
         model.save_pretrained(tmp_path / "after")
         base.save_pretrained(tmp_path / "after" / "base")
     for name in ("adapter_model.safetensors", "base/model.safetensors"):
-        before, after = (_parts(safetensors.load_file(tmp_path / when / name)) for when in ("before", "after"))
+        before, after = (parts(safetensors.load_file(tmp_path / when / name)) for when in ("before", "after"))
         assert before == after
         assert before
     assert_nothing_resident(manager)
-
-
-def _parts(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {f"{name}{path}": as_bytes(part) for name, value in values.items() for path, part in local_parts(value)}
