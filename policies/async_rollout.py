@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from placement import Plan, View
 
-from .base import rollout_models
-from .colocated import Colocated, OptimizerIn
+from .colocated import Colocated, OptimizerIn, rollout_models
 from .resident import Resident
 
 

@@ -1,13 +1,12 @@
-"""A policy by which all handles take turns on one device."""
+"""A policy by which all handles take turns on one device, and questions about a view that several policies ask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
-from placement import Plan, State, View
-
-from .base import models, optimizers, readable, rollout_models, stepped, targets, unknown_phase
+from placement import HandleView, Plan, PolicyError, State, View
 
 OptimizerIn = Literal["train", "optimizer_step", "streamed"]
 
@@ -54,7 +53,7 @@ class Colocated:
     def plan(self, view: View) -> Plan:
         """The handles that the phase needs, and nothing else."""
         if view.phase == "checkpoint":
-            return readable(view)
+            return _readable(view)
         needs = self.needs(view)
         streamed: list[str] = []
         dropped: list[str] = []
@@ -63,7 +62,7 @@ class Colocated:
         if self.optimizer_in == "streamed" and view.phase != "restore":  # a state dict is loaded into tensors on the device
             streamed += [h.name for h in optimizers(view) if needs.get(h.name) is State.TRAINING and not h.external]
         if self.drop_gradients and view.enclosing is None:
-            dropped = [h.name for h in stepped(view) if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING]
+            dropped = [h.name for h in _stepped(view) if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING]
         parts = {}
         if view.phase == "weight_sync":
             parts = {h.name: frozenset({"weights"}) for h in rollout_models(view) if "weights" in h.tags}
@@ -94,22 +93,76 @@ class Colocated:
             case "idle" | "checkpoint":
                 return {}
             case "rollout" | "eval":
-                return targets(rollout_models(view) or models(view, "actor"), State.GPU_RESIDENT)
+                return _targets(rollout_models(view) or _models(view, "actor"), State.GPU_RESIDENT)
             case "weight_sync":
-                return targets(rollout_models(view), State.GPU_RESIDENT) | targets(models(view, "actor"), State.SYNCING)
+                return _targets(rollout_models(view), State.GPU_RESIDENT) | _targets(_models(view, "actor"), State.SYNCING)
             case "log_prob":
-                return targets(models(view, "actor", "ref"), State.GPU_RESIDENT)
+                return _targets(_models(view, "actor", "ref"), State.GPU_RESIDENT)
             case "ref_log_prob":
-                return targets(models(view, "ref"), State.GPU_RESIDENT)
+                return _targets(_models(view, "ref"), State.GPU_RESIDENT)
             case "values":
-                return targets(models(view, "critic"), State.GPU_RESIDENT)
+                return _targets(_models(view, "critic"), State.GPU_RESIDENT)
             case "reward":
-                return targets(models(view, "reward"), State.GPU_RESIDENT)
+                return _targets(_models(view, "reward"), State.GPU_RESIDENT)
             case "train" if self.optimizer_in == "optimizer_step":
-                return targets(stepped(view), State.TRAINING)
+                return _targets(_stepped(view), State.TRAINING)
             case "train" | "optimizer_step" | "restore":
-                return targets([*stepped(view), *optimizers(view)], State.TRAINING)
+                return _targets([*_stepped(view), *optimizers(view)], State.TRAINING)
             case phase if phase in view.phases:
                 wanted = view.wanted_states(phase)
-                return {h.name: state for role, state in wanted.items() for h in models(view, role)}
-        raise unknown_phase(view)
+                return {h.name: state for role, state in wanted.items() for h in _models(view, role)}
+        raise _unknown_phase(view)
+
+
+def _models(view: View, *roles: str) -> list[HandleView]:
+    """Modules and engines with these roles, in registration order. Optimizers have their owner's role, and are left out."""
+    return [h for h in view.with_role(*roles) if h.kind != "optimizer"]
+
+
+def rollout_models(view: View) -> list[HandleView]:
+    """The models that generate: every model with the role `rollout`, and every engine without a role."""
+    return [h for h in view.handles.values() if h.kind != "optimizer" and (h.role == "rollout" or (h.kind == "engine" and h.role is None))]
+
+
+def optimizers(view: View) -> list[HandleView]:
+    """Every optimizer, in registration order."""
+    return [h for h in view.handles.values() if h.kind == "optimizer"]
+
+
+def _stepped(view: View) -> list[HandleView]:
+    """The modules whose parameters an optimizer steps. Owners that are not in the view are left out."""
+    owners = dict.fromkeys(owner for optimizer in optimizers(view) for owner in optimizer.owners)
+    return [view.handles[name] for name in owners if name in view.handles]
+
+
+def _targets(handles: Iterable[HandleView], state: State) -> dict[str, State]:
+    """The same target for several handles. A readonly handle cannot be TRAINING, so it gets GPU_RESIDENT instead."""
+    readonly_state = State.GPU_RESIDENT if state is State.TRAINING else state
+    return {h.name: readonly_state if h.readonly else state for h in handles}
+
+
+def _present(view: View) -> Plan:
+    """The plan that changes nothing."""
+    # A plan without `streamed` would load what is used from its host copy.
+    streamed = [h.name for h in view.handles.values() if h.streaming]
+    parts = {h.name: h.resident_tags for h in view.handles.values() if h.resident_tags and h.resident_tags != h.tags.keys()}
+    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts)
+
+
+def _readable(view: View) -> Plan:
+    """The plan for reading every value. It moves only handles whose values can be read on the device alone."""
+    plan = _present(view)
+    for handle in view.handles.values():
+        if handle.gathers and handle.built:
+            plan = plan.also(handle, State.GPU_RESIDENT)
+    return plan
+
+
+def _unknown_phase(view: View) -> PolicyError:
+    """The error for a phase that is neither shipped nor in `Settings.phases`."""
+    nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return PolicyError(
+        f"unknown phase {view.phase!r}.{hint} Known phases: {', '.join(view.known_phases)}. "
+        "Declare a phase of your own in Settings.phases, with the roles that it needs."
+    )

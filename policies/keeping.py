@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from placement import HandleView, Plan, State, View
 
-from .base import rollout_models
+from .colocated import rollout_models
 
 MOST_LOOKS = 4_000
 """The search ends when it has looked at so many choices, and takes the best that it has found until then. 360 random cycles of 5 to 8

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from placement import HandleView, Plan, State, View
 
-from .base import optimizers
-from .colocated import Colocated, OptimizerIn
+from .colocated import Colocated, OptimizerIn, optimizers
 
 
 class Resident(Colocated):

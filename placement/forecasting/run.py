@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
@@ -67,14 +68,13 @@ class Asked:
         return getattr(self._policy, name)
 
 
-class Run:
-    """One worker that only has sizes, under a real manager. A context, or `close` it.
+class Run(contextlib.AbstractContextManager["Run"]):
+    """One worker that only has sizes, under a real manager.
 
     Args:
         objects: in registration order.
         names: those of all phases that come.
-        work_seconds: the seconds of work in each phase, by its name.
-        steps: the steps of optimizers in each phase, by its name.
+        work_seconds, steps: the seconds of work, and the steps of optimizers, in each phase by its name.
         host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: all are in host memory.
         settings: of the manager: `worker_role`, `phases`.
     """
@@ -107,18 +107,12 @@ class Run:
             for each in objects:
                 self._register(each)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         self.asked.is_registering = False
         self._counters = self._count()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End the run. Nothing may be handed back, because there are no values."""
         try:
             while self._open:
@@ -206,27 +200,22 @@ class Run:
 
     def _try_to_enter(self, phase: Phase) -> PlacementError | None:
         """Enter a phase. Returns why the manager refuses it; then the phase before goes on."""
+        is_nested = self._open == [_NESTED.get(phase.name)]
         try:
-            self._enter(phase)
+            while len(self._open) > (phase.name != IDLE):
+                self._open.pop()
+                self._manager.leave()
+            if phase.name != IDLE and (is_nested or not self._open):
+                self._manager.enter(phase.name, only=phase.only)
+                self._open.append(phase.name)
+            elif phase.name != IDLE:
+                self._manager.switch(phase.name, only=phase.only)
+                self._open = [phase.name]
         except PhaseError:
             raise
         except PlacementError as error:
             return error.with_traceback(None)
         return None
-
-    def _enter(self, phase: Phase) -> None:
-        is_nested = self._open == [_NESTED.get(phase.name)]
-        while len(self._open) > (phase.name != IDLE):
-            self._open.pop()
-            self._manager.leave()
-        if phase.name == IDLE:
-            return
-        if is_nested or not self._open:
-            self._manager.enter(phase.name, only=phase.only)
-            self._open.append(phase.name)
-        else:
-            self._manager.switch(phase.name, only=phase.only)
-            self._open = [phase.name]
 
     def _wanted_bytes(self, problem: PlacementError | None, views: Mapping[str, HandleView]) -> int:
         """Device bytes that the plan of the phase needs, or needed where it was refused."""

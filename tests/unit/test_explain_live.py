@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from placement.cli import main
+from placement.cli.explain import live_table
+from placement.observe.discovery import Target
 from tests.support.worker import Worker, learn
 
 
@@ -56,42 +53,19 @@ def test_colocated_has_reasons_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["ref"].endswith("not needed in train")
 
 
-@contextmanager
-def answering(body: bytes) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            return
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def test_a_policy_that_gives_no_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_gives_no_reasons() -> None:
     handle = {"name": "actor", "state": "GPU_RESIDENT", "resident_bytes": 2048, "kept": True, "broken": "a reason"}
     state = {"policy": "mine", "phases": [], "budget_bytes": 4096, "handles": [handle]}
-    with answering(json.dumps(state).encode()) as url:
-        assert main(["explain", "--live", url]) == 0
-    head, _, row = capsys.readouterr().out.splitlines()
-    assert head.endswith("policy mine, in idle, 2 KiB of 4 KiB on the device")
+    head, _, row = live_table("rank0", state).splitlines()
+    assert head == "rank0: policy mine, in idle, 2 KiB of 4 KiB on the device"
     assert row.endswith("the policy does not say; kept by phase.keep(); broken: a reason")
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
-def test_another_server_is_no_worker(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering(body) as url:
-        assert main(["explain", "--live", url]) == 1
+def test_another_server_is_no_worker(body: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placement.cli.explain.find_targets", lambda places: [Target(address="rank0:1", labels={})])
+    monkeypatch.setattr("placement.cli.explain.ask", lambda url: body)
+    assert main(["explain", "--live", "http://127.0.0.1:9"]) == 1
     assert "/state is not the state of a worker" in capsys.readouterr().err
 
 
