@@ -2,7 +2,7 @@
 
 Torch's state dict hooks see neither the values that an overridden method computes nor an exception in between. So the method itself is
 replaced. Hooks of state dicts, `get_extra_state` and overridden methods compute with the live tensors, which read poison while they are
-offloaded. So then the whole call runs inside `from_host_copies`, where every torch function gets the host copy instead of such a tensor.
+offloaded. So then the whole call runs inside `FromHostCopies`, where every torch function gets the host copy instead of such a tensor.
 The tensors themselves are not touched: identity, addresses, versions, gradient accumulators and use counts stay the same, other threads
 notice nothing, and an exception leaves nothing behind. The tensors that the call returns follow the handle.
 """
@@ -10,8 +10,7 @@ notice nothing, and an exception leaves nothing behind. The tensors that the cal
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +69,7 @@ class StateDictCall(MethodCall):
                 "manager.phase('restore')"
             )
         try:
-            with from_host_copies():
+            with FromHostCopies():
                 found = method(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, PlacementError):
@@ -91,7 +90,7 @@ class ZeroCall(StateDictCall):
         handle = self._handle()
         if handle is None or not any(each.storage.is_on_host for each in (handle, *handle.owners)):
             return method(*args, **kwargs)
-        with from_host_copies():
+        with FromHostCopies():
             return method(*args, **kwargs)
 
 
@@ -186,8 +185,8 @@ def _host_copies(handle: Handle) -> list[torch.Tensor]:
 # --- reading the host copy
 
 
-class _HostReads(TorchFunctionMode):
-    """Gives torch functions the host copy in place of tensors that are offloaded, in the thread that entered it."""
+class FromHostCopies(TorchFunctionMode):
+    """Gives torch functions the host copy in place of tensors that are offloaded, in the thread that entered it. Writes go there, too."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -200,15 +199,8 @@ class _HostReads(TorchFunctionMode):
 
 
 def is_reading() -> bool:
-    """Whether this thread is inside `from_host_copies`."""
-    return any(isinstance(mode, _HostReads) for mode in _get_current_function_mode_stack())
-
-
-@contextmanager
-def from_host_copies() -> Iterator[None]:
-    """Let every torch function that this thread calls with an offloaded tensor use its host copy. Writes go into the host copy, too."""
-    with _HostReads():
-        yield
+    """Whether this thread is inside `FromHostCopies`."""
+    return any(isinstance(mode, FromHostCopies) for mode in _get_current_function_mode_stack())
 
 
 def _is_about_the_object(func: Callable[..., Any]) -> bool:

@@ -120,7 +120,6 @@ class Samples:
 
 
 Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
-_samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
 
 
 class NanCheck:
@@ -135,6 +134,7 @@ class NanCheck:
         self._ranges, self._device, self._kind, self._readonly = ranges, device, kind, readonly
         self.is_on = True
         """Whether anything is looked at (`Settings.nan_check`)."""
+        self._samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
         self._put_right: list[str] = []
         self._left: list[str] = []
         """Tensors without earlier values."""
@@ -147,9 +147,9 @@ class NanCheck:
         for r in self._ranges.all if self.is_on and not self._readonly else ():
             if r.transient or r.moving_in is not None:
                 continue
-            samples = _samples.get(r)
+            samples = self._samples.get(r)
             if samples is None or samples.placed is not r.placed:
-                samples = _samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
+                samples = self._samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
             words = self._device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
             asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
         return asked
