@@ -58,7 +58,7 @@ def in_checkpoint(model: Any, weights: Sequence[tuple[str, Weight]]) -> list[tup
 
 
 def _placeholders(loading: Any, model: Any, parts: dict[str, Weight]) -> dict[str, torch.Tensor]:
-    """What these weights become, in the same order if they are only renamed, as tensors on the meta device."""
+    """The tensors of the checkpoint that these weights become, on the meta device; in the same order if they are only renamed."""
     places = {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in parts.items()}
     found: dict[str, torch.Tensor] = loading.revert_weight_conversion(model, places)
     return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
-from bench.code_paths import ROOT, cycles, imports, modules, walks
+from bench.code_paths import ROOT, cycles, imports, modules
 
 ROOMS = (
     "core",
@@ -34,9 +37,9 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 36_710, "modules": 183}
+MOST_OF_ALL = {"lines": 35_310, "modules": 158}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules."""
-WALKS = {"register": (62, 15), "enter": (54, 26), "leave": (56, 28), "weights": (16, 12)}
+WALKS = {"register": (51, 14), "enter": (46, 23), "leave": (46, 23), "weights": (11, 9)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""
 
 
@@ -77,7 +80,9 @@ def test_the_product_does_not_grow_unseen() -> None:
 
 
 def test_no_call_is_harder_to_follow_than_it_was() -> None:
-    now = {name: (len(walk.files), walk.depth) for name, walk in walks().items()}
+    """In an interpreter of its own: a framework that another test has imported is asked, too."""
+    script = "from bench.code_paths import walks; print({name: (len(walk.files), walk.depth) for name, walk in walks().items()})"
+    now = ast.literal_eval(subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True))
     assert {name: walk for name, walk in now.items() if walk[0] > WALKS[name][0] or walk[1] > WALKS[name][1]} == {}
 
 
