@@ -191,7 +191,7 @@ class Reconciler:
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
-        self.left_behind = self._left_behind(plan) if leaves else ()
+        self.left_behind = self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
             self.lease_client.trim()
