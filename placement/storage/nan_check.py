@@ -102,7 +102,7 @@ class Samples:
         """Without the range, which is the key in a weak table of these."""
         offsets = torch.tensor([_spots(*each) for each in self.places.values()], dtype=torch.int64, device="cpu").view(-1, _SAMPLES)
         self._inside = offsets % 8
-        self.words = (offsets // 8).flatten().to(device).split(_ALLOCATION // 8)
+        self.words = [part.to(device) for part in (offsets // 8).flatten().split(_ALLOCATION // 8)]
         """The words' indices in the range."""
 
     def suspects(self, words: torch.Tensor) -> Iterator[str]:
