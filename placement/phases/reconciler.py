@@ -188,6 +188,8 @@ class Reconciler:
         except Exception as error:
             failures.append(error)
         failures += self._mover.retreat(self._handles, within, while_copying=self._device.compare_poison, ahead=ahead)
+        if vote is None:
+            failures += self._mover.complete(self._handles)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
@@ -199,8 +201,7 @@ class Reconciler:
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
-        failures = failures if vote is None else vote(failures)
-        return failures + self._mover.complete(self._handles)
+        return failures if vote is None else vote(failures) + self._mover.complete(self._handles)
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition into the phase `name`: measure what it has changed, and give back the memory that it does not need.
