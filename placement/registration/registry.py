@@ -83,7 +83,7 @@ class Registry:
         self._streaming = streaming
         self._settings = settings
         self.admit: Callable[[Handle, Callable[[], int]], None]
-        """See `HostTier.admit`. Set by the manager's `PlanExecutor`."""
+        """See `HostTier.admit`. Set by the manager's `Reconciler`."""
         self._has_warned = False
 
     def add(
