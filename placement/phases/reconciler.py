@@ -248,6 +248,7 @@ class Reconciler:
     def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
         handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
         held_bytes = sum(each.resident_bytes for each in self._handles.values())
         self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)
@@ -425,7 +426,7 @@ class LeaseClient:
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
         windows = sum(
-            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is given up when a step begins
+            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is a part of the window
             for each in self._handles.values()
             if each.is_streaming and each.streamed is not None
         )
