@@ -10,7 +10,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
@@ -26,6 +26,7 @@ from placement.frameworks.known import has_own_export
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.ownership.module import ModuleAdapter
 from placement.publish import lora
+from placement.publish.ahead import Ahead
 from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
@@ -249,6 +250,8 @@ def _buckets(
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
     waiting = deque(zip(announced, found, strict=True))
     bucket, size = Bucket(0, adapters, announced), 0
+    reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
+    ahead = Ahead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
     try:
         while waiting:
             _require_syncing(handle, begun)
@@ -260,7 +263,11 @@ def _buckets(
                 bucket, size = Bucket(bucket.number + 1, adapters, announced), 0
                 continue
             waiting.popleft()
-            bucket.append((info.name, _whole(handle, weight, info.dtype)))
+            with _plainly():
+                if not bucket:
+                    ahead.fetch()
+                bucket.append((info.name, weight.whole(reader, info.dtype)))
+            ahead.used(nbytes)
             size += nbytes
         if bucket:
             bucket.is_last = True
@@ -271,15 +278,18 @@ def _buckets(
             if handle.state is not State.SYNCING or begun != _times_begun(handle):
                 break
             if weight.is_collective:
-                _whole(handle, weight, info.dtype)
+                with _plainly():
+                    weight.whole(reader, info.dtype)
         raise
+    finally:
+        ahead.end()
 
 
-def _whole(handle: Publisher, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight's full value in torch's own memory on the device, read from where the valid values are now (device or host copy)."""
-    reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Read values as they are, whatever modes the caller is in."""
     with without_modes(), torch.inference_mode(False), torch.no_grad():
-        return weight.whole(reader, dtype)
+        yield
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

@@ -65,12 +65,31 @@ def _publish_after_training(build: str) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
 @pytest.mark.parametrize("build", ["plain", "fsdp2", "fsdp2_external", "fsdp2_rows", "fsdp1_flat", "fsdp1_whole"])
 def test_the_device_holds_one_bucket_and_what_makes_one_weight(two_ranks: Ranks, build: str, dtype: torch.dtype | None) -> None:
-    """One more tensor of the largest weight's size; cut along another dimension than the first, its local part as well."""
+    """One more tensor of the largest weight's size; cut along another dimension than the first, its local part as well. Streamed, also the
+    next bucket, which comes meanwhile."""
     bucket_bytes = 40_000
     for streams in (False, True):
         for peak, largest in two_ranks.run(worker.peak, build, streams, bucket_bytes, dtype):
             assert largest <= bucket_bytes
-            assert largest < peak <= bucket_bytes + largest + (largest // 2 if build == "fsdp2_rows" else 0)
+            ahead = bucket_bytes if streams else 0
+            assert largest < peak <= bucket_bytes + largest + ahead + (largest // 2 if build == "fsdp2_rows" else 0)
+
+
+def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used_and_an_early_end_lets_go_of_it() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
+    manager = manager_of(streams=True)
+    actor = manager.register("actor", model, role="actor")
+    one = 64 * 64 * 4
+    with manager.phase("weight_sync"), worker.Live(actor) as live:
+        buckets = actor.weights(bucket_bytes=2 * one)
+        for count in range(3):
+            bucket = next(buckets)
+            assert len(bucket) == 2
+            assert live.now == 4 * one, count  # this bucket and the next
+        buckets.close()  # type: ignore[attr-defined]
+        del bucket
+        assert live.now == 0
+    assert_nothing_resident(manager)
 
 
 # --- ranks that do not do the same
