@@ -17,6 +17,8 @@ import torch
 from placement.frameworks.weights import Reader, Weight
 
 Wanted = tuple[Weight, torch.dtype]
+_Target = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of the module, and memory on the device for its value."""
 
 
 class Ahead:
@@ -41,8 +43,11 @@ class Ahead:
 
     def fetch(self) -> None:
         """Start the copies of the coming bucket, if none did, and of the one after it. Called before a bucket is filled."""
+        groups = list[list[_Target]]()
         while self._wanted and len(self._groups) < 2:
-            self._fetch_group()
+            groups.append(self._take_group())  # all memory before any copy: the driver may let an allocation wait for copies
+        for group in groups:
+            self._start(group)
 
     def used(self, nbytes: int) -> None:
         """Note that so many published bytes have been handed out."""
@@ -53,8 +58,9 @@ class Ahead:
             if not self._groups[0]:
                 self._groups.popleft()
 
-    def _fetch_group(self) -> None:
-        group, nbytes = list[tuple[torch.Tensor, torch.dtype]](), 0
+    def _take_group(self) -> list[_Target]:
+        """Take memory for what this rank has of the next weights."""
+        group, nbytes = list[_Target](), 0
         while self._wanted:
             weight, dtype = self._wanted[0]
             size = weight.shape.numel() * dtype.itemsize
@@ -65,16 +71,18 @@ class Ahead:
             for source, its_dtype in weight.sources(dtype):
                 if id(source) not in self._seen:
                     self._seen.add(id(source))
-                    group.append((source, its_dtype))
+                    group.append((source, self._reader.target(source, its_dtype)))
         self._groups.append(nbytes)
-        targets = [(source, self._reader.target(source, dtype)) for source, dtype in group]
+        return group
+
+    def _start(self, group: list[_Target]) -> None:
         if self._stream is not None:
             self._stream.wait_stream(self._device.current_stream(self._reader.device))
         with contextlib.nullcontext() if self._stream is None else self._device.stream(self._stream):
-            for source, target in targets:
+            for source, target in group:
                 self._reader.fill(target, source.detach(), non_blocking=True)
             arrived = None if self._stream is None else self._stream.record_event()
-        for source, target in targets:
+        for source, target in group:
             self._reader.fetched[id(source)] = source, target, arrived
 
     def end(self) -> None:
