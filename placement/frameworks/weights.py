@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -59,6 +59,15 @@ class Reader:
         return torch.empty_like(source, dtype=dtype, device=self.device, requires_grad=False)
 
 
+class Part(NamedTuple):
+    """This rank's part of a weight: the whole of it, or a block."""
+
+    tensor: torch.Tensor
+    """A plain one, in the module's memory."""
+    offset: tuple[int, ...]
+    """Where the block begins in the full weight, in elements of each dimension."""
+
+
 class Weight(abc.ABC):
     """One weight, whose full value `whole` returns. Nothing is read or gathered before `whole` is called."""
 
@@ -91,6 +100,10 @@ class Weight(abc.ABC):
         """
         yield from ()
 
+    def part(self) -> Part | None:
+        """This rank's part, as it lies in the module; None where that is no block of the published weight."""
+        return None
+
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         """A function that writes a full value into the weight, on the device; on each rank its own part. Calls no collective.
 
@@ -119,6 +132,9 @@ class LocalWeight(Weight):
 
     def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         yield from parts_read(self._tensor, dtype)
+
+    def part(self) -> Part | None:
+        return None if self.is_wrapper or self.dtype.is_complex else Part(self._tensor, (0,) * len(self.shape))
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         value = read_parts(reader, self._tensor, dtype)
@@ -158,6 +174,16 @@ class ShardedWeight(Weight):
 
     def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         yield from parts_read(self._tensor._local_tensor, self._read_as(dtype))
+
+    def part(self) -> Part | None:
+        sharded, torch_sharding = self._tensor, sys.modules["torch.distributed.tensor"]
+        blocks = (torch_sharding.Shard, torch_sharding.Replicate)  # not their subclasses: a strided shard is no block
+        if self.is_wrapper or self.dtype.is_complex or any(type(placement) not in blocks for placement in sharded.placements):
+            return None
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+        return Part(sharded._local_tensor, tuple(offset)) if tuple(sharded._local_tensor.shape) == tuple(shape) else None
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         # The DTensor itself is not copied or moved. Its local part is read, and the result is wrapped in a new DTensor.

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from placement.core.torch_modes import without_modes
 from placement.frameworks.weights import Reader, Weight
 
 Wanted = tuple[Weight, torch.dtype]
 _Target = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the module, and memory on the device for its value."""
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Read values as they are, whatever modes the caller is in."""
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Ahead:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
@@ -26,7 +26,8 @@ from placement.frameworks.known import has_own_export
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.ownership.module import ModuleAdapter
 from placement.publish import lora
-from placement.publish.ahead import Ahead
+from placement.publish.ahead import Ahead, plainly
+from placement.publish.changes import Changes, Publication, Published
 from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
@@ -168,6 +169,7 @@ class Publisher(Protocol):
     counters: HandleCounters
     storage: Storage
     phase_now: Callable[[], str]
+    published: Published | None
 
     @property
     def object(self) -> Any: ...
@@ -188,15 +190,45 @@ def weights(
     handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
-    bucket_bytes = bytes_of("bucket_bytes", bucket_bytes)
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+    bucket_bytes = _positive(bucket_bytes)
     _require_syncing(handle)
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
     announced = _announced(found, dtype)
     return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, _times_begun(handle))
+
+
+def weight_changes(
+    handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+) -> Iterator[Changes]:
+    """See `Handle.weight_changes`."""
+    bucket_bytes = _positive(bucket_bytes)
+    _require_syncing(handle)
+    found = _found(handle, adapters, names)
+    for root in handle.modules():
+        check_publishable(root, handle.name, found)
+    infos = _announced(found, dtype)
+    last = handle.published if handle.published is not None and handle.published.version == since else None
+    wanted = [(info.name, weight, info.dtype) for info, (_, weight) in zip(infos, found, strict=True)]
+    with plainly():
+        publication = Publication(handle.storage, wanted, last)
+    return _changes(handle, publication, bucket_bytes, _times_begun(handle))
+
+
+def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, begun: int) -> Iterator[Changes]:
+    handle.published = None  # until it is complete, nobody knows what the receivers have
+    for bucket in publication.buckets(handle.module_adapters()[0].compute_device, bucket_bytes):
+        _require_syncing(handle, begun)
+        yield bucket
+    handle.published = publication.published
+
+
+def _positive(bucket_bytes: int | str) -> int:
+    nbytes = bytes_of("bucket_bytes", bucket_bytes)
+    if nbytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
+    return nbytes
 
 
 def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
@@ -263,7 +295,7 @@ def _buckets(
                 bucket, size = Bucket(bucket.number + 1, adapters, announced), 0
                 continue
             waiting.popleft()
-            with _plainly():
+            with plainly():
                 if not bucket:
                     ahead.fetch()
                 bucket.append((info.name, weight.whole(reader, info.dtype)))
@@ -278,18 +310,11 @@ def _buckets(
             if handle.state is not State.SYNCING or begun != _times_begun(handle):
                 break
             if weight.is_collective:
-                with _plainly():
+                with plainly():
                     weight.whole(reader, info.dtype)
         raise
     finally:
         ahead.end()
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Read values as they are, whatever modes the caller is in."""
-    with without_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)
