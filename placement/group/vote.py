@@ -7,11 +7,12 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
 from placement.core.states import Plan
-from placement.group.protocol import Group, LeastBudget, Reached, Stage
+from placement.group.protocol import Basis, Group, Reached, Stage
 
 _TOLD = "_placement_told"
 """The attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`."""
@@ -38,22 +39,16 @@ class OtherBudgetError(DeviceMemoryError):
         return type(self), (str(self), self.rank, self.reason)
 
 
+@dataclass
 class _Epoch:
-    """The epoch of one phase transition, as this rank knows it.
+    """The epoch of one phase transition, as this rank knows it."""
 
-    Attributes:
-        catches_up: this rank is about to enter its first phase and has not proposed yet, so it may have skipped phase transitions.
-        is_over: the epoch has ended for all ranks. They need not hear of later errors of this rank.
-        has_left: it has ended because all have left the phase.
-    """
-
-    def __init__(self, *, catches_up: bool = False, is_over: bool = False) -> None:
-        self.catches_up, self.is_over, self.has_left = catches_up, is_over, False
-
-    def may_catch_up(self) -> bool:
-        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once."""
-        catches_up, self.catches_up = self.catches_up, False
-        return catches_up
+    catches_up: bool = False
+    """Whether this rank is about to enter its first phase and has not proposed yet, so that it may have skipped phase transitions."""
+    is_over: bool = False
+    """Whether the epoch has ended for all ranks. They need not hear of later errors of this rank."""
+    has_left: bool = False
+    """Whether it has ended because all have left the phase."""
 
 
 class GroupVote:
@@ -103,10 +98,10 @@ class GroupVote:
 
     def propose(
         self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
-    ) -> LeastBudget | None:
+    ) -> Basis | None:
         """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed.
 
-        Returns the least budget of all ranks; None without a group.
+        Returns what all ranks base their plans on; None without a group.
 
         Args:
             action: the action, which must be the same on every rank.
@@ -119,7 +114,9 @@ class GroupVote:
             self._group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
-            return self._group.propose(action, ask_budget(), catches_up=self._current.may_catch_up())
+            epoch = self._current
+            catches_up, epoch.catches_up = epoch.catches_up, False
+            return self._group.propose(action, ask_budget(), catches_up=catches_up)
 
     @property
     def agreement(self) -> Agree | None:
@@ -185,7 +182,7 @@ class GroupVote:
         told = None
         try:
             waits = waits and isinstance(error, Exception)
-            told = self._group.abort(error, blames=blames, catches_up=epoch.may_catch_up(), waits=waits)
+            told = self._group.abort(error, blames=blames, waits=waits)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")

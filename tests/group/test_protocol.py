@@ -43,7 +43,7 @@ def change(group: Group, budget_bytes: int = 100) -> int:
     """Returns the least budget."""
     least = group.propose("enter train", budget_bytes)
     group.agree(PLAN)
-    return least.nbytes
+    return least.budget_bytes
 
 
 def told(do: Callable[[], object]) -> dict[int, str]:
@@ -221,7 +221,7 @@ def test_a_basis_that_is_written_in_the_last_moment_counts() -> None:
     board = Late()
     group = Group(board, 1, 2, deadline_seconds=DEADLINE)
     board.proposals(0)
-    assert group.propose("enter train", 9).nbytes == 7
+    assert group.propose("enter train", 9).budget_bytes == 7
 
 
 @pytest.mark.parametrize("silent", [1, 2])
@@ -341,7 +341,7 @@ def test_any_text_of_an_exception_reaches_the_others(error: Exception) -> None:
 def test_an_action_of_any_length_stays_different_from_others() -> None:
     long = "enter train only=" + ",".join(f"handle{number}" for number in range(3000))
     for one, other in ((long, f"{long},more"), ("enter \udcff", "enter \udcfe")):
-        assert on_all(groups_of(2), lambda group: group.propose(one, 7).nbytes) == [7, 7]  # noqa: B023
+        assert on_all(groups_of(2), lambda group: group.propose(one, 7).budget_bytes) == [7, 7]  # noqa: B023
         for failures in on_all(groups_of(2), lambda group: told(lambda: group.propose((one, other)[group.rank], 7))):  # noqa: B023
             assert len(failures) == 2
 

@@ -49,7 +49,7 @@ dist.init_process_group("gloo")  # without torchrun its rank 0 serves the store
 group = from_environment(deadline_seconds=30)
 other = from_environment("critic", deadline_seconds=30)
 dist.destroy_process_group()
-print(group.propose("enter train", 7).nbytes, other.propose("enter values", 8).nbytes)
+print(group.propose("enter train", 7).budget_bytes, other.propose("enter values", 8).budget_bytes)
 """
 
 
