@@ -382,7 +382,7 @@ class Group:
         return self._give_up(what, self._missing(what)) if found is None else found
 
     def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
-        """What rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
+        """The message that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
         key, missing = self._key(kind.__name__.lower()), []
         found = self._board.wait(key, max(deadline - time.monotonic(), 0.0))
         if found is None and not (missing := self._missing(what)):  # the last rank has just written, and rank 0 is about to answer
