@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -43,58 +43,28 @@ class Case(NamedTuple):
 
 
 class Unreliable(FailingBoard):
-    """A board that also carries one message wrongly: twice, not at all, without an answer, or late."""
+    """A board that also carries one message wrongly: twice, or without an answer."""
 
     def __init__(self, board: Board, case: Case) -> None:
         super().__init__(board)
         self._case = case
         self.is_armed = False
-        self._late: list[Callable[[], object]] = []
-        self._calls_to_go = 0
 
     def put(self, key: str, value: bytes) -> None:
-        self._carry(key, lambda: super(Unreliable, self).put(key, value), is_heard=False)
+        self._carry(key, lambda: super(Unreliable, self).put(key, value))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        stands: bytes = self._carry(key, lambda: super(Unreliable, self).claim(key, value), is_heard=True)
+        stands: bytes = self._carry(key, lambda: super(Unreliable, self).claim(key, value))
         return stands
 
-    def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        self._deliver()
-        return super().look(keys)
-
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        self._deliver()
-        return super().wait(key, seconds)
-
-    def _carry(self, key: str, send: Callable[[], Any], *, is_heard: bool) -> Any:
-        """`is_heard`: the caller learns that there was no answer."""
-        self._deliver()
-        names = key.split("/")
-        if not self.is_armed or self.has_happened or self._case.step not in names:
-            return send()
-        self.has_happened = True
-        fault = self._case.fault
-        if fault == "twice":
-            send()
-            return send()
-        if fault == "unanswered":
-            send()
-        if fault == "late":
-            self._late.append(send)
-            self._calls_to_go = 12
-        if fault == "unanswered" or is_heard:
-            raise BoardLost(f"{key}: no answer")
-        return None
-
-    def _deliver(self, at_once: bool = False) -> None:
-        self._calls_to_go -= 1
-        if self._late and (at_once or self._calls_to_go <= 0):
-            self._late.pop()()
-
-    def finish(self) -> None:
-        with suppress(BoardLost):
-            self._deliver(at_once=True)
+    def _carry(self, key: str, send: Callable[[], Any]) -> Any:
+        answer = send()
+        if self.is_armed and not self.has_happened and self._case.step in key.split("/"):
+            self.has_happened = True
+            if self._case.fault == "unanswered":
+                raise BoardLost(f"{key}: no answer")
+            answer = send()
+        return answer
 
 
 class Rank(Trainer):
@@ -168,7 +138,6 @@ class Rank(Trainer):
             self.problems.append("the ranks did not meet before the fault")
         elif self.case.fault != "kill" and not self.group.is_in_doubt:
             self.step(send, lambda: None)
-        self.board.finish()
         self.look_after()
 
     def arm(self) -> None:

@@ -15,7 +15,6 @@ from placement import Handle, Manager, State, checkpoint
 from placement.core.errors import IntegrityError, PlacementError
 from placement.group import StoreGroup
 from placement.storage.replicated import ReplicatedStorage, SharedRange
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, Metered, as_bytes, told
 
@@ -283,35 +282,6 @@ def faults(generation: int, failing: int) -> int:
             cases += 1
     _end(rank)
     return cases
-
-
-def stranded(generation: int) -> bool:
-    """An offload breaks off when it has given up two clean chunks, and others take their memory: changed chunks are still on the device.
-
-    Returns whether the host copy is shared still.
-    """
-    rank = Rank(generation)
-    rank.step()
-    rank.twin.layers[-1].merge()
-    with rank.manager.phase("weight_sync"):
-        rank.actor.layers[-1].merge()
-        chunk_pool = ChunkPool(rank.device)
-        rank.storage.begin_move(chunk_pool)
-        rank.storage.adopt_new()
-        rank.storage.vacate(rank.frozen, [0, 1], chunk_pool)
-        chunk_pool.release()
-        rank.device.fail("create", forever=True)
-        rank.storage.make_consistent(chunk_pool)
-        chunk_pool.release()
-        rank.device.clear()
-        assert not rank.storage.on_device
-        assert as_bytes(rank.actor) == as_bytes(rank.twin)
-    rank.check()
-    rank.look()
-    rank.step()
-    seen = rank.frozen.is_shared
-    _end(rank)
-    return seen
 
 
 def _merge(rank: Rank, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Processes that die, stop or talk to a lossy board at every step of the protocol: real ranks with real managers over a TCPStore.
+"""Processes that die, stop or lose answers of the board at every step of the protocol: real ranks with real managers over a TCPStore.
 
 After each case: nobody hung, no two ranks read different decisions, every value is what it was, as bytes, and the fault has happened.
 """
@@ -37,11 +37,11 @@ STEPS = [
 ]
 MESSAGES = [
     (rank, name, name == "decision" and rank > 0)
-    for rank in range(WORLD)
+    for rank in (0, 1)  # 2 is another 1
     for name in ("proposal", "basis", "vote", "decision", "at")
     if rank == 0 or name != "basis"
 ]
-MESSAGES += [(rank, "outcome", True) for rank in range(WORLD)]  # of a rank whose move fails
+MESSAGES += [(rank, "outcome", True) for rank in (0, 1)]  # of a rank whose move fails
 _generations = count(1)
 IDLE: list[RankProcess] = []
 """Processes that wait for a case."""
@@ -217,7 +217,7 @@ def sweep(cases: list[Case], service: StoreService | None) -> list[list[Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow), "raise"])
 def test_a_rank_at_every_step(fault: str, service: StoreService, counted: Callable[[str], None]) -> None:
-    cases = [Case(fault, *step) for step in STEPS]
+    cases = [Case(fault, *step) for step in STEPS if fault != "raise" or step[0] < 2]  # rank 2 is another 1
     seen = sweep(cases, service)
     verdicts = [{verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen]
     assert {"commit"} in verdicts, "killed after its vote: the others go on"
@@ -239,12 +239,10 @@ def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], counted: Ca
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "fault", ["twice", pytest.param("lost", marks=pytest.mark.slow), "unanswered", pytest.param("late", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fault", ["twice", "unanswered"])
 def test_every_message(fault: str, service: StoreService, counted: Callable[[str], None]) -> None:
     cases = [Case(fault, *message) for message in MESSAGES]
     seen = sweep(cases, service)
     if fault == "twice":
         assert all(events[-1][1] == "commit" for ranks in seen for events in ranks), "a message that came twice changed something"
-    counted(f"group: every message {fault}, of each of {WORLD} ranks: {len(cases)} cases")
+    counted(f"group: every message {fault}, of ranks 0 and 1 of {WORLD}: {len(cases)} cases")
