@@ -200,25 +200,9 @@ class Holder:
         self.lease.wait(nbytes)
         return self.lease.held_bytes
 
-    def swap(self, nbytes: int, times: int) -> int:
-        """Take and give back, as often as said."""
-        for _ in range(times):
-            with self.lease.holding(nbytes):
-                pass
-        return times
-
-    def die_in_turn(self) -> None:
-        with self.lease._ledger.turn():
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def stop_in_turn(self) -> None:
         with self.lease._ledger.turn():
             os.kill(os.getpid(), signal.SIGSTOP)
-
-    def die_while_writing(self) -> None:
-        """Half a note, and the end."""
-        os.pwrite(self.lease._ledger._open(), b'{"token": "', 0)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def fork_and_die(self) -> int:
         """Leave a child behind that lives on."""

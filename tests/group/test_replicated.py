@@ -28,20 +28,13 @@ def generation() -> int:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    started = Ranks(2)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     started = Ranks(3)
     yield started
     started.close()
 
 
-@pytest.fixture(params=["two", "three"])
+@pytest.fixture(params=["two_ranks", "three"])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     found: Ranks = request.getfixturevalue(request.param)
     return found
@@ -186,8 +179,8 @@ def test_it_needs_a_group() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "cyclic"}, {"policy": "resident"}], ids=["colocated", "cyclic", "resident"])
-def test_training_with_one_host_copy_of_what_is_frozen(two: Ranks, generation: int, settings: dict[str, Any]) -> None:
-    seen = two.run(frozen.trains, generation, settings)
+def test_training_with_one_host_copy_of_what_is_frozen(two_ranks: Ranks, generation: int, settings: dict[str, Any]) -> None:
+    seen = two_ranks.run(frozen.trains, generation, settings)
     fixed, everything = seen[0]["frozen"], seen[0]["all"]
     assert fixed > 0.8 * everything
     slack = 64 * frozen.CHUNK // 12  # whole pages of each chunk
@@ -199,36 +192,36 @@ def test_training_with_one_host_copy_of_what_is_frozen(two: Ranks, generation: i
 
 
 @pytest.mark.parametrize("on", [[0], [1], [0, 1]])
-def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(two: Ranks, generation: int, on: list[int]) -> None:
-    for rank, (alone, is_shared) in enumerate(two.run(frozen.merges, generation, on)):
+def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(two_ranks: Ranks, generation: int, on: list[int]) -> None:
+    for rank, (alone, is_shared) in enumerate(two_ranks.run(frozen.merges, generation, on)):
         assert is_shared == (rank not in on)
         assert alone is not None
         assert ("its frozen parameters changed on this rank" in alone) == (rank in on)
 
 
-def test_a_frozen_layer_may_be_trained_later(two: Ranks, generation: int) -> None:
-    assert two.run(frozen.unfreezes, generation) == [False, False]
+def test_a_frozen_layer_may_be_trained_later(two_ranks: Ranks, generation: int) -> None:
+    assert two_ranks.run(frozen.unfreezes, generation) == [False, False]
 
 
-def test_a_frozen_tensor_in_other_memory_keeps_its_values(two: Ranks, generation: int) -> None:
-    for told, is_shared in two.run(frozen.moves_away, generation):
+def test_a_frozen_tensor_in_other_memory_keeps_its_values(two_ranks: Ranks, generation: int) -> None:
+    for told, is_shared in two_ranks.run(frozen.moves_away, generation):
         assert "with the values that they had" in told
         assert is_shared, "what was moved lies in a host copy of this rank's own now, and the others go on sharing"
 
 
-def test_checkpoints(two: Ranks, generation: int, tmp_path: Path) -> None:
-    assert two.run(frozen.saves_and_restores, generation, str(tmp_path / "a")) == [True, True]
+def test_checkpoints(two_ranks: Ranks, generation: int, tmp_path: Path) -> None:
+    assert two_ranks.run(frozen.saves_and_restores, generation, str(tmp_path / "a")) == [True, True]
 
 
 @pytest.mark.parametrize("on", [[1], [0, 1]])
-def test_a_checkpoint_of_changed_weights_that_are_on_the_device(two: Ranks, generation: int, tmp_path: Path, on: list[int]) -> None:
-    assert two.run(frozen.mirrors, generation, str(tmp_path / "a"), on) == [rank not in on for rank in range(2)]
+def test_a_checkpoint_of_changed_weights_that_are_on_the_device(two_ranks: Ranks, generation: int, tmp_path: Path, on: list[int]) -> None:
+    assert two_ranks.run(frozen.mirrors, generation, str(tmp_path / "a"), on) == [rank not in on for rank in range(2)]
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_device_call_may_fail_while_ranks_stop_sharing(
-    two: Ranks, generation: int, failing: int, counted: Callable[[str], None]
+    two_ranks: Ranks, generation: int, failing: int, counted: Callable[[str], None]
 ) -> None:
-    cases = two.run(frozen.faults, generation, failing, deadline_seconds=120.0)
+    cases = two_ranks.run(frozen.faults, generation, failing, deadline_seconds=120.0)
     assert min(cases) > 20
     counted(f"replicated frozen weights that change: every device call of rank {failing} fails once: {cases[0]} cases")
