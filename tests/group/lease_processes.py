@@ -1,22 +1,15 @@
-"""Processes for the tests of leases, and what they do. They are forked from one that has imported everything, which takes milliseconds.
-
-The one that forks has a single thread and has used neither torch nor a lease. It also collects the dead: once `Process.kill` has
-returned, the kernel has taken back what the process had.
-"""
+"""Processes for the tests of leases, and what they do."""
 
 from __future__ import annotations
 
-import gc
-import itertools
+import contextlib
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +21,7 @@ from placement import Manager
 from placement.engines import TorchEngine
 from placement.group import Lease
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.forked import processes
 
 START_SECONDS = 90.0
 CALL_SECONDS = 30.0
@@ -36,10 +30,13 @@ CALL_SECONDS = 30.0
 class Process:
     """One process that holds an object made by `make(*arguments)`, and calls its methods."""
 
-    def __init__(self, pid: int, connection: Connection, collect: Callable[[int], None]) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._collect = collect
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._connection, theirs = processes.Pipe()
+        self._process = processes.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Call a method and do not wait for what it returns."""
@@ -73,112 +70,49 @@ class Process:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
-        os.kill(self.pid, signal.SIGKILL)
-        self._collect(self.pid)
-        self._connection.close()
+        """SIGKILL, and wait until the kernel has taken back what the process had."""
+        self._process.kill()
+        self.end()
 
     def end(self) -> None:
         """Let it come to its end in order."""
         self._connection.close()
-        self._collect(self.pid)
+        self._process.join(CALL_SECONDS)
+        assert not self._process.is_alive(), f"process {self.pid} does not end"
 
 
 class Processes:
-    """Starts them, and kills at `close` or `clear` those that are left."""
+    """Starts them, and kills at `clear` those that are left."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._address = f"{self._folder.name}/forks"
-        self._listener = Listener(self._address, "AF_UNIX")
-        code = f"from tests.group.lease_processes import fork_on_demand; fork_on_demand({self._address!r})"
-        self._parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-        self._control = self._listener.accept()
-        self._running: dict[int, Process] = {}
-        self._numbers = itertools.count()
+        self._started: list[Process] = []
 
     def start(self, make: Callable[..., Any], *arguments: Any) -> Process:
-        """Fork a process that calls `make(*arguments)` first; returns once it has."""
-        address = f"{self._folder.name}/{next(self._numbers)}"
-        with Listener(address, "AF_UNIX") as listener:
-            self._control.send((address, make, arguments))
-            assert self._control.poll(START_SECONDS)
-            pid = self._control.recv()
-            process = Process(pid, listener.accept(), self._collect)
-        self._running[pid] = process
-        process.answer()
+        """Start a process that calls `make(*arguments)` first; returns once it has."""
+        self._started.append(process := Process(make, *arguments))
+        process.answer(START_SECONDS)
         return process
 
     def clear(self) -> None:
-        for process in [*self._running.values()]:
+        for process in self._started:
             process.kill()
 
-    def close(self) -> None:
-        self.clear()
-        self._control.close()
-        self._parent.wait(10)
-        self._listener.close()
-        self._folder.cleanup()
 
-    def _collect(self, pid: int) -> None:
-        self._control.send(pid)
-        assert self._control.poll(CALL_SECONDS), f"process {pid} does not end"
-        self._control.recv()
-        self._running.pop(pid, None)
-
-
-def fork_on_demand(address: str) -> None:
-    import torch._dynamo  # an optimizer imports it, which takes a second
-
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # else the first collection in each child copies every page
-    control = Client(address, "AF_UNIX")
-    while True:
-        try:
-            order = control.recv()
-        except EOFError:
-            return
-        if isinstance(order, int):
-            os.waitpid(order, 0)
-            control.send(order)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            _serve(*order)
-        control.send(pid)
-
-
-def _serve(address: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    status = 1
-    try:
-        connection = Client(address, "AF_UNIX")
-        target: Any = None
-        try:
-            target = make(*arguments)
-            connection.send((True, None))
-        except BaseException as error:
-            connection.send((False, error))
-            raise
+def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    target: Any = None
+    method = ""
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             try:
-                method, given = connection.recv()
-            except EOFError:
-                break
-            try:
-                answer: tuple[bool, Any] = True, getattr(target, method)(*given)
+                if target is None:
+                    target, answer = make(*arguments), (True, None)
+                else:
+                    answer = True, getattr(target, method)(*arguments)
             except BaseException as error:
                 error.add_note(f"in process {os.getpid()}:\n{traceback.format_exc()}")
-                answer = False, error
+                answer = False, error  # type: ignore[assignment]
             connection.send(answer)
-        status = 0
-    except (BrokenPipeError, ConnectionError):
-        pass
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+            method, arguments = connection.recv()
 
 
 # --- what they do
