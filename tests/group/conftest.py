@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.group.lease_processes import Processes
+from tests.group.processes import Processes
 
 
 @pytest.fixture

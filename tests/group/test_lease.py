@@ -15,7 +15,8 @@ from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.group.lease import Claim, Ledger
-from tests.group.lease_processes import Doomed, Holder, Process, Processes
+from tests.group.lease_processes import Doomed, Holder
+from tests.group.processes import Process, Processes
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_bac
     assert mine.grow(50)
     stopped = processes.start(Holder, folder)
     stopped.begin("stop_in_turn")
-    stopped.until_stopped()
+    assert stopped.is_stopped()
     with pytest.raises(PlacementError, match=rf"process {stopped.pid} has kept .* locked for .* and may be stopped"):
         mine.grow(60)
     mine.settle(20)

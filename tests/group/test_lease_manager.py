@@ -28,7 +28,8 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES
 from tests.engines.test_tagged import Own
-from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer, Process, Processes
+from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer
+from tests.group.processes import Process, Processes
 
 ACTOR = 33 * CHUNK
 """The actor of a `GpuSharer`: its weights, and a chunk for the bias."""

@@ -16,9 +16,9 @@ from placement.group import BoardLost, StoreGroup
 from placement.group.protocol import Reached
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.fault_worker import StoreService, join_store
-from tests.group.lease_processes import Processes
+from tests.group.fault_worker import join_store
 from tests.group.manager_ranks import Rank, on_all
+from tests.group.processes import Processes, StoreService
 from tests.support.threads import in_threads
 
 DEADLINE_SECONDS = 20.0
@@ -62,7 +62,7 @@ class Member:
 def service() -> Iterator[StoreService]:
     made = StoreService()
     yield made
-    made.close()
+    made.kill()
 
 
 @pytest.mark.parametrize("killed", [0, 1])
