@@ -98,8 +98,6 @@ class Ledger:
         digest = hashlib.sha256(gpu.encode()).hexdigest()[:12]
         self.path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', gpu)[-40:]}-{digest}.leases"
         self._threads = threading.RLock()
-        self._is_taken = False
-        """Whether this process has the turn."""
         self._file: int | None = None
         self._slots: dict[str, int] = {}
         """The slots of this process's claims, by token."""
@@ -123,25 +121,17 @@ class Ledger:
         return found
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Let one process at a time look and take. If the process dies inside, the turn is given back.
-
-        Yields False inside a turn of the same thread, to which only code of a garbage collection comes.
-        """
+    def turn(self) -> Iterator[None]:
+        """Let one process at a time look and take. If the process dies inside, the turn is given back."""
         with self._threads:
-            if self._is_taken:
-                yield False
-                return
             if self._is_gone():  # every claim of this process has to join again, in a new file
                 os.close(self._open())
                 self._file = None
                 self._slots.clear()
             self._await_turn()
-            self._is_taken = True
             try:
-                yield True
+                yield
             finally:
-                self._is_taken = False
                 self._lock(fcntl.F_SETLK, fcntl.F_UNLCK, 0, 1)
 
     def join(self, note: Note, held_bytes: int = 0) -> int:
@@ -388,9 +378,7 @@ class Lease:
     def _attempt(self, nbytes: int, since: float, is_free: Callable[[], bool], *, is_waiting: bool = False) -> bool:
         self._check_open()
         mine = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": since, "seen_seconds": time.monotonic()})
-        with self._ledger.turn() as is_first:
-            if not is_first:
-                return False  # another lease of this thread relies on the free bytes that it has found
+        with self._ledger.turn():
             slot = self._ledger.join(self._own, self.held_bytes)
             others = [claim for claim in self._ledger.claims() if claim.slot != slot]
             fits = sum(claim.held_bytes for claim in others) + nbytes <= self.capacity_bytes

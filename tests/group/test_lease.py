@@ -295,26 +295,6 @@ def test_holding_waits_and_gives_back_also_on_an_error(folder: str) -> None:
     assert claims(folder) == []
 
 
-def test_a_lease_that_moves_in_the_middle_of_anothers_turn_breaks_neither(processes: Processes, folder: str) -> None:
-    """A collection may drop a manager's phase at any moment, and with it that manager leaves, in the thread whose turn it is."""
-    first, second = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
-    elsewhere = processes.start(Holder, folder)
-    granted: list[bool] = []
-
-    def is_free() -> bool:
-        granted.append(second.grow(60))  # what the first is about to take counts on it
-        second.settle(10)  # what is used is used
-        elsewhere.begin("grow", 50)
-        assert elsewhere.is_busy()  # it is still the first one's turn
-        return True
-
-    assert first.grow(60, is_free=is_free)
-    assert granted == [False]
-    assert not elsewhere.answer()
-    assert [claim.held_bytes for claim in claims(folder)] == [60, 10, 0]
-    assert elsewhere.call("grow", 30)
-
-
 @pytest.mark.parametrize(
     ("keywords", "match"),
     [

@@ -203,12 +203,6 @@ def test_a_frozen_layer_may_be_trained_later(two_ranks: Ranks, generation: int) 
     assert two_ranks.run(frozen.unfreezes, generation) == [False, False]
 
 
-def test_a_frozen_tensor_in_other_memory_keeps_its_values(two_ranks: Ranks, generation: int) -> None:
-    for told, is_shared in two_ranks.run(frozen.moves_away, generation):
-        assert "with the values that they had" in told
-        assert is_shared, "what was moved lies in a host copy of this rank's own now, and the others go on sharing"
-
-
 def test_checkpoints(two_ranks: Ranks, generation: int, tmp_path: Path) -> None:
     assert two_ranks.run(frozen.saves_and_restores, generation, str(tmp_path / "a")) == [True, True]
 
