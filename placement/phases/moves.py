@@ -38,7 +38,7 @@ from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import WrittenWhileOffloaded
 
 if TYPE_CHECKING:
-    from placement.engines.residency import Residency
+    from placement.engines.tagged import Residency
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),

@@ -14,7 +14,7 @@ from placement.core.machine import HandleMachine, Node
 from placement.core.states import HandleView, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
-from placement.engines.residency import Residency
+from placement.engines.tagged import Residency
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import no_initial_step

@@ -22,8 +22,7 @@ import torch
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
-from placement.engines.residency import Residency
-from placement.engines.tagged import TaggedEngine, Weights
+from placement.engines.tagged import Residency, TaggedEngine, Weights
 from placement.integrations.verl import managers
 from placement.integrations.verl.managers import logger
 from placement.integrations.verl.placed import cut_off_all, noted
