@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import PlacementError
 from placement.observe.discovery import Target, as_json, from_json, targets_in
-from placement.observe.http import JSON, TIMEOUT_SECONDS, HttpServer, Response, status_pages
+from placement.observe.server import JSON, STATUS_PAGES, TIMEOUT_SECONDS, HttpServer, Response
 
 if TYPE_CHECKING:
     from wsgiref.types import WSGIEnvironment
@@ -113,7 +113,7 @@ class DiscoveryServer(HttpServer):
         self._is_ending = False
         self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "placement-fleet")
         pages = {"/targets": self._targets, "/workers": self._workers, "/healthz": self._healthz}
-        super().__init__(pages | status_pages(), port=port, address=address, timeout_seconds=timeout_seconds)
+        super().__init__(pages | STATUS_PAGES, port=port, address=address, timeout_seconds=timeout_seconds)
         self._asker = threading.Thread(target=self._keep_asking, name="placement-fleet", daemon=True)
         self._asker.start()
 

@@ -24,8 +24,7 @@ import placement
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.observe.discovery import Identity
-from placement.observe.http import MAX_CONNECTIONS
-from placement.observe.server import MetricsServer
+from placement.observe.server import MAX_CONNECTIONS, MetricsServer
 from placement.testing import SimulatedDevice
 
 MakeHandle = Callable[..., HandleSnapshot]

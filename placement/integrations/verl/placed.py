@@ -1,9 +1,13 @@
-"""`PlacedEngine` comes before one of verl's FSDP engines among the bases of a class and lets placement do what verl's offloading does."""
+"""The manager that verl's engines of a process share, and `PlacedEngine`, under which placement does what verl's offloading does."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
+import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -11,21 +15,113 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from placement.core.errors import PlacementError
+from placement.core.errors import PhaseError, PlacementError
 from placement.core.weak_set import WeakIdSet
-from placement.integrations.verl import managers
-from placement.integrations.verl.managers import logger
+from placement.group import Group, StoreGroup
+from placement.manager import Manager
 from placement.phases.phase import Hold
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
-    from placement.manager import Manager
     from placement.registration.handle import Handle
 
     _Engine = Any
 else:
     _Engine = object
+
+logger = logging.getLogger("placement.integrations.verl")
+logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))  # verl sets the root logger to WARNING
+
+_lock = threading.Lock()
+_made: list[Manager] = []
+_numbers = itertools.count()
+_joined: list[Group] = []
+"""The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
+_ended: list[weakref.WeakMethod[Callable[[], None]]] = []
+"""Methods that end the rollout's phase, called when an engine begins one."""
+
+
+def manager() -> Manager:
+    """The manager that verl's engines in this process share, made at the first call with the settings in `PLACEMENT_*`.
+
+    All ranks of the worker group change phase together. With `PLACEMENT_DISCOVERY` set it serves its metrics, too.
+
+    Raises:
+        ValueError: a `PLACEMENT_*` variable is wrong.
+        PlacementError: the device does not exist, there is no such policy, or the folder of `PLACEMENT_DISCOVERY` cannot be written.
+    """
+    with _lock:
+        if not _made:
+            made = Manager.from_settings(group=_group())
+            if made.settings.discovery is not None:
+                try:
+                    made.serve()
+                except BaseException:
+                    made.close()  # else the next call would give one that nobody can read
+                    raise
+            _made.append(made)
+        return _made[0]
+
+
+def current_manager() -> Manager | None:
+    """The manager of this process, if there is one already."""
+    return _made[0] if _made else None
+
+
+def on_next_phase(end: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call `end` before an engine of this process begins a phase, each time."""
+    _ended.append(end)
+
+
+def next_phase() -> None:
+    """An engine of this process is about to begin a phase in which the rollout is not needed."""
+    for end in _ended:
+        method = end()
+        if method is not None:
+            method()
+
+
+def use_manager(made: Manager) -> None:
+    """Let verl's engines in this process use a manager of your own: with a policy object, or a device that no variable can name.
+
+    Raises:
+        PhaseError: this process has a manager already.
+    """
+    with _lock:
+        if _made:
+            raise PhaseError("verl's engines in this process have a manager; call use_manager() before the first one is built")
+        _made.append(made)
+
+
+def close_manager() -> None:
+    """Close the manager of this process, so that the next call of `manager` makes a new one. Every rank does so, or none.
+
+    Raises:
+        PhaseError: a phase is open.
+    """
+    with _lock:
+        if _made:
+            next_phase()
+            _made[0].close()
+            _made.clear()
+            _ended.clear()
+        _joined.clear()
+
+
+def _group() -> Group | None:
+    """The ranks of verl's worker group, over the store of their process group. A number keeps the keys of each manager apart."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if not _joined:
+        store = PrefixStore(f"verl/{next(_numbers)}", _get_default_store())
+        _joined.append(StoreGroup(store, dist.get_rank(), dist.get_world_size()))
+    return _joined[0]
+
+
+# --- weights on their way to a rollout
 
 
 class Publication(Iterator[tuple[Any, ...]]):
@@ -182,21 +278,21 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         So is what FSDP2's policy places, which `register` finds.
         """
         config, is_left = self.engine_config, self._is_left_to_fsdp2
-        self._manager = manager = managers.manager()
-        name = self._model_handle.name if self._model_handle is not None else _free_name(manager, self._role)
+        self._manager = shared = manager()
+        name = self._model_handle.name if self._model_handle is not None else _free_name(shared, self._role)
         is_fixed = self.optimizer is None
         if config.strategy == "fsdp2" and not is_left:  # else `to` would move the buffers to where the parameters are
             # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to` later, and the audit would find them stray.
             self.module.to(next(self.module.parameters()).device)
         external = not (config.param_offload or is_left)
-        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True)
+        model = shared.register(name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True)
         try:
             if self.optimizer is not None:
                 external = not (config.optimizer_offload or is_left)
-                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=external, replace=True)
+                shared.register(f"{name}.optimizer", self.optimizer, owner=model, external=external, replace=True)
         except BaseException:
             self._model_handle = None
-            manager.unregister(model)
+            shared.unregister(model)
             raise
         self._model_handle = model
         if is_left:
@@ -219,7 +315,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _hold(self, phase: str) -> AbstractContextManager[Any]:
         if self._manager is None or self._model_handle is None:
             return nullcontext()
-        managers.next_phase()
+        next_phase()
         return self._manager.hold(phase, only=[self._model_handle])
 
     # --- phases
@@ -307,7 +403,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         has_model = "model" in parts or self._model_handle.external
         phase = "train" if has_model and "optimizer" in parts else self._reading_phase if "model" in parts else None
         if phase is not None:
-            managers.next_phase()
+            next_phase()
         following = None if phase is None else self._manager.hold(phase, only=[self._model_handle])
         self._end_manual()
         self._manual, self._manual_parts = following, parts

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from placement.core.errors import PlacementError
-from placement.integrations.verl.managers import logger
+from placement.integrations.verl.placed import logger, register
 
 VENDOR = "placement"
 
@@ -68,8 +68,6 @@ def register_engines() -> None:
         PlacementError: this version of verl lacks something that they need, and they were asked for.
     """
     try:
-        from placement.integrations.verl.placed import register
-
         names = register(VENDOR)
     except (ImportError, AttributeError, TypeError, PlacementError) as error:
         if is_chosen():

@@ -24,9 +24,7 @@ from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.residency import Residency
 from placement.engines.tagged import TaggedEngine, Weights
-from placement.integrations.verl import managers
-from placement.integrations.verl.managers import logger
-from placement.integrations.verl.placed import cut_off_all, noted
+from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, on_next_phase
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -120,7 +118,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        manager = managers.current()
+        manager = current_manager()
         reason = self._reason_to_leave_it(manager)
         if manager is None or reason is not None:
             logger.info("the rollout is no handle of placement: %s", reason)
@@ -135,7 +133,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         )
         manager.register("rollout", self._colocated, role="rollout", replace=True)
         self._manager = manager
-        managers.on_next_phase(weakref.WeakMethod(self.ended))
+        on_next_phase(weakref.WeakMethod(self.ended))
         logger.info("placement knows the rollout as 'rollout' (%s)", type(self).__name__)
 
     def _reason_to_leave_it(self, manager: Manager | None) -> str | None:
