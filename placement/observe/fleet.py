@@ -74,11 +74,9 @@ def find_targets(places: Iterable[str]) -> list[Target]:
 
 
 _FRESH_SECONDS = 1.0
-_WATCHED_SECONDS = 15.0
-"""How long the workers are polled after the last request. When nobody looks, polling stops."""
-_AT_ONCE = 16
-_PASSING = (PlacementError, OSError, RuntimeError, concurrent.futures.CancelledError)
-"""Errors of a folder that is being written, and of requests at shutdown."""
+"""How long the views of the workers are given to everybody who asks."""
+_AT_ONCE = 64
+"""The number of workers that are asked at once: so many may hang before a page waits longer than `ASK_SECONDS`."""
 
 
 def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> list[dict[str, Any]]:
@@ -108,18 +106,13 @@ class DiscoveryServer(HttpServer):
     ) -> None:
         self._find = find
         self._views = b"[]"
-        self._asked_for = threading.Event()
-        self._last_asked = 0.0
-        self._is_ending = False
+        self._seen_seconds = -_FRESH_SECONDS
+        self._asking = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "placement-fleet")
         pages = {"/targets": self._targets, "/workers": self._workers, "/healthz": self._healthz}
         super().__init__(pages | STATUS_PAGES, port=port, address=address, timeout_seconds=timeout_seconds)
-        self._asker = threading.Thread(target=self._keep_asking, name="placement-fleet", daemon=True)
-        self._asker.start()
 
     def close(self) -> None:
-        self._is_ending = True
-        self._asked_for.set()
         super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -130,19 +123,11 @@ class DiscoveryServer(HttpServer):
         return Response(HTTPStatus.OK, b"ok\n")
 
     def _workers(self, _: WSGIEnvironment) -> Response:
-        """The last views of the workers. The first request starts the polling, so it may get an empty list."""
-        self._last_asked = time.monotonic()
-        self._asked_for.set()
-        return Response(HTTPStatus.OK, self._views, JSON)
-
-    def _keep_asking(self) -> None:
-        # A thread of its own: a worker that hangs must not block the server.
-        while not self._is_ending:
-            self._asked_for.wait()
-            try:
-                self._views = json.dumps(views_of(self._find(), self._pool)).encode()
-            except _PASSING as error:
-                self._views = json.dumps([{"name": "discovery", "labels": {}, "error": str(error)}]).encode()
-            if time.monotonic() - self._last_asked > _WATCHED_SECONDS:
-                self._asked_for.clear()
-            time.sleep(_FRESH_SECONDS)
+        with self._asking:  # on the thread of one connection, for all that wait
+            if time.monotonic() - self._seen_seconds >= _FRESH_SECONDS:
+                try:
+                    views = views_of(self._find(), self._pool)
+                except (PlacementError, OSError) as error:  # of a folder that is being written
+                    views = [{"name": "discovery", "labels": {}, "error": str(error)}]
+                self._views, self._seen_seconds = json.dumps(views).encode(), time.monotonic()
+            return Response(HTTPStatus.OK, self._views, JSON)

@@ -114,13 +114,7 @@ def test_a_wrong_variable_is_named(folder: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
 def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     """With gradients of an unfinished step around, which must not be dropped."""
-    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", steps_per_generation=1, num_iterations=1, max_steps=2), folder)
-    own.train()
-    manager = manager_for(policy=policy)
-    config = grpo_config(tmp_path / "ours", steps_per_generation=1, num_iterations=1, max_steps=2)
-    ours = make(placed.PlacedGRPOTrainer, config, folder, manager=manager)
-    ours.train()
-    assert_same(ours, own)
+    train_both(folder, tmp_path, manager=manager_for(policy=policy), steps_per_generation=1, num_iterations=1, max_steps=2)
 
 
 def test_rloo(folder: str, tmp_path: Path) -> None:
