@@ -268,11 +268,7 @@ def _is_extra(key: str) -> bool:
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata.
-
-    Raises:
-        CheckpointError: the checkpoint does not record its paths.
-    """
+    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata."""
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):
         raise CheckpointError("the checkpoint was written without flatten_state_dict, so its entries cannot be matched with handles")
@@ -313,10 +309,7 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
-    """Make several changes. If one cannot be begun, make none.
-
-    The context `agreed` raises at its end if another rank could not begin its changes.
-    """
+    """Make all changes, or none if one cannot be begun. The context `agreed` raises at its end if another rank could not begin its own."""
     with without_modes(), torch.inference_mode(False), torch.no_grad(), ExitStack() as begun, agreed or nullcontext():
         for change in changes:
             begun.enter_context(change)

@@ -260,11 +260,7 @@ _COLOURS = {State.CPU_OFFLOADED: "2", State.GPU_RESIDENT: "32", State.SYNCING: "
 
 
 def phase_table(rows: Sequence[PhaseRow], *, paint: bool) -> str:
-    """The rows below a header line. Bytes are in MiB, stall is in milliseconds.
-
-    Args:
-        paint: whether states have colours.
-    """
+    """The rows below a header line, with colours for states if `paint`. Bytes are in MiB, stall is in milliseconds."""
     widths = {name: max(len(name), 5) for name in rows[0].states}
 
     def state(name: str, state: State) -> str:
@@ -290,11 +286,7 @@ class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
 
 
 def pick(name: str) -> str:
-    """Resolve a device name: "auto" means CUDA if available, else the simulated device.
-
-    Raises:
-        PlacementError: a CUDA device is wanted, but torch sees none.
-    """
+    """Resolve a device name: "auto" means CUDA if available, else the simulated device."""
     available = torch.cuda.is_available()
     if name == "auto":
         return "cuda:0" if available else "simulated"

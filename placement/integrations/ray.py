@@ -38,11 +38,7 @@ from placement.phases.phase import checked, names_of
 
 
 def import_ray() -> Any:
-    """Import ray and return the module.
-
-    Raises:
-        PlacementError: ray is not installed, or this process is not connected to a cluster.
-    """
+    """The module, in a process that is connected to a cluster. Else a PlacementError says what to do."""
     try:
         import ray
     except ImportError as error:

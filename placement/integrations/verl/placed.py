@@ -125,12 +125,7 @@ def _group() -> Group | None:
 
 
 class Publication(Iterator[tuple[Any, ...]]):
-    """An engine's weights, with the hold under which they are read. It ends like `Hold.around`, and when the sync fails.
-
-    Args:
-        hold: the phase in which the model is held.
-        weights: a generator of weights.
-    """
+    """An engine's weights, from a generator, with the hold under which they are read. It ends like `Hold.around`, and if the sync fails."""
 
     def __init__(self, hold: Hold, weights: Iterator[tuple[Any, ...]]) -> None:
         self._hold, self._weights = hold, weights
@@ -170,12 +165,7 @@ _publications: WeakIdSet[Publication] = WeakIdSet()
 
 
 def cut_off_all(weights: Any, error: BaseException) -> None:
-    """End all publications of this process because a sync has failed. Failures of ending become notes on its error.
-
-    Args:
-        weights: what the sync was reading: a publication, or somebody's generator around one.
-        error: the error of the sync.
-    """
+    """End all publications of this process because a sync of these weights (a publication, or a generator around one) has failed."""
     if not isinstance(weights, Publication) and hasattr(weights, "close"):
         with noted(error):
             weights.close()
@@ -258,11 +248,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return bool(self.engine_config.strategy == "fsdp2" and self.engine_config.offload_policy)
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module under FSDP, under a CPU offload policy only if placement is not to place it.
-
-        verl puts every `forward_only` model under one, which copies each layer to the device for each micro-batch. placement loads the
-        model once a phase.
-        """
+        """verl puts a `forward_only` model under a CPU offload policy, which copies each layer for each micro-batch: not a placed one."""
         if self._reason_to_leave_it() is not None:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
         config, forward_only = self.engine_config, self.engine_config.forward_only
@@ -273,10 +259,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             config.forward_only = forward_only
 
     def _register(self) -> None:
-        """Register the module and the optimizer. What the configuration does not offload is external: tracked, never moved.
-
-        So is what FSDP2's policy places, which `register` finds.
-        """
+        """Register the module and the optimizer. What is not offloaded, or by FSDP2's policy, is external: tracked, never moved."""
         config, is_left = self.engine_config, self._is_left_to_fsdp2
         self._manager = shared = manager()
         name = self._model_handle.name if self._model_handle is not None else _free_name(shared, self._role)
@@ -374,11 +357,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return bool(self.engine_config.strategy == "fsdp" or self._is_lora)
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
-        """The same weights; one that lies in the model's own memory is copied.
-
-        On one rank, and for what is not sharded, verl yields aliases. The model's memory cannot go through CUDA IPC, and it is gone when
-        the phase ends.
-        """
+        """The same weights. Aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
         own = {part.untyped_storage().data_ptr() for each in _tensors_of(self.module) for part in _parts(each)}
         try:
             for name, weight, *rest in weights:
@@ -438,11 +417,7 @@ _NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not na
 
 
 def register(vendor: str) -> str:
-    """Register the engines under a vendor's name and return what was registered, as text.
-
-    Raises:
-        PlacementError: verl's engines lack what is overridden here, or its registry knows no vendors.
-    """
+    """Register the engines under a vendor's name and return what was registered, as text. PlacementError if this verl lacks something."""
     import verl
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead

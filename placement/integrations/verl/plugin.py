@@ -62,11 +62,7 @@ def is_chosen() -> bool:
 
 
 def register_engines() -> None:
-    """Register placement's engines with verl.
-
-    Raises:
-        PlacementError: this version of verl lacks something that they need, and they were asked for.
-    """
+    """Register placement's engines with verl. If this version lacks what they need, that is an error where they were asked for."""
     try:
         names = register(VENDOR)
     except (ImportError, AttributeError, TypeError, PlacementError) as error:

@@ -237,15 +237,7 @@ class PlacedSglang(PlacedRollout):
 
 
 def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:
-    """Let verl use a placed adapter for the rollouts of this name, in this process.
-
-    Args:
-        name: verl's name of the rollout.
-        kind: the class that comes before verl's adapter.
-
-    Raises:
-        KeyError: verl knows no such rollout.
-    """
+    """Let verl use an adapter of this kind for the rollouts of this name, in this process. KeyError if it knows none of the name."""
     from verl.workers.rollout import base
 
     key = name, "async"
@@ -270,9 +262,7 @@ def __getattr__(attribute: str) -> Any:
 def _done(method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
     """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one.
 
-    Raises:
-        EngineError: the server refused it by an HTTP status below 500, so that nothing was done.
-        EngineLost: it failed otherwise, so that its effect is unknown.
+    It raises EngineError where the server refused it by an HTTP status below 500, so that nothing was done, else EngineLost.
     """
     try:
         with ThreadPoolExecutor(1) as thread:
