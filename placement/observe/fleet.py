@@ -33,8 +33,6 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
     Raises:
         PlacementError: no worker answers at the URL; the message has the reason.
     """
-    if not url.startswith(("http://", "https://")):
-        raise PlacementError(f"{url!r} is not an http address; write http://host:port")
     try:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
@@ -56,13 +54,11 @@ def find_targets(places: Iterable[str]) -> list[Target]:
     """
     found: list[Target] = []
     for place in places:
-        if place.startswith(("http://", "https://")):
-            url = place.rstrip("/")
-            if url.endswith("/targets"):
-                found += from_json(ask(url), url)
-            else:
-                address = url.removeprefix("http://").removeprefix("https://")
-                found.append(Target(address=address, labels={}))
+        url = place.rstrip("/")
+        if url.startswith(("http://", "https://")) and url.endswith("/targets"):
+            found += from_json(ask(url), url)
+        elif url.startswith("http://"):  # a worker serves no TLS
+            found.append(Target(address=url.removeprefix("http://"), labels={}))
         elif Path(place).is_dir():
             found += targets_in(place)
         else:

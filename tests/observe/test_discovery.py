@@ -175,8 +175,9 @@ def test_the_discovery_server_lists_and_shows_all(tmp_path: Path) -> None:
 
 
 def test_what_names_no_worker_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(PlacementError, match="is not a worker's URL"):
-        find_targets([str(tmp_path / "nowhere")])
+    for place in (str(tmp_path / "nowhere"), "https://host:9400"):  # workers serve no TLS
+        with pytest.raises(PlacementError, match="is not a worker's URL"):
+            find_targets([place])
     assert main(["discover", str(tmp_path / "nowhere")]) == 1
     assert "is not a folder" in capsys.readouterr().err
 
