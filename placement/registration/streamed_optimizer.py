@@ -90,7 +90,7 @@ class StreamedOptimizer:
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._parts = StepParts(holding, adapter, self._bucket_bytes)
-        self._window: tuple[tuple[Range, ...], tuple[int, int, int], int] | None = None
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int] | None = None
         """The last `window_bytes`, with what it was computed from."""
         self._is_installed = False
         self._tells_scheduler = False
@@ -109,8 +109,7 @@ class StreamedOptimizer:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
         if self.refusal is not None:
             return 0
-        count = sum(len(group["params"]) for each in self._adapter.optimizers() for group in each.param_groups)
-        ranges, known = self._holding.ranges, (self._adapter.num_entries(), count, self._holding.unborn_bytes)
+        ranges, known = self._holding.ranges, (self._adapter.num_entries(), self._holding.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
             pieces = [part.piece for optimizer, p in parameters for part in self._parts.of(optimizer, p)]

@@ -154,6 +154,8 @@ class AdoptedStorage(Storage):
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
+        if self.scanner.stands():  # a policy that never offloads asks often
+            return
         self._unadopted_bytes = self.scanner.unadopted_bytes()
         self.look_at_unborn()
         self.look_at_framework_memory()
