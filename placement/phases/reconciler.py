@@ -39,8 +39,8 @@ class PhaseRequest(NamedTuple):
 
     name: str
     only: tuple[str, ...] | None
-    enclosing: Plan
-    """The plan for the handles that `only` leaves out, without kept handles."""
+    enclosing: Plan | None
+    """The plan for the handles that `only` leaves out, without kept handles; None where it leaves out none."""
     around: tuple[OpenPhase, ...]
     """The enclosing phases, outermost first."""
     kept: frozenset[str]
@@ -153,7 +153,7 @@ class Reconciler:
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
-        before = self._journal.num_changes
+        before = self._journal.num_moves
         try:
             if stays and agree is None:
                 self._mover.stay(self._handles, ahead)
@@ -184,7 +184,7 @@ class Reconciler:
                 self._wait_for_work()
         self.prefetcher.hold()
         within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
-        ahead, before = NOTHING_AHEAD, self._journal.num_changes
+        ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
             self.host_tier.prepare(within)
             ahead, _ = self.prefetcher.look_ahead(name, within, self._mover.chunk_pool)
@@ -224,9 +224,9 @@ class Reconciler:
         """End a phase transition into the phase `name`: measure what it has changed, and give back the memory that it does not need.
 
         Args:
-            before: the number of state changes before it. Measuring is a large part of the time of a phase transition that moves nothing.
+            before: `Journal.num_moves` before it. Measuring is a large part of the time of a phase transition that moves nothing.
         """
-        if self.lease is not None or self._journal.num_changes != before:
+        if self.lease is not None or self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
         self.lease_client.settle(name)
@@ -276,7 +276,7 @@ class Reconciler:
     def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
         chosen = meant(wanted.only, self._handles)
-        if chosen is None:
+        if chosen is None or wanted.enclosing is None:
             return view, plan
         taken_over = [name for name in wanted.kept if plan.on_device(name)]
         plan = plan.limited_to(chosen, with_kept(wanted.enclosing, taken_over, self._handles))
