@@ -137,7 +137,7 @@ class Versions(NamedTuple):
 
     def written_since(self, before: Versions) -> set[int]:
         """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
-        if self.sums == before.sums:  # the common case, and fast for tens of thousands of storages
+        if self.sums is before.sums or self.sums == before.sums:  # the common case, and fast for tens of thousands of storages
             return set()
         known, counts = before.sums, before.counts
         return {key for key, now in self.sums.items() if now > known.get(key, now) and self.counts[key] == counts[key]}
