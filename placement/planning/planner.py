@@ -218,30 +218,34 @@ def _follow_groups(handles: Iterable[Handle]) -> bool:
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage, streamed = handle.storage, handle.streamed
-    facts: dict[str, Any] = {
-        "name": handle.name,
-        "kind": handle.kind,
-        "role": handle.role,
-        "state": handle.state,
-        "num_bytes": storage.num_bytes,
-        "resident_bytes": storage.resident_bytes,
-        "prefetched_bytes": storage.prefetched_bytes,
-        "can_prefetch": storage.can_prefetch,
-        "owners": tuple([owner.name for owner in handle.owners]),
-        "readonly": handle.readonly,
-        "external": handle.external,
-        "gathers": handle.gathers is not None,
-        "built": handle.is_built,
-        "kept": handle.name in kept,
-        "tags": storage.bytes_by_tag(),
-        "resident_tags": storage.resident_tags,
-        "streaming": handle.is_streaming,
-        "window_bytes": 0 if streamed is None else streamed.window_bytes,
-        "unstreamable": None if streamed is None else streamed.refusal,
-    }
-    if handle.last_view is None or handle.last_view[0] != facts:
-        handle.last_view = facts, HandleView(**facts)
-    return handle.last_view[1]
+    tags, window_bytes = storage.bytes_by_tag(), 0 if streamed is None else streamed.window_bytes
+    sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, storage.resident_tags)
+    facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
+    if (last := handle.last_view) is not None and last[0] == facts:
+        return last[1]
+    view = HandleView(
+        name=handle.name,
+        kind=handle.kind,
+        role=handle.role,
+        state=handle.state,
+        num_bytes=storage.num_bytes,
+        resident_bytes=storage.resident_bytes,
+        prefetched_bytes=storage.prefetched_bytes,
+        can_prefetch=storage.can_prefetch,
+        owners=tuple([owner.name for owner in handle.owners]),
+        readonly=handle.readonly,
+        external=handle.external,
+        gathers=handle.gathers is not None,
+        built=handle.is_built,
+        kept=handle.name in kept,
+        tags=tags,
+        resident_tags=storage.resident_tags,
+        streaming=handle.is_streaming,
+        window_bytes=window_bytes,
+        unstreamable=None if streamed is None else streamed.refusal,
+    )
+    handle.last_view = facts, view
+    return view
 
 
 def ask_policy(policy: Any, view: View) -> Plan:

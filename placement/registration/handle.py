@@ -81,7 +81,7 @@ class Handle:
         self.stray_names = ""
         """Names of the storages to which others held references at the last offload."""
         self.drift_bytes = 0
-        self.last_view: tuple[dict[str, Any], HandleView] | None = None
+        self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
         """The view of this handle that a policy was shown last, with the facts from which it was made."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
@@ -167,7 +167,7 @@ class Handle:
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
-        return None if reason is None or self.external else reason
+        return reason if reason is None or not self.external else None
 
     @property
     def is_built(self) -> bool:

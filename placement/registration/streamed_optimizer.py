@@ -90,7 +90,7 @@ class StreamedOptimizer:
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._parts = StepParts(holding, adapter, self._bucket_bytes)
-        self._window: tuple[tuple[Range, ...], tuple[int, int, int], int, tuple[RangeChunk, ...]] | None = None
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
         """The last `window_bytes` and first chunks, with what they were computed from."""
         self._has_stepped = True
         """Whether it has made a step since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one."""
@@ -117,8 +117,7 @@ class StreamedOptimizer:
         return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self._measured()[1]
 
     def _measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
-        count = sum(len(group["params"]) for each in self._adapter.optimizers() for group in each.param_groups)
-        ranges, known = self.storage.ranges, (self._adapter.num_entries(), count, self.storage.unborn_bytes)
+        ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
             pieces = [part.piece for optimizer, p in parameters for part in self._parts.of(optimizer, p)]
