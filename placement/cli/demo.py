@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         result = run_job(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result["ok"] else 1
+    return int(not result["ok"])
 
 
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
