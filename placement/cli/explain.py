@@ -152,7 +152,7 @@ def _table(run: Run, rows: Sequence[Row], budget_bytes: int, worker_role: str, o
 
 
 def _in_a_known_cycle(run: Run, policy: Policy, cycle: Sequence[str]) -> list[str]:
-    """What a policy keeps and prefetches, and why, in each phase of a cycle that it has seen; [] if the cycle is nothing to it or fails."""
+    """Lines about each phase of a cycle that a policy has seen; none if the cycle makes no difference to it, or has a phase that fails."""
     lines, looks_ahead = ["", "in a cycle that it has seen, one phase after the other:"], False
     for index, name in enumerate([*cycle] * _ROUNDS):
         phase, plan = _row(run, name)
