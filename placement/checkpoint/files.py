@@ -6,11 +6,10 @@ import copy
 import functools
 import hashlib
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,26 +106,21 @@ def async_save(
                     raise CheckpointError(f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only=")
         state = _collect(manager, only, process_group)
         group = _gloo_group(dist.group.WORLD if process_group is None else process_group) if dist.is_initialized() else None
-        locks: list[threading.Event] = []
+        held = ExitStack()
 
         def write() -> None:
-            try:
-                with _torch_errors(f"saving to {os.fspath(path)!r}"):
-                    torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
-            finally:
-                for lock in locks:
-                    lock.set()
+            with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
+                torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
 
         try:
             for name in state:
                 if (holding := manager.handles[name].holding) is not None:
                     mirror(holding)
-                    locks.append(holding.host_read_locks.lend())
+                    held.callback(holding.host_read_locks.lend().set)
             frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
             return submit(write, path)
         except BaseException:
-            for lock in locks:
-                lock.set()
+            held.close()
             raise
 
 

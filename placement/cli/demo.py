@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         result = run_job(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result["ok"] else 1
+    return int(not result["ok"])
 
 
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -106,13 +106,9 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
     print(f"device {device.name} has {mebibytes(total_bytes)} MiB; the whole job, {mebibytes(needed_bytes)} MiB, {verdict}; tables in MiB")
 
     manager = placement.Manager(device=device, policy=arguments.policy)
-    with contextlib.ExitStack() as stack:
-        stack.callback(manager.close)
+    with contextlib.closing(manager):  # and with it the server
         if arguments.serve is not None:
-            server = manager.serve(port=arguments.serve)
-            stack.callback(server.close)
-            print(f"metrics at {server.url}/metrics")
-
+            print(f"metrics at {manager.serve(port=arguments.serve).url}/metrics")
         recorder = Recorder(manager, device)
         results = train(worker, recorder, lambda: print(phase_table(recorder.take_rows(), paint=sys.stdout.isatty())))
         audit = manager.audit()
@@ -155,8 +151,7 @@ class EverythingResident:
     """Replaces the manager, its phases and its handles in a job without placement: everything is on the device, and nothing moves."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        self._device = device
-        self._module = module
+        self._device, self._module = device, module
 
     def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> EverythingResident:
         module = getattr(obj, "module", obj)

@@ -29,9 +29,7 @@ _CACHE_BYTES = 64 << 20
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)')
-    parser.add_argument(
-        "--bytes", default=MEASURED_BYTES, type=_bytes, metavar="BYTES", help="size of the buffers that are copied (default 1GiB)"
-    )
+    parser.add_argument("--bytes", default=MEASURED_BYTES, type=_bytes, help="size of the buffers that are copied (default 1GiB)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run)
 

@@ -152,7 +152,7 @@ def _table(run: Run, rows: Sequence[Row], budget_bytes: int, worker_role: str, o
 
 
 def _in_a_known_cycle(run: Run, policy: Policy, cycle: Sequence[str]) -> list[str]:
-    """What a policy keeps and prefetches, and why, in each phase of a cycle that it has seen; [] if the cycle is nothing to it or fails."""
+    """Lines about each phase of a cycle that a policy has seen; none if the cycle makes no difference to it, or has a phase that fails."""
     lines, looks_ahead = ["", "in a cycle that it has seen, one phase after the other:"], False
     for index, name in enumerate([*cycle] * _ROUNDS):
         phase, plan = _row(run, name)
@@ -177,14 +177,12 @@ def _lines_about(policy: Policy, view: View, plan: Plan) -> Iterator[str]:
 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
-    parser.add_argument(
-        "--budget", metavar="BYTES", help=f"device bytes that the handles may hold together (default {BUDGET_BYTES // GIB}GiB)"
-    )
-    parser.add_argument("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
-    parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
-    text = "a running worker's URL (or one that ends in /targets, or a discovery folder): why each handle is where it is now"
-    parser.add_argument("--live", metavar="URL", help=text)
+    add = parser.add_argument
+    add("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
+    add("--budget", metavar="BYTES", help=f"device bytes that the handles may hold together (default {BUDGET_BYTES // GIB}GiB)")
+    add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
+    add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
+    add("--live", metavar="URL", help="a worker's URL, one of targets, or a discovery folder: why each handle is where it is now")
     parser.set_defaults(run=run)
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +32,6 @@ WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handle
 HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
 NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped"})
 """Columns that are aligned to the right."""
-
-
-def _held(view: View) -> int:
-    return sum(handle["resident_bytes"] for handle in view["snapshot"]["handles"]) if "snapshot" in view else -1
-
-
-SORTINGS: dict[str, Callable[[View], Any]] = {
-    "name": lambda view: _natural(view["name"]),
-    "held": lambda view: -_held(view),
-    "stall": lambda view: -_stall_share(view),
-    "trouble": lambda view: (not trouble_of(view), _natural(view["name"])),
-}
-"""Ways to order the workers."""
-
-
-def _stall_share(view: View) -> float:
-    """The fraction of its time that a worker waited for moves; -1 for a worker that does not answer."""
-    if "snapshot" not in view:
-        return -1.0
-    seconds = sum(view["snapshot"]["phase_seconds"].values())
-    return float(sum(view["snapshot"]["phase_stall_seconds"].values()) / seconds) if seconds else 0.0
 
 
 def trouble_of(view: View) -> str:
@@ -74,13 +53,14 @@ def _worker_row(view: View) -> tuple[str, ...]:
     snapshot = view["snapshot"]
     held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
     used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
+    stall = sum(snapshot["phase_stall_seconds"].values()) / max(sum(snapshot["phase_seconds"].values()), 1e-9)
     return (
         view["name"],
         " > ".join(snapshot["phases"]) or "idle",
-        readable(_held(view)),
+        readable(sum(handle["resident_bytes"] for handle in held)),
         readable(snapshot["device_total_bytes"]),
         f"{used:.0%}",
-        f"{_stall_share(view):.1%}",
+        f"{stall:.1%}",
         ", ".join(handle["name"] for handle in held),
         trouble_of(view),
     )
@@ -132,7 +112,6 @@ _CLEAR = "\x1b[H\x1b[2J"
 def add_status(parser: argparse.ArgumentParser) -> None:
     text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
     parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
-    parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
     parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
     parser.set_defaults(run=run_status)
@@ -148,7 +127,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
 
         def look() -> list[View]:
-            return sorted(views_of(find_targets(places), pool), key=SORTINGS[arguments.sort])
+            return sorted(views_of(find_targets(places), pool), key=lambda view: _natural(view["name"]))
 
         views = look()
         while arguments.watch is not None:

@@ -12,7 +12,8 @@ while the trainer evaluates. Checked against transformers 5.23.0 (transformers/t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -65,6 +66,16 @@ class Turns:
         """Leave the open phase, if there is one. After an error, failures of leaving become notes on it."""
         if self._hold is not None:
             self._hold.release(error)
+
+    @contextmanager
+    def end(self) -> Iterator[None]:
+        """Leave the open phase at the end of a block."""
+        try:
+            yield
+        except BaseException as error:
+            self.over(error)
+            raise
+        self.over()
 
 
 class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy

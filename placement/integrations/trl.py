@@ -10,7 +10,7 @@ Checked against TRL 1.16.0 (trl/trainer/grpo_trainer.py, rloo_trainer.py, trl/ge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -134,13 +134,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train. The open phase ends here and not with each step: what the next step needs stays on the device."""
-        try:
-            result = super()._inner_training_loop(batch_size, *args, **keywords)
-        except BaseException as error:
-            self._turns.over(error)
-            raise
-        self._turns.over()
-        return result
+        with self._turns.end():
+            return super()._inner_training_loop(batch_size, *args, **keywords)
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
         """Generate, tool calls included, in the phase `rollout`; with a colocated vLLM after a `weight_sync`."""
@@ -212,14 +207,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         is_inside = self._turns.phase == "train"  # a callback evaluates between two backward passes
-        try:
-            result = super().evaluation_loop(*args, **keywords)
-        except BaseException as error:
-            self._turns.over(error)
-            raise
-        if not is_inside:
-            self._turns.over()
-        return result
+        with nullcontext() if is_inside else self._turns.end():
+            return super().evaluation_loop(*args, **keywords)
 
     def _load_from_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         with self._alone("restore"):

@@ -43,7 +43,7 @@ class OtherProcesses:
 
 
 class _Shared:
-    """What the measuring thread shares with the object that it must not keep alive."""
+    """The state that the measuring thread shares with the object that it must not keep alive."""
 
     def __init__(self) -> None:
         self.nbytes: int | None = None

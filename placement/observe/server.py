@@ -318,11 +318,8 @@ class MetricsServer(HttpServer):
         guarded = {path: functools.partial(self._unless_over, page) for path, page in pages.items()}
         super().__init__(guarded, port=port, address=address, timeout_seconds=timeout_seconds)
 
-    def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> Target:
-        """Set this worker's identity, and keep its file in a discovery folder (None: no file) until `close()`.
-
-        Returns:
-            The worker's target, for a list of your own, such as a `DiscoveryServer`'s.
+    def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> None:
+        """Set this worker's `target`, and keep its file in a discovery folder (None: no file) until `close()`.
 
         Raises:
             PlacementError: the folder cannot be written.
@@ -333,7 +330,6 @@ class MetricsServer(HttpServer):
         if folder is not None:
             self._announcement = Announcement(folder, self.target)
             self.do_regularly(functools.partial(reap, folder))
-        return self.target
 
     def close(self) -> None:
         if self._announcement is not None:
@@ -362,14 +358,13 @@ class MetricsServer(HttpServer):
         return Response(HTTPStatus.OK, self._read().model_dump_json().encode(), JSON)
 
     def _trace(self, environ: WSGIEnvironment) -> Response:
-        given = parse_qs(environ["QUERY_STRING"]).get("seconds", ["inf"])[-1]
         try:
-            seconds = float(given)
+            seconds = float(parse_qs(environ["QUERY_STRING"]).get("seconds", ["inf"])[-1])
         except ValueError:
-            return refusal(HTTPStatus.BAD_REQUEST)
+            seconds = math.nan
         if not seconds >= 0:
             return refusal(HTTPStatus.BAD_REQUEST)
-        return Response(HTTPStatus.OK, encoded_trace(self._journal, last_seconds=None if seconds == math.inf else seconds), JSON)
+        return Response(HTTPStatus.OK, encoded_trace(self._journal, last_seconds=seconds), JSON)
 
     def _workers(self, _: WSGIEnvironment) -> Response:
         target = self.target

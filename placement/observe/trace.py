@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -83,11 +84,7 @@ def trace_events(
 
 
 def encoded_trace(
-    journal: Journal,
-    *,
-    last_seconds: float | None = None,
-    base_nanoseconds: int = 0,
-    after: Iterable[Event] = (),
+    journal: Journal, *, last_seconds: float = math.inf, base_nanoseconds: int = 0, after: Iterable[Event] = ()
 ) -> Iterator[bytes]:
     """A trace file in pieces that are made on demand, so a long journal is never held as text.
 
@@ -98,7 +95,7 @@ def encoded_trace(
     """
     now = time.monotonic()
     offset = time.time() - now - base_nanoseconds / 1e9
-    start = -1.0 if last_seconds is None else now - last_seconds
+    start = now - last_seconds
     records = (record for record in journal if record.at_seconds >= start)
     spans = (each for each in journal.phase_spans() if each.end_seconds >= start)
     pid = os.getpid()

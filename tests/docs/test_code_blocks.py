@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -98,7 +98,7 @@ def test_every_mark_is_above_a_python_block() -> None:
 
 
 def resolve_all(tree: ast.Module) -> int:
-    """How many names of modules and classes a block has; each of them exists, but for those of frameworks that are never installed here.
+    """How many names of modules a block has; each of them exists, but for those of frameworks that are never installed here.
 
     Raises:
         AttributeError: one does not.
@@ -110,40 +110,17 @@ def resolve_all(tree: ast.Module) -> int:
 
 
 def attributes(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Module and names below it, for each import, each dotted name that begins at a module, each attribute of an instance of a class of
-    such a module, and each attribute of `self` in a subclass of one."""
-    modules = {"placement": "placement"}
-    instances: dict[str, tuple[str, tuple[str, ...]]] = {}
+    """Module and names below it, for each import, and each dotted name that begins at a module."""
+    modules = {"placement"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                modules[alias.name.split(".")[0]] = alias.name.split(".")[0]
-                yield alias.name, ()
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+            yield from ((alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", (alias.name,)) for alias in node.names)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
-            made = _dotted(node.value.func)
-            if made is not None and made[0] in modules and made[-1][:1].isupper():
-                instances[node.targets[0].id] = (modules[made[0]], made[1:])
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)) is not None:
-            if dotted[0] in modules:
-                yield modules[dotted[0]], dotted[1:]
-            elif dotted[0] in instances:
-                module, names = instances[dotted[0]]
-                yield module, (*names, dotted[1])
-        elif isinstance(node, ast.ClassDef):
-            yield from _of_self(node, modules)
-
-
-def _of_self(node: ast.ClassDef, modules: dict[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-    selves = [each for each in ast.walk(node) if isinstance(each, ast.Attribute) and _dotted(each.value) == ("self",)]
-    own |= {each.attr for each in selves if isinstance(each.ctx, ast.Store)}
-    for base in node.bases:
-        dotted = _dotted(base)
-        if dotted is not None and dotted[0] in modules:
-            yield from ((modules[dotted[0]], (*dotted[1:], each.attr)) for each in selves if each.attr not in own)
+        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)) is not None and dotted[0] in modules:
+            yield dotted[0], dotted[1:]
 
 
 def _dotted(node: ast.expr) -> tuple[str, ...] | None:
@@ -154,26 +131,15 @@ def _dotted(node: ast.expr) -> tuple[str, ...] | None:
     return None
 
 
-def resolve(module: str, names: tuple[str, ...]) -> Any:
-    """The object called `module.names...`.
+def resolve(module: str, names: tuple[str, ...]) -> None:
+    """Look for `module.names...`.
 
     Raises:
         AttributeError: there is no such name.
     """
     found: Any = importlib.import_module(module)
     for name in names:
-        if isinstance(found, ModuleType) and not hasattr(found, name):
-            try:
-                found = importlib.import_module(f"{found.__name__}.{name}")
-                continue
-            except ModuleNotFoundError as error:
-                raise AttributeError(f"{found.__name__} has no {name!r}") from error
-        if isinstance(found, type) and not hasattr(found, name) and name in _set_in_init(found):
-            return None
-        found = getattr(found, name)
-    return found
-
-
-def _set_in_init(cls: type) -> set[str]:
-    """Attributes that instances of a class have from its `__init__` on."""
-    return {name for each in cls.__mro__ for name in getattr(getattr(each.__dict__.get("__init__"), "__code__", None), "co_names", ())}
+        if isinstance(found, ModuleType) and not hasattr(found, name) and importlib.util.find_spec(f"{found.__name__}.{name}"):
+            found = importlib.import_module(f"{found.__name__}.{name}")
+        else:
+            found = getattr(found, name)

@@ -11,7 +11,7 @@ import torch
 from placement import NotResidentError
 from placement.testing import assert_nothing_resident
 from tests.integrations import trl_jobs as jobs
-from tests.integrations.trl_jobs import COMMON, Watch, assert_same, digits, grpo_config, make, manager_for, placed, train_both, trl
+from tests.integrations.trl_jobs import Watch, assert_same, digits, grpo_config, make, manager_for, placed, train_both, trl
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
 
@@ -107,15 +107,7 @@ def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
 
 
 def test_rloo(folder: str, tmp_path: Path) -> None:
-    manager = manager_for()
-    trainers = []
-    for cls, keywords in ((trl.RLOOTrainer, {}), (placed.PlacedRLOOTrainer, {"manager": manager})):
-        config = trl.RLOOConfig(**{**COMMON, "beta": 0.1, "num_iterations": 2, "max_steps": 3}, output_dir=str(tmp_path / cls.__name__))
-        trainers.append(make(cls, config, folder, **keywords))
-        trainers[-1].train()
-    assert_nothing_resident(manager)
-    own, ours = trainers
-    assert_same(ours, own)
+    train_both(folder, tmp_path, kind="RLOO", max_steps=3)
 
 
 def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:

@@ -28,8 +28,13 @@ def manager_for(**settings: Any) -> Manager:
     return Manager(device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096), phases=placed.PHASES, **settings)
 
 
+def config_of(kind: str, out: Path, **changes: Any) -> Any:
+    options = {**COMMON, "beta": 0.1, "num_iterations": 2, "max_steps": 4, **changes}
+    return getattr(trl, f"{kind}Config")(**options, output_dir=str(out))
+
+
 def grpo_config(out: Path, **changes: Any) -> Any:
-    return trl.GRPOConfig(**{**COMMON, "beta": 0.1, "num_iterations": 2, "max_steps": 4, **changes}, output_dir=str(out))
+    return config_of("GRPO", out, **changes)
 
 
 COMMON: dict[str, Any] = {
@@ -73,13 +78,13 @@ def assert_same(ours: Any, own: Any) -> None:
 
 
 def train_both(
-    folder: str, out: Path, keywords: dict[str, Any] | None = None, manager: Manager | None = None, **changes: Any
+    folder: str, out: Path, keywords: dict[str, Any] | None = None, manager: Manager | None = None, kind: str = "GRPO", **changes: Any
 ) -> tuple[Any, Any]:
     """Train with TRL's own trainer and with the placed one, and compare."""
     keywords, manager = keywords or {}, manager or manager_for()
-    own = make(trl.GRPOTrainer, grpo_config(out / "own", **changes), folder, **keywords)
+    own = make(getattr(trl, f"{kind}Trainer"), config_of(kind, out / "own", **changes), folder, **keywords)
     own.train()
-    ours = make(placed.PlacedGRPOTrainer, grpo_config(out / "ours", **changes), folder, manager=manager, **keywords)
+    ours = make(getattr(placed, f"Placed{kind}Trainer"), config_of(kind, out / "ours", **changes), folder, manager=manager, **keywords)
     ours.train()
     if manager.policy.name == "colocated":
         assert_nothing_resident(manager)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 WORKER = 'job="placement",run="r",node="node0",rank="3",instance="node0/rank3"'
 HANDLE = f'{WORKER},handle="actor",kind="module"'
@@ -64,6 +65,14 @@ def counted(alert: str, name: str, series: Mapping[str, str]) -> list[Case]:
     ]
 
 
+def gone(
+    what: str, held: str, idle: str, up: str, budget: str = "10x9 stale", *, beside: Mapping[str, str] | None = None, **more: Any
+) -> Case:
+    """A worker that holds these bytes, is idle, up and has a budget at these times, and series of others beside it."""
+    policy = more.pop("policy", "colocated")
+    return Case("PlacementWorkerGone", what, {**holding(held, idle=idle, up=up, budget=budget, policy=policy), **(beside or {})}, **more)
+
+
 CASES = [
     Case("PlacementLeftResident", "stays", of_worker("placement_unpaired_bytes", "0x9 7x30"), fires=("13m", "30m"), silent=("9m", "11m")),
     Case("PlacementLeftResident", "is over soon", of_worker("placement_unpaired_bytes", "0x9 7x1 0x30"), silent=("10m", "11m", "13m")),
@@ -120,104 +129,58 @@ CASES = [
     Case("PlacementBudgetNearlyFull", "is meant to", holding("10x60", idle="1x60", up="1x60", policy="resident"), silent=("11m",)),
     Case("PlacementBudgetNearlyFull", "has none", holding("0x60", idle="1x60", up="1x60", budget="0x60"), silent=("11m",)),
     # Killed in a phase, the target stays listed: `up` is 0 and every other series ends.
-    Case(
-        "PlacementWorkerGone",
-        "is down",
-        holding("4x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"),
+    gone(
+        *("is down", "4x9 stale", "0x9 stale", "1x9 0x40"),
         fires=("12m", "18m"),
         silent=("9m", "25m"),
         labels={"severity": "critical", "run": "r", "instance": "node0/rank3"},
     ),
     # Off the list after a while: nobody expects it any more.
-    Case(
-        "PlacementWorkerGone",
-        "is down then off the list",
-        holding("4x9 stale", idle="0x9 stale", up="1x9 0x5 stale", budget="10x9 stale"),
-        fires=("12m", "14m"),
-        silent=("9m", "17m", "25m"),
-    ),
-    Case(
-        "PlacementWorkerGone",
-        "ends in order straight out of a phase",
-        {**holding("4x9 stale", idle="0x9 stale", up="1x9 stale", budget="10x9 stale"), **PEER},
-        silent=("11m", "12m", "15m"),
-    ),
-    Case(
-        "PlacementWorkerGone",
-        "is killed at rest where a policy keeps handles resident",
-        holding("4x9 stale", idle="1x9 stale", up="1x9 0x40", budget="10x9 stale", policy="resident"),
+    gone("is down then off the list", "4x9 stale", "0x9 stale", "1x9 0x5 stale", fires=("12m", "14m"), silent=("9m", "17m", "25m")),
+    gone("ends in order straight out of a phase", "4x9 stale", "0x9 stale", "1x9 stale", beside=PEER, silent=("11m", "12m", "15m")),
+    gone(
+        *("is killed at rest where a policy keeps handles resident", "4x9 stale", "1x9 stale", "1x9 0x40"),
+        policy="resident",
         fires=("12m",),
     ),
-    Case(
-        "PlacementWorkerGone",
-        "ends in order though handles stay resident",
-        {**holding("4x9 stale", idle="1x9 stale", up="1x9 stale", budget="10x9 stale", policy="resident"), **PEER},
+    gone(
+        *("ends in order though handles stay resident", "4x9 stale", "1x9 stale", "1x9 stale"),
+        beside=PEER,
+        policy="resident",
         silent=("11m", "12m", "15m"),
     ),
     # The last scrape fell between two phases.
-    Case(
-        "PlacementWorkerGone",
-        "is down and held bytes half a minute before",
-        holding("4x19 0 stale", idle="0x19 1 stale", up="1x20 0x40", budget="10x20 stale"),
+    gone(
+        *("is down and held bytes half a minute before", "4x19 0 stale", "0x19 1 stale", "1x20 0x40", "10x20 stale"),
         fires=("12m", "18m"),
         silent=("10m", "25m"),
         every="30s",
     ),
-    Case(
-        "PlacementWorkerGone",
-        "is down and held bytes two minutes before",
-        holding("4x9 0x1 stale", idle="0x9 1x1 stale", up="1x11 0x40", budget="10x11 stale"),
+    gone(
+        *("is down and held bytes two minutes before", "4x9 0x1 stale", "0x9 1x1 stale", "1x11 0x40", "10x11 stale"),
         silent=("13m", "20m"),
     ),
-    Case(
-        "PlacementWorkerGone",
-        "unregisters everything, then is down",
-        holding("4x9 stale", idle="0x9 1x3 stale", up="1x13 0x40", budget="10x13 stale"),
-        silent=("15m", "18m"),
-    ),
+    gone("unregisters everything, then is down", "4x9 stale", "0x9 1x3 stale", "1x13 0x40", "10x13 stale", silent=("15m", "18m")),
     # The last scrape still saw a phase.
-    Case(
-        "PlacementWorkerGone",
-        "ends in order with its whole run",
-        {
-            **holding("4x9 stale", idle="0x9 stale", up="1x9 stale", budget="10x9 stale"),
-            'up{job="placement",run="another",instance="node0/rank3"}': "1x60",
-        },
+    gone(
+        *("ends in order with its whole run", "4x9 stale", "0x9 stale", "1x9 stale"),
+        beside={'up{job="placement",run="another",instance="node0/rank3"}': "1x60"},
         silent=("10m", "11m", "12m", "15m"),
     ),
     # What a list that is asked every few seconds does at an orderly end.
-    Case(
-        "PlacementWorkerGone",
-        "ends in order and is listed a moment longer",
-        holding("4x19 0 stale", idle="0x19 1 stale", up="1x20 0 stale", budget="10x20 stale"),
+    gone(
+        *("ends in order and is listed a moment longer", "4x19 0 stale", "0x19 1 stale", "1x20 0 stale", "10x20 stale"),
         silent=("10m", "11m", "12m", "15m"),
         every="30s",
     ),
-    Case(
-        "PlacementWorkerGone",
-        "is down and held nothing",
-        holding("0x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"),
-        silent=("12m", "15m"),
-    ),
-    Case(
-        "PlacementWorkerGone",
-        "unregisters everything and lives",
-        holding("4x9 stale", idle="0x9 1x50", up="1x60"),
-        silent=("12m", "15m"),
-    ),
-    Case(
-        "PlacementWorkerGone",
-        "is back after three minutes",
-        holding("4x9 stale _x2 0x40", idle="0x9 stale _x2 1x40", up="1x9 0x2 1x40", budget="10x9 stale _x2 10x40"),
+    gone("is down and held nothing", "0x9 stale", "0x9 stale", "1x9 0x40", silent=("12m", "15m")),
+    gone("unregisters everything and lives", "4x9 stale", "0x9 1x50", "1x60", "10x60", silent=("12m", "15m")),
+    gone(
+        *("is back after three minutes", "4x9 stale _x2 0x40", "0x9 stale _x2 1x40", "1x9 0x2 1x40", "10x9 stale _x2 10x40"),
         fires=("12m",),
         silent=("14m", "20m"),
     ),
-    Case(
-        "PlacementWorkerGone",
-        "misses one scrape",
-        holding("4x9 _ 4x40", idle="0x9 _ 0x40", up="1x9 0 1x40", budget="10x9 _ 10x40"),
-        silent=("10m", "11m", "12m", "20m"),
-    ),
+    gone("misses one scrape", "4x9 _ 4x40", "0x9 _ 0x40", "1x9 0 1x40", "10x9 _ 10x40", silent=("10m", "11m", "12m", "20m")),
     Case(
         "PlacementUnaccountedGrowing",
         "leaks in every step",

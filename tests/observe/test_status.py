@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 import placement
 from placement.cli import main
-from placement.cli.workers import SORTINGS, trouble_of
+from placement.cli.workers import trouble_of
 from placement.observe.discovery import Identity
 from placement.testing import SimulatedDevice
 
@@ -55,7 +54,7 @@ def test_status_as_json_and_from_the_environment(
     workers: list[placement.Manager], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLACEMENT_DISCOVERY", str(tmp_path))
-    assert main(["status", "--json", "--sort", "held"]) == 0
+    assert main(["status", "--json"]) == 0
     views = json.loads(capsys.readouterr().out)
     assert {view["name"] for view in views} == {"node0/rank2", "node0/rank10"}
     assert views[0]["snapshot"]["handles"][0]["name"] == "actor"
@@ -74,23 +73,11 @@ def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Mana
         assert "must be more than 0" in capsys.readouterr().err
 
 
-def view(name: str, held: int = 0, stalled: float = 0.0, **changes: Any) -> dict[str, Any]:
-    handle = {"name": "actor", "resident_bytes": held, "broken": None, "drift_bytes": 0}
-    snapshot = {
-        "handles": [handle], "phase_seconds": {"train": 10.0}, "phase_stall_seconds": {"train": stalled}, "phases": ["train"],
-        "device_used_bytes": held, "device_total_bytes": 100, "unpaired_bytes": 0, "wrong_writes": 0, **changes,
-    }  # fmt: skip
-    return {"name": name, "labels": {}, "snapshot": snapshot}
-
-
-def test_orders_and_what_is_called_trouble() -> None:
-    views = [view("rank10", held=5), view("rank9", stalled=1.0), view("rank1", wrong_writes=2), {"name": "rank0", "error": "gone"}]
-    orders = {name: [each["name"] for each in sorted(views, key=sorting)] for name, sorting in SORTINGS.items()}
-    assert orders["name"] == ["rank0", "rank1", "rank9", "rank10"]
-    assert orders["held"][0] == "rank10"
-    assert orders["stall"][0] == "rank9"
-    assert orders["trouble"][:2] == ["rank0", "rank1"]
-    assert trouble_of(views[2]) == "2 wrong writes"
+def test_the_trouble_of_a_worker() -> None:
+    handle = {"name": "actor", "broken": "a reason", "drift_bytes": 3}
+    snapshot = {"handles": [handle], "unpaired_bytes": 2048, "wrong_writes": 2}
+    assert trouble_of({"name": "rank1", "snapshot": snapshot}) == "actor broken, 2 KiB left on the device, 2 wrong writes, actor drifted"
+    assert trouble_of({"name": "rank0", "error": "gone"}) == "gone"
 
 
 def test_watching_in_a_terminal_until_ctrl_c(workers: list[placement.Manager], tmp_path: Path) -> None:

@@ -83,12 +83,6 @@ def test_a_users_phase_gets_a_row() -> None:
     assert "own phases: distill" in text
 
 
-class Forgetful(Colocated):
-    def plan(self, view: View) -> Plan:
-        plan = super().plan(view)
-        return Plan({n: s for n, s in plan.targets.items() if n != "ref"}) if view.phase == "values" else plan
-
-
 class Failing(Colocated):
     def plan(self, view: View) -> Plan:
         if view.phase == "reward":
@@ -104,7 +98,6 @@ class Silent(Colocated):
 @pytest.mark.parametrize(
     ("policy", "phase", "message"),
     [
-        (Forgetful, "values", "no plan: PolicyError: policy 'colocated' gave no usable plan for phase 'values': it forgets 'ref'"),
         (Failing, "reward", "no plan: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')"),
         (Silent, "idle", "no plan: PolicyError: policy 'colocated' returned NoneType for phase 'idle', not a Plan"),
     ],

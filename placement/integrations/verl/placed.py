@@ -132,13 +132,9 @@ class Publication(Iterator[tuple[Any, ...]]):
         self._around = hold.around(weights)
         self._is_cut_off = False
         _publications.add(self)
-        if (task := _current_task()) is not None:
-            task.add_done_callback(partial(_task_ended, weakref.ref(self)))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the model is held for it."""
-        return self._hold.is_open
+        with suppress(RuntimeError):  # no loop runs in this thread
+            if (task := asyncio.current_task()) is not None:
+                task.add_done_callback(partial(_task_ended, weakref.ref(self)))
 
     def __next__(self) -> tuple[Any, ...]:
         if self._is_cut_off:  # not StopIteration: half of the weights would be taken for all
@@ -151,7 +147,7 @@ class Publication(Iterator[tuple[Any, ...]]):
 
     def cut_off(self, error: BaseException) -> None:
         """End it because the sync has failed with `error`. Failures of ending become notes on that."""
-        if not self.is_open:
+        if not self._hold.is_open:
             return
         self._is_cut_off = True
         with noted(error):
@@ -183,17 +179,10 @@ def noted(error: BaseException) -> Iterator[None]:
             error.add_note(f"placement: {type(failure).__name__}: {failure}")
 
 
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        return None
-
-
 def _task_ended(reference: weakref.ref[Publication], task: asyncio.Task[Any]) -> None:
     """The task that opened a publication has ended. After an error in it nobody reads on."""
     publication = reference()
-    if publication is None or not publication.is_open:
+    if publication is None or not publication._hold.is_open:
         return
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is not None:

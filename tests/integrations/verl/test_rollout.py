@@ -47,15 +47,16 @@ def test_sglang_that_serves_an_adapter_keeps_its_base_weights(one_rank: Ranks, m
     assert found["calls"] == ["wake_up kv_cache", "sleep kv_cache"] * 3
 
 
-@each_rollout
-def test_it_wakes_again_where_the_worker_did_nothing_since(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
-    (calls,) = one_rank.run(colocated.slept_unseen, rollout, model, tmp_path / "capacity", {})
-    assert calls == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 2
-
-
-def test_an_adapters_cache_wakes_again_where_the_worker_did_nothing_since(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (calls,) = one_rank.run(colocated.slept_unseen, "sglang", model, tmp_path / "capacity", {"lora_rank": 4})
-    assert calls == ["wake_up kv_cache", "sleep kv_cache"] * 2
+@pytest.mark.parametrize(("rollout", "lora_rank"), [("vllm", None), ("sglang", None), ("sglang", 4)], ids=["vllm", "sglang", "adapter"])
+def test_it_wakes_again_where_the_worker_did_nothing_since(
+    one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, lora_rank: int | None
+) -> None:
+    options = {} if lora_rank is None else {"lora_rank": lora_rank}
+    (calls,) = one_rank.run(colocated.slept_unseen, rollout, model, tmp_path / "capacity", options)
+    assert (
+        calls
+        == (["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] if lora_rank is None else ["wake_up kv_cache", "sleep kv_cache"]) * 2
+    )
 
 
 @each_rollout
