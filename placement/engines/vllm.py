@@ -37,6 +37,14 @@ class _Vllm(TaggedEngine):
         """The level of sleep that `weights` means."""
         return 1 if self.residency.keeps_weights else 2
 
+    def register(self) -> None:
+        """Check that vLLM is awake or asleep as the record says. It does not report which tags are asleep."""
+        if (is_asleep := self._is_sleeping()) is not bool(self.residency.offloaded):
+            raise EngineError(
+                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={sorted(self.residency.offloaded)}: wake "
+                "it first, or give offloaded= the tags that are asleep"
+            )
+
     def offload(self, tags: Collection[str]) -> None:
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
         book, before = self.residency, self.residency.resident
@@ -131,19 +139,12 @@ class VllmServer(ServedEngine, _Vllm):
         """Check that the server has the routes, and that it is awake or asleep as the record says.
 
         Raises:
-            EngineError: the server is not in development mode, or it is asleep and it is unknown with which tags.
+            EngineError: the server is not in development mode, or is not as the record says.
         """
         self._routes = {}
         if not self._has("/sleep"):
             raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
-        is_asleep = self._is_sleeping()
-        if is_asleep and not self.residency.offloaded:
-            raise EngineError(
-                f"{self._server.url} is asleep, and vLLM does not report the tags. Wake it (POST /wake_up) before registering it, or make "
-                "the engine with offloaded=['weights', 'kv_cache']"
-            )
-        if self.residency.offloaded and not is_asleep:
-            raise EngineError(f"{self._server.url} is awake, but the engine was made with offloaded={sorted(self.residency.offloaded)}")
+        super().register()
 
     def drain(self) -> None:
         """Pause the server, which also keeps new requests out. Without a pause route, wait until no request is running or waiting.
@@ -261,11 +262,7 @@ class VllmInProcess(_Vllm):
         config = getattr(self._llm.llm_engine, "model_config", None)
         if not getattr(config, "enable_sleep_mode", True) and not getattr(config, "enable_cumem_allocator", False):
             raise EngineError(f"{self!r} was made without sleep mode. {_ENABLE}")
-        if self._is_sleeping() is not bool(self.residency.offloaded):
-            raise EngineError(
-                f"{self!r} is {'asleep' if self._is_sleeping() else 'awake'}, but it was made with "
-                f"offloaded={sorted(self.residency.offloaded)}: wake it first, or give offloaded= the tags that are asleep"
-            )
+        super().register()
 
     def drain(self) -> None:
         """Check that no request is in flight. There is nothing to wait for, because generate() returns when it is done.
