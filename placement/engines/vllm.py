@@ -49,9 +49,10 @@ class _Vllm(TaggedEngine):
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
         book, before = self.residency, self.residency.resident
         staying = [tag for tag in book.tags if tag in before - set(tags)]
-        if WEIGHTS not in tags and self._gives_kv_cache_up():
+        if WEIGHTS not in tags and self._knows_its_tags():
+            self._release_kv_cache()
             return
-        if KV_CACHE not in before and not self._sleeps_from_part():
+        if KV_CACHE not in before and not self._knows_its_tags():
             # Older servers have one flag for "asleep". With the KV cache offloaded they take a sleep for done and keep the weights.
             self._wake([KV_CACHE])
             book.resident |= {KV_CACHE}  # correct in case the sleep is refused
@@ -108,12 +109,12 @@ class _Vllm(TaggedEngine):
         """Whether vLLM reports that any part is asleep."""
 
     @abc.abstractmethod
-    def _gives_kv_cache_up(self) -> bool:
-        """Offload the KV cache alone. Returns False where this vLLM cannot."""
+    def _knows_its_tags(self) -> bool:
+        """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone, and the others can follow later."""
 
     @abc.abstractmethod
-    def _sleeps_from_part(self) -> bool:
-        """Whether this vLLM knows which tags are asleep, so that the others can follow later."""
+    def _release_kv_cache(self) -> None:
+        """Offload the KV cache alone, where vLLM knows its tags."""
 
 
 class VllmServer(ServedEngine, _Vllm):
@@ -193,16 +194,13 @@ class VllmServer(ServedEngine, _Vllm):
             raise EngineError(f"{answer}: expected a JSON object with is_sleeping")
         return found
 
-    def _gives_kv_cache_up(self) -> bool:
-        if not self._has("/release_kv_cache_memory"):
-            return False
+    def _knows_its_tags(self) -> bool:
+        return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
+
+    def _release_kv_cache(self) -> None:
         answer = self._server.ask("POST", "/release_kv_cache_memory")
         if not answer.is_ok:
             raise EngineLost(f"{answer}: vLLM counts the KV cache as asleep now, whether it is or not")
-        return True
-
-    def _sleeps_from_part(self) -> bool:
-        return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
 
     def _busy_requests(self) -> str | None:
         answer = self._server.ask("GET", "/metrics")
@@ -306,18 +304,15 @@ class VllmInProcess(_Vllm):
     def _is_sleeping(self) -> bool:
         return bool(self._llm.llm_engine.is_sleeping())
 
-    def _gives_kv_cache_up(self) -> bool:
-        if not hasattr(self._llm, "release_kv_cache_memory"):
-            return False
+    def _knows_its_tags(self) -> bool:
+        return hasattr(self._llm, "release_kv_cache_memory")
+
+    def _release_kv_cache(self) -> None:
         self._call("sleep", level=0)  # the next call needs a paused scheduler
         try:
             self._call("release_kv_cache_memory")
         except EngineError as error:
             raise EngineLost(f"{error}. vLLM is paused, and it is unknown whether its KV cache is on the device") from error
-        return True
-
-    def _sleeps_from_part(self) -> bool:
-        return hasattr(self._llm, "release_kv_cache_memory")
 
     def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
         try:
