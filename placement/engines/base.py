@@ -24,75 +24,6 @@ from placement.storage.managed import ManagedStorage
 from placement.tensors.plain import Owned, plain_parts
 
 
-class WeightTaker:
-    """Copies the buckets of one sync into a module.
-
-    Args:
-        module: The module. Weights that its frameworks have gathered for computing are released first: values written there would be lost.
-
-    Raises:
-        EngineError: the module is offloaded, or adapters are merged into its weights.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self._is_checked = False
-        self._require_resident()
-        frameworks = frameworks_of(module)
-        if frameworks and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        with torch.inference_mode(False), torch.no_grad():
-            for framework in frameworks:
-                framework.ready()
-        try:
-            self._weights = writable(module, frameworks)
-        except ValueError as error:
-            raise EngineError(f"weights cannot be published to {type(module).__qualname__}: {error}") from error
-
-    def take(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write one bucket.
-
-        Raises:
-            EngineError: the module does not have a name, a shape or such a dtype, or a weight cannot be written. Nothing of the bucket has
-                been written; nothing at all where the weight is among those that the first bucket announces.
-        """
-        self._require_resident()
-        for info in () if self._is_checked else getattr(bucket, "announced", ()):
-            self._weight(info.name, info)
-        self._is_checked = True
-        writes: list[tuple[str, Callable[[], object]]] = []
-        name = ""
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for name, value in bucket:
-                    writes.append((name, self._weight(name, value).writer(value)))
-                for name, write in writes:  # noqa: B007  # the name is for the error below
-                    write()
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {error}") from error
-
-    def _weight(self, name: str, value: torch.Tensor | WeightInfo) -> Weight:
-        """The weight of this name, which can take a value of such a shape and dtype."""
-        weight, dtype = self._weights.get(name), value.dtype
-        if weight is None:
-            raise EngineError(f"published weight {name!r} is not a weight of the engine's module")
-        if weight.shape != value.shape:
-            raise EngineError(f"published weight {name!r} has shape {tuple(value.shape)}, the engine's has {tuple(weight.shape)}")
-        if weight.problem is not None:
-            raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {weight.problem}")
-        if len({(each.is_floating_point, each.is_complex, each.itemsize == 1 and each) for each in (dtype, weight.dtype)}) > 1:
-            what = f"published weight {name!r} has dtype {dtype}, the engine's has {weight.dtype}"
-            raise EngineError(f"{what}: a cast would change what the values mean; publish from a module that is quantised in the same way")
-        return weight
-
-    def _require_resident(self) -> None:
-        parts = itertools.chain.from_iterable(plain_parts(parameter, "") for parameter in self.module.parameters())
-        owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for _, part in parts)
-        holding = next((owner for owner in owners if isinstance(owner, ManagedStorage)), None)
-        if holding is not None and not holding.on_device:
-            raise EngineError(f"the weights of {holding.name!r} are offloaded: update them inside manager.phase('weight_sync')")
-
-
 class Engine(abc.ABC):
     """A rollout engine whose memory lies in this process.
 
@@ -127,8 +58,8 @@ class TorchEngine(Engine):
                 f"TorchEngine takes a torch.nn.Module, not a {type(module).__name__}; placement.engines has the engines for vLLM and SGLang"
             )
         self.module = module
-        self._taker: WeightTaker | None = None
-        """The weight taker of the sync that is under way; None outside one."""
+        self._sync: tuple[torch.nn.Module, Mapping[str, Weight]] | None = None
+        """The module and the weights that the sync under way fills; None outside one."""
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return (self.module,)
@@ -148,12 +79,64 @@ class TorchEngine(Engine):
         wait_for_calls(self.module)
         number = getattr(bucket, "number", None)
         with without_modes():
-            taker = self._taker
-            if taker is None or not number or taker.module is not self.module:
-                taker = self._taker = WeightTaker(self.module)
-            taker.take(bucket)
+            self._require_resident()
+            if self._sync is None or not number or self._sync[0] is not self.module:
+                weights = self._writable()
+                for info in getattr(bucket, "announced", ()):
+                    _weight(weights, info.name, info)
+                self._sync = self.module, weights
+            _write(bucket, self._sync[1])
         if number is None or getattr(bucket, "is_last", False):
-            self._taker = None
+            self._sync = None
+
+    def _writable(self) -> Mapping[str, Weight]:
+        """The weights. What frameworks have gathered for computing is released first: values written there would be lost."""
+        frameworks = frameworks_of(self.module)
+        if frameworks and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        with torch.inference_mode(False), torch.no_grad():
+            for framework in frameworks:
+                framework.ready()
+        try:
+            return writable(self.module, frameworks)
+        except ValueError as error:
+            raise EngineError(f"weights cannot be published to {type(self.module).__qualname__}: {error}") from error
+
+    def _require_resident(self) -> None:
+        parts = itertools.chain.from_iterable(plain_parts(parameter, "") for parameter in self.module.parameters())
+        owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for _, part in parts)
+        holding = next((owner for owner in owners if isinstance(owner, ManagedStorage)), None)
+        if holding is not None and not holding.on_device:
+            raise EngineError(f"the weights of {holding.name!r} are offloaded: update them inside manager.phase('weight_sync')")
+
+
+def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Weight]) -> None:
+    """Write all of a bucket, or nothing of it."""
+    writes: list[tuple[str, Callable[[], object]]] = []
+    name = ""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for name, value in bucket:
+                writes.append((name, _weight(weights, name, value).writer(value)))
+            for name, write in writes:  # noqa: B007  # the name is for the error below
+                write()
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {error}") from error
+
+
+def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | WeightInfo) -> Weight:
+    """The weight of this name, which can take a value of such a shape and dtype."""
+    weight, dtype = weights.get(name), value.dtype
+    if weight is None:
+        raise EngineError(f"published weight {name!r} is not a weight of the engine's module")
+    if weight.shape != value.shape:
+        raise EngineError(f"published weight {name!r} has shape {tuple(value.shape)}, the engine's has {tuple(weight.shape)}")
+    if weight.problem is not None:
+        raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {weight.problem}")
+    if len({(each.is_floating_point, each.is_complex, each.itemsize == 1 and each) for each in (dtype, weight.dtype)}) > 1:
+        what = f"published weight {name!r} has dtype {dtype}, the engine's has {weight.dtype}"
+        raise EngineError(f"{what}: a cast would change what the values mean; publish from a module that is quantised in the same way")
+    return weight
 
 
 class EngineAdapter(Adapter):

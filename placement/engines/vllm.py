@@ -37,13 +37,22 @@ class _Vllm(TaggedEngine):
         """The level of sleep that `weights` means."""
         return 1 if self.residency.keeps_weights else 2
 
+    def register(self) -> None:
+        """Check that vLLM is awake or asleep as the record says. It does not report which tags are asleep."""
+        if (is_asleep := self._is_sleeping()) is not bool(self.residency.offloaded):
+            raise EngineError(
+                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={sorted(self.residency.offloaded)}: wake "
+                "it first, or give offloaded= the tags that are asleep"
+            )
+
     def offload(self, tags: Collection[str]) -> None:
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
         book, before = self.residency, self.residency.resident
         staying = [tag for tag in book.tags if tag in before - set(tags)]
-        if WEIGHTS not in tags and self._gives_kv_cache_up():
+        if WEIGHTS not in tags and self._knows_its_tags():
+            self._release_kv_cache()
             return
-        if KV_CACHE not in before and not self._sleeps_from_part():
+        if KV_CACHE not in before and not self._knows_its_tags():
             # Older servers have one flag for "asleep". With the KV cache offloaded they take a sleep for done and keep the weights.
             self._wake([KV_CACHE])
             book.resident |= {KV_CACHE}  # correct in case the sleep is refused
@@ -100,12 +109,12 @@ class _Vllm(TaggedEngine):
         """Whether vLLM reports that any part is asleep."""
 
     @abc.abstractmethod
-    def _gives_kv_cache_up(self) -> bool:
-        """Offload the KV cache alone. Returns False where this vLLM cannot."""
+    def _knows_its_tags(self) -> bool:
+        """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone, and the others can follow later."""
 
     @abc.abstractmethod
-    def _sleeps_from_part(self) -> bool:
-        """Whether this vLLM knows which tags are asleep, so that the others can follow later."""
+    def _release_kv_cache(self) -> None:
+        """Offload the KV cache alone, where vLLM knows its tags."""
 
 
 class VllmServer(ServedEngine, _Vllm):
@@ -131,19 +140,12 @@ class VllmServer(ServedEngine, _Vllm):
         """Check that the server has the routes, and that it is awake or asleep as the record says.
 
         Raises:
-            EngineError: the server is not in development mode, or it is asleep and it is unknown with which tags.
+            EngineError: the server is not in development mode, or is not as the record says.
         """
         self._routes = {}
         if not self._has("/sleep"):
             raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
-        is_asleep = self._is_sleeping()
-        if is_asleep and not self.residency.offloaded:
-            raise EngineError(
-                f"{self._server.url} is asleep, and vLLM does not report the tags. Wake it (POST /wake_up) before registering it, or make "
-                "the engine with offloaded=['weights', 'kv_cache']"
-            )
-        if self.residency.offloaded and not is_asleep:
-            raise EngineError(f"{self._server.url} is awake, but the engine was made with offloaded={sorted(self.residency.offloaded)}")
+        super().register()
 
     def drain(self) -> None:
         """Pause the server, which also keeps new requests out. Without a pause route, wait until no request is running or waiting.
@@ -192,16 +194,13 @@ class VllmServer(ServedEngine, _Vllm):
             raise EngineError(f"{answer}: expected a JSON object with is_sleeping")
         return found
 
-    def _gives_kv_cache_up(self) -> bool:
-        if not self._has("/release_kv_cache_memory"):
-            return False
+    def _knows_its_tags(self) -> bool:
+        return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
+
+    def _release_kv_cache(self) -> None:
         answer = self._server.ask("POST", "/release_kv_cache_memory")
         if not answer.is_ok:
             raise EngineLost(f"{answer}: vLLM counts the KV cache as asleep now, whether it is or not")
-        return True
-
-    def _sleeps_from_part(self) -> bool:
-        return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
 
     def _busy_requests(self) -> str | None:
         answer = self._server.ask("GET", "/metrics")
@@ -261,11 +260,7 @@ class VllmInProcess(_Vllm):
         config = getattr(self._llm.llm_engine, "model_config", None)
         if not getattr(config, "enable_sleep_mode", True) and not getattr(config, "enable_cumem_allocator", False):
             raise EngineError(f"{self!r} was made without sleep mode. {_ENABLE}")
-        if self._is_sleeping() is not bool(self.residency.offloaded):
-            raise EngineError(
-                f"{self!r} is {'asleep' if self._is_sleeping() else 'awake'}, but it was made with "
-                f"offloaded={sorted(self.residency.offloaded)}: wake it first, or give offloaded= the tags that are asleep"
-            )
+        super().register()
 
     def drain(self) -> None:
         """Check that no request is in flight. There is nothing to wait for, because generate() returns when it is done.
@@ -309,18 +304,15 @@ class VllmInProcess(_Vllm):
     def _is_sleeping(self) -> bool:
         return bool(self._llm.llm_engine.is_sleeping())
 
-    def _gives_kv_cache_up(self) -> bool:
-        if not hasattr(self._llm, "release_kv_cache_memory"):
-            return False
+    def _knows_its_tags(self) -> bool:
+        return hasattr(self._llm, "release_kv_cache_memory")
+
+    def _release_kv_cache(self) -> None:
         self._call("sleep", level=0)  # the next call needs a paused scheduler
         try:
             self._call("release_kv_cache_memory")
         except EngineError as error:
             raise EngineLost(f"{error}. vLLM is paused, and it is unknown whether its KV cache is on the device") from error
-        return True
-
-    def _sleeps_from_part(self) -> bool:
-        return hasattr(self._llm, "release_kv_cache_memory")
 
     def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
         try:

@@ -276,7 +276,8 @@ class Group:
                     self.compares_plans = found.compares_plans
                     return found
                 decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
-                if not (catches_up and decision.is_silent and self.rank in decision.failures):
+                is_late = decision.is_silent and decision.failures.get(self.rank, _RESTARTED) != _RESTARTED
+                if not (catches_up and is_late):
                     raise self._end(decision)
                 _logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
                 self._enter_next_epoch()
@@ -373,8 +374,6 @@ class Group:
                 self._claim(abort({rank: f"is not understood: {error}"}))
                 return None
         return said
-
-    # --- waiting
 
     def _of_all(self, what: str, deadline: float) -> list[bytes] | Decision:
         """The values of all ranks, by rank; the decision if the epoch has been decided, which this rank does itself at the deadline."""

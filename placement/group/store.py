@@ -93,7 +93,7 @@ class StoreBoard(Board):
         self._longest_pause = 1 / looks_per_second
         self._given = self._store = store
         """Held because a serving TCPStore stops its server when it dies, and the new connection does not keep it alive."""
-        self._store = self._reach(lambda: _connected_anew(store))
+        self._store = self._reach(store.clone)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: bytes) -> None:
         self._reach(lambda: self._store.set(key, value.decode()))
@@ -125,15 +125,6 @@ class StoreBoard(Board):
             return self._calls(call)
         except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError, DistStoreError, DistTimeoutError and plain ones
             raise BoardLost(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
-
-
-def _connected_anew(store: Store) -> Store:
-    try:
-        return store.clone()  # type: ignore[attr-defined, no-any-return]
-    except RuntimeError as error:
-        if "pure virtual" in str(error):  # a store written in Python, which has no clone
-            return store
-        raise
 
 
 class StoreGroup(Group):

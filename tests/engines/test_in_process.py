@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from placement import EngineError, EngineLost, Manager, State, TorchEngine
+from placement import EngineError, EngineLost, State, TorchEngine
 from placement.engines.sglang import SglangInProcess
 from placement.engines.tagged import TaggedEngine
 from placement.engines.vllm import VllmInProcess
-from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.engines.standin import CAPACITY, CHUNK, GARBAGE, Memory
+from placement.testing import assert_nothing_resident
+from tests.engines.conftest import beside
+from tests.engines.standin import GARBAGE, Memory
 
 
 class LLM:
@@ -121,29 +122,16 @@ class SglEngine:
         return self.accepts, "" if self.accepts else "shape mismatch"
 
 
-def job(engine: TaggedEngine, shared: Path) -> tuple[Manager, Any, Any]:
-    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared))
-    module = torch.nn.Linear(64, 64)
-    actor = manager.register("actor", module, role="actor")
-    manager.module = module  # type: ignore[attr-defined] # a handle keeps no model alive
-    return manager, actor, manager.register("rollout", engine, role="rollout")
-
-
 def publish(actor: Any, engine: TaggedEngine) -> None:
     for bucket in actor.weights(bucket_bytes=1):
         engine.update_weights(bucket)
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    return tmp_path / "capacity"
 
 
 @pytest.mark.parametrize("weights", ["keep", "discard"])
 def test_steps_of_vllm(weights: Any, shared: Path) -> None:
     llm = LLM(shared)
     engine = VllmInProcess(llm, weights=weights)
-    manager, actor, handle = job(engine, shared)
+    manager, actor, handle = beside(engine, shared)
     for _ in range(2):
         with manager.phase("weight_sync") as step:
             assert llm.memory.tags == {"weights"}
@@ -160,7 +148,7 @@ def test_steps_of_vllm(weights: Any, shared: Path) -> None:
 
 def test_vllm_that_fails(shared: Path) -> None:
     llm = LLM(shared)
-    manager, actor, handle = job(engine := VllmInProcess(llm), shared)
+    manager, actor, handle = beside(engine := VllmInProcess(llm), shared)
     llm.failing["wake_up"] = RuntimeError("CUDA Error: out of memory")
     with pytest.raises(EngineError, match=r"wake_up\(tags=\['weights'\]\) of vLLM failed: .*out of memory"):
         manager.phase("rollout").__enter__()
@@ -192,10 +180,10 @@ def test_vllm_that_was_made_without_sleep_mode(shared: Path) -> None:
     llm = LLM(shared)
     llm.llm_engine.model_config = SimpleNamespace(enable_sleep_mode=False)
     with pytest.raises(EngineError, match="made without sleep mode"):
-        job(VllmInProcess(llm), shared)
+        beside(VllmInProcess(llm), shared)
     assert llm.calls == []
     llm.llm_engine.model_config.enable_cumem_allocator = True  # then it moves all the same
-    _, _, handle = job(VllmInProcess(llm), shared)
+    _, _, handle = beside(VllmInProcess(llm), shared)
     assert handle.state is State.CPU_OFFLOADED
 
 
@@ -217,7 +205,7 @@ def test_what_is_no_engine_of_its_kind(shared: Path) -> None:
 def test_steps_of_sglang(shared: Path) -> None:
     inner = SglEngine(shared)
     engine = SglangInProcess(inner, deadline_seconds=5)
-    manager, actor, _ = job(engine, shared)
+    manager, actor, _ = beside(engine, shared)
     for _ in range(2):
         with manager.phase("weight_sync") as step:
             publish(actor, engine)
@@ -231,14 +219,14 @@ def test_steps_of_sglang(shared: Path) -> None:
 def test_sglang_that_refuses_a_bucket_or_has_no_saver(shared: Path) -> None:
     inner = SglEngine(shared)
     engine = SglangInProcess(inner)
-    manager, actor, _ = job(engine, shared)
+    manager, actor, _ = beside(engine, shared)
     inner.accepts = False
     with pytest.raises(EngineError, match="refused a bucket of 1 weights: shape mismatch"), manager.phase("weight_sync"):
         publish(actor, engine)
     with pytest.raises(EngineError, match="mean nothing now"):
         manager.phase("rollout").__enter__()
     with pytest.raises(EngineError, match="memory saver"):
-        job(SglangInProcess(SglEngine(shared.with_name("other"), saver=False)), shared.with_name("other"))
+        beside(SglangInProcess(SglEngine(shared.with_name("other"), saver=False)), shared.with_name("other"))
 
 
 @pytest.mark.parametrize(

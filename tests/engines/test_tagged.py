@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import placement
-from placement import BrokenHandleError, EngineError, EngineLost, Manager, Plan, PolicyError, RegistrationError, State
+from placement import BrokenHandleError, EngineError, EngineLost, Plan, PolicyError, RegistrationError, State
 from placement.engines import Follower, TaggedEngine
 from placement.engines.http import Server
 from placement.engines.sglang import SglangServer
 from placement.engines.vllm import VllmServer
-from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.engines.standin import CAPACITY, CHUNK, Memory
+from placement.testing import assert_nothing_resident
+from tests.engines.conftest import beside
+from tests.engines.standin import CHUNK, Memory
 
 
 class Own(TaggedEngine):
@@ -58,23 +59,9 @@ class Own(TaggedEngine):
         self._called("receive", [name for name, _ in bucket])
 
 
-@pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    return tmp_path / "capacity"
-
-
-def make(shared: Path, engine: Any, **keywords: Any) -> tuple[Manager, Any]:
-    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared), **keywords)
-    module = torch.nn.Linear(64, 64)
-    actor = manager.register("actor", module, role="actor")
-    manager.register("rollout", engine, role="rollout")
-    manager.module = module  # type: ignore[attr-defined] # a handle keeps no model alive
-    return manager, actor
-
-
 def test_what_its_author_is_asked_in_one_step(shared: Path) -> None:
     engine = Own(shared)
-    manager, actor = make(shared, engine)
+    manager, actor, _ = beside(engine, shared)
     assert engine.calls == ["drain", "offload kv_cache weights"]
     engine.calls.clear()
     with manager.phase("weight_sync") as step:
@@ -88,7 +75,7 @@ def test_what_its_author_is_asked_in_one_step(shared: Path) -> None:
 @pytest.mark.leaves_behind("nobody knows what the engine holds")
 def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
     engine = Own(shared)
-    manager, _ = make(shared, engine)
+    manager, _, _ = beside(engine, shared)
     engine.raising["load"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         manager.phase("rollout").__enter__()
@@ -113,7 +100,7 @@ def test_a_switch_that_fails_after_the_engine_left_brings_it_back(weights: Any, 
         raise placement.DeviceMemoryError("none")
 
     engine = Own(shared, weights=weights)
-    manager, actor = make(shared, engine)
+    manager, actor, _ = beside(engine, shared)
     with manager.phase("weight_sync") as step:
         for bucket in actor.weights():
             engine.update_weights(bucket)
@@ -139,7 +126,7 @@ def test_adapters_alone_fill_what_has_its_base_weights(shared: Path) -> None:
         return made
 
     engine = Own(shared, weights="discard")
-    manager, _ = make(shared, engine)
+    manager, _, _ = beside(engine, shared)
     with manager.phase("weight_sync") as step:
         with pytest.raises(EngineError, match="the adapters alone cannot fill"):
             engine.update_weights(bucket(0))
@@ -158,7 +145,7 @@ def test_adapters_alone_fill_what_has_its_base_weights(shared: Path) -> None:
 
 def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_transition(shared: Path) -> None:
     engine = Own(shared)
-    manager, actor = make(shared, engine, policy="resident")
+    manager, actor, _ = beside(engine, shared, policy="resident")
     with manager.phase("weight_sync") as step:
         engine.assume(offloaded=[])
         engine.raising["admit"] = EngineError("not yet")
@@ -175,7 +162,7 @@ def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_transition(sh
 
 def test_a_bucket_that_is_missing_is_found(shared: Path) -> None:
     engine = Own(shared)
-    manager, actor = make(shared, engine)
+    manager, actor, _ = beside(engine, shared)
     with manager.phase("weight_sync") as step:
         buckets = actor.weights(bucket_bytes=1)
         next(buckets)
@@ -206,14 +193,14 @@ def test_bad_input(shared: Path) -> None:
         with pytest.raises(ValueError, match="'Wait' is unknown; in_flight is one of wait, abort"):
             kind("http://127.0.0.1:1", in_flight="Wait")  # type: ignore[arg-type] # any other word would cut requests off
     engine = Own(shared, weights="discard")
-    manager, _ = make(shared, Own(shared))
+    manager, _, _ = beside(Own(shared), shared)
     with pytest.raises(RegistrationError, match="without external=True"):
         manager.register("external", engine, external=True)
     with pytest.raises(RegistrationError, match="cannot be readonly"):
         manager.register("readonly", engine, readonly=True)
     with pytest.raises(EngineError, match="update them inside manager"):
         manager.handles["rollout"].object.update_weights([])
-    other, _ = make(shared.with_name("other"), Own(shared.with_name("other")))
+    other, _, _ = beside(Own(shared.with_name("other")), shared.with_name("other"))
     with pytest.raises(EngineError, match="registered already"):
         other.register("again", manager.handles["rollout"].object)
     taken = manager.handles["rollout"].object
@@ -240,14 +227,14 @@ def test_plans_that_are_none(parts: Any, forgets: bool, message: str, shared: Pa
                 return plan
             return Plan({"actor": State.GPU_RESIDENT}, parts=parts) if forgets else view.total_plan(plan.targets, parts=parts)
 
-    manager, _ = make(shared, Own(shared), policy=Wrong())
+    manager, _, _ = beside(Own(shared), shared, policy=Wrong())
     with pytest.raises(PolicyError, match=message):
         manager.phase("eval").__enter__()
 
 
 def test_what_is_kept_of_an_engine_is_what_was_there(shared: Path) -> None:
     engine = Own(shared)
-    manager, _ = make(shared, engine)
+    manager, _, _ = beside(engine, shared)
     with manager.phase("weight_sync") as phase:
         phase.keep("rollout")
     assert engine.memory.tags == {"weights"}
@@ -265,7 +252,7 @@ def test_the_part_of_an_engine_that_merely_may_stay_gives_way_to_the_handles_of_
             return view.total_plan({}) if view.phase == "eval" else super().plan(view)
 
     engine = Own(shared)
-    manager, actor = make(shared, engine, policy=EmptyInEval(), budget_bytes=40 * CHUNK)
+    manager, actor, _ = beside(engine, shared, policy=EmptyInEval(), budget_bytes=40 * CHUNK)
     critic = torch.nn.Linear(64, 64)
     manager.register("critic", critic, role="critic")
     with manager.phase("eval"):
@@ -284,7 +271,7 @@ def test_the_part_of_an_engine_that_merely_may_stay_gives_way_to_the_handles_of_
 
 def test_a_part_that_comes_is_recorded_and_changes_no_state(shared: Path) -> None:
     engine = Own(shared)
-    manager, actor = make(shared, engine)
+    manager, actor, _ = beside(engine, shared)
     handle = manager.handles["rollout"]
     before = handle.counters.transitions.copy()
     with manager.phase("weight_sync") as step:
@@ -300,7 +287,7 @@ def test_a_part_that_comes_is_recorded_and_changes_no_state(shared: Path) -> Non
 
 def test_what_a_snapshot_shows(shared: Path) -> None:
     engine = Own(shared, weights="discard")
-    manager, _ = make(shared, engine)
+    manager, _, _ = beside(engine, shared)
     assert engine.needs_weights
     with manager.phase("weight_sync"):
         shown = {each.name: each for each in manager.snapshot().handles}["rollout"]
@@ -315,7 +302,7 @@ def test_what_a_snapshot_shows(shared: Path) -> None:
 
 def test_what_stays_behind_is_a_finding(shared: Path) -> None:
     engine = Own(shared)
-    manager, _ = make(shared, engine)
+    manager, _, _ = beside(engine, shared)
     with pytest.raises(EngineError, match="not today"), manager.phase("rollout"):
         engine.raising["drain"] = EngineError("not today")
     findings = manager.audit().findings
@@ -329,7 +316,7 @@ def test_what_stays_behind_is_a_finding(shared: Path) -> None:
 
 def test_a_follower_is_sent_nothing_and_counts_its_bytes(shared: Path) -> None:
     engine = Follower(tag_bytes={"weights": CHUNK, "kv_cache": 2 * CHUNK})
-    manager, actor = make(shared, engine)
+    manager, actor, _ = beside(engine, shared)
     handle = manager.handles["rollout"]
     with manager.phase("weight_sync") as step:
         assert handle.resident_bytes == CHUNK
@@ -418,7 +405,7 @@ def test_addresses_and_keys() -> None:
 
 def test_one_that_was_lost_is_restarted_and_registered_anew_as_the_error_says(shared: Path) -> None:
     engine = Own(shared)
-    manager, actor = make(shared, engine)
+    manager, actor, _ = beside(engine, shared)
     engine.raising["load"] = EngineLost("no answer")
     with pytest.raises(EngineLost):
         manager.phase("rollout").__enter__()

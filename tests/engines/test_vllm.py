@@ -29,14 +29,14 @@ def test_without_sleep_mode_it_answers_200_and_nothing_moves(shared: Path, start
 def test_asleep_before_it_is_registered(shared: Path, started: list[StandIn]) -> None:
     job = start(Vllm033, shared, started)
     job.server.sleep({"level": ["2"]}, None)  # type: ignore[attr-defined]
-    with pytest.raises(EngineError, match="does not report the tags"):
+    with pytest.raises(EngineError, match=r"is asleep, but was made with offloaded=\[\]: wake it first"):
         job.register()
     job.engine = VllmServer(job.server.url, send=job.send, weights="discard", offloaded=["weights", "kv_cache"])
     job.register()
     assert job.server.sent == []
     assert job.step() == "actor"
     awake = start(Vllm033, shared.with_name("other"), started, offloaded=["weights", "kv_cache"])
-    with pytest.raises(EngineError, match="is awake, but the engine was made with offloaded="):
+    with pytest.raises(EngineError, match="is awake, but was made with offloaded="):
         awake.register()
 
 

@@ -122,12 +122,15 @@ class Rank(Trainer):
 
     def run(self) -> None:
         def before_switch() -> None:
-            """Go into the phase transition of the fault together."""
+            """Go into the phase transition of the fault together; the rank of the fault once all others know that they have met."""
             group = self.group
             group.exchange_texts("met", "")
-            group.deadline_seconds = self.deadline_seconds
             if group.rank == self.case.rank:
+                group.exchange_texts("ready", "")
                 self.arm()
+            else:
+                group._put("ready", b"-")
+            group.deadline_seconds = self.deadline_seconds
 
         self.step(before_switch)
         if len(self.events) < 2:

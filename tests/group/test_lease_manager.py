@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,8 @@ def impatient(worker: GpuSharer) -> None:
     lease.deadline_seconds = 0.05
 
 
-def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, errors
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    return ThreadPoolExecutor(1).submit(work)
 
 
 def until_waiting(worker: GpuSharer) -> int:
@@ -128,11 +119,10 @@ def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_p
         assert engine.is_busy(0.2)
     engine.answer()
     assert engine.call("states") == {"engine": "GPU_RESIDENT"}
-    thread, errors = in_thread(worker.work)
+    working = in_thread(worker.work)
     assert until_waiting(worker) == 0
     engine.call("leave")
-    thread.join(30)
-    assert not errors
+    working.result(30)
     engine.call("work_on", 3)
     engine.end()
 
@@ -140,13 +130,12 @@ def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_p
 def test_who_waits_holds_nothing(worker: GpuSharer, tmp_path: Path) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     worker.manager.enter("log_prob")
-    thread, errors = in_thread(lambda: worker.manager.switch("train"))
+    working = in_thread(lambda: worker.manager.switch("train"))
     assert until_waiting(worker) == 0
     assert states(worker) == [OFF, OFF]
     assert worker.manager.device.memory().chunk_bytes == 0
     lease.settle(0)
-    thread.join(30)
-    assert not errors
+    working.result(30)
     assert states(worker) == [TRAIN, TRAIN]
     worker.manager.leave()
 
@@ -268,12 +257,11 @@ def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: GpuSharer, tm
 def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: GpuSharer, tmp_path: Path) -> None:
     kept_by_framework = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
     chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]  # a process that takes no lease, or one that is still being cleared away
-    thread, errors = in_thread(worker.work)
+    working = in_thread(worker.work)
     assert until_waiting(worker) == 0
     chunks.clear()
     kept_by_framework.close()
-    thread.join(30)
-    assert not errors
+    working.result(30)
     chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]
     impatient(worker)
     with pytest.raises(DeviceMemoryError, match="a process without a lease uses it"), worker.manager.phase("train"):
@@ -358,13 +346,12 @@ def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_pa
     assert leased() == TAG_BYTES["weights"] + actor.resident_bytes
     engine.weights_filled()
     other.settle(ENGINES_CAPACITY - both + CHUNK)
-    thread, errors = in_thread(lambda: manager.switch("rollout"))
+    working = in_thread(lambda: manager.switch("rollout"))
     while not (lease := manager.snapshot().lease) or not lease.wanted_bytes:
-        assert thread.is_alive()
+        assert not working.done()
     assert leased() == TAG_BYTES["weights"]
     other.settle(0)
-    thread.join(30)
-    assert not errors
+    working.result(30)
     assert leased() == both
     assert engine.residency.stale is None
     with manager.phase("weight_sync"):  # its KV cache goes, and others take that
@@ -384,7 +371,7 @@ def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_pa
 
 def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> None:
     lease = other(tmp_path, 90 * CHUNK)
-    thread, errors = in_thread(worker.work)
+    working = in_thread(worker.work)
     until_waiting(worker)
     registry = make_registry(worker.manager.snapshot)
     assert registry.get_sample_value("placement_lease_wanted_bytes") == ACTOR
@@ -393,8 +380,7 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
     assert registry.get_sample_value("placement_lease_capacity_bytes") == CAPACITY
     assert registry.get_sample_value("placement_lease_processes") == 2
     lease.close()
-    thread.join(30)
-    assert not errors
+    working.result(30)
     waited = registry.get_sample_value("placement_lease_wait_seconds_total")
     assert waited is not None
     assert waited > 0
