@@ -315,28 +315,6 @@ def test_several_ranges_and_what_is_born_in_between() -> None:
     assert scene.device.peak_bytes <= 14 * CHUNK
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_sizes_drawn_at_random(seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-
-    def sizes(names: str) -> dict[str, int]:
-        return {name: 8 * int(torch.randint(1, 6 * CHUNK // 8, (1,), generator=draw)) for name in names}
-
-    before, after = sizes("abc"[: 1 + seed % 3]), sizes("de")
-    budget = max(side(before), side(after)) + (seed % 5) * PAGE
-    scene = Scene(before, after, budget, readonly={"a"} if seed % 2 else ())
-    for _ in range(2):
-        with scene.manager.phase(BEFORE) as phase:
-            scene.write(scene.before)
-            phase.switch(AFTER)
-            scene.check(after)
-            scene.write(scene.after)
-            phase.switch(BEFORE)
-            scene.check(before)
-    assert scene.device.peak_bytes <= budget
-    assert_nothing_resident(scene.manager)
-
-
 # --- failures
 
 FAILING = {name: SIDES[name] for name in ("equal", "larger comes", "smaller comes", "tails", "three for two", "one stays")}

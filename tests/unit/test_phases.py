@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import placement
-from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
+from placement import PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.phases.phase import PhaseContext
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
@@ -99,16 +99,6 @@ def test_switch_moves_no_bytes_of_what_both_phases_need() -> None:
     assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
 
 
-def test_a_switch_with_only_takes_the_enclosing_plan_for_the_others() -> None:
-    worker = Worker()
-    with worker.manager.phase("values"):
-        with worker.manager.phase("log_prob") as inner:
-            inner.switch("train", only=["actor"])
-            assert worker.on_device() == {"actor", "critic"}
-            assert worker.states()["critic"] is GPU
-        assert worker.on_device() == {"critic"}
-
-
 def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
     worker = Worker(policy=Scripted(eval=RuntimeError("no idea")))
     with worker.manager.phase("train") as phase:
@@ -125,25 +115,6 @@ def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
         assert phase.name == "train"
         learn(worker.net, worker.adam)
     assert worker.on_device() == {"actor"}  # kept
-
-
-@pytest.mark.parametrize("operation", ["create", "map", "copy"])
-def test_a_switch_that_the_device_fails_leaves_the_phase_as_it_was(operation: str) -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    worker = Worker(device=device)
-    with worker.manager.phase("train", only=["actor"]) as phase:
-        learn(worker.net, worker.adam)
-        values = {name: value.clone() for name, value in worker.net.state_dict().items()}
-        before = worker.states()
-        device.fail(operation)
-        with pytest.raises((DeviceMemoryError, RuntimeError), match="injected"):
-            phase.switch("log_prob")
-        assert device.fired == 1
-        assert worker.states() == before
-        assert_same(worker.net.state_dict(), values)
-        learn(worker.net, worker.adam)
-    device.clear()
-    assert_nothing_resident(worker.manager)
 
 
 # --- keep
@@ -192,17 +163,6 @@ def test_a_keep_over_the_end_of_an_inner_phase() -> None:
         with worker.manager.phase("log_prob") as inner:
             inner.keep("ref")
     assert worker.manager.snapshot().expired_keeps == 1  # no phase came that could take it over
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_keep_over_a_switch_expires_where_the_plan_does_not_want_it() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        phase.keep("actor")
-        phase.keep("ref")
-        phase.switch("train")
-        assert worker.on_device() == {"actor", "critic"}
-        assert worker.manager.snapshot().expired_keeps == 1
     assert_nothing_resident(worker.manager)
 
 
@@ -269,22 +229,6 @@ def test_a_phase_is_entered_once() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_nothing() -> None:
-    worker = Worker()
-    outer, inner = worker.manager.phase("train"), worker.manager.phase("values")
-    outer.__enter__()
-    inner.__enter__()
-    before = everything(worker.manager)
-    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
-        outer.__exit__(None, None, None)
-    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
-        outer.switch("log_prob")
-    assert everything(worker.manager) == before
-    inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
-    assert_nothing_resident(worker.manager)
-
-
 def test_close_with_an_open_phase_is_refused() -> None:
     worker = Worker()
     with worker.manager.phase("train"):
@@ -298,20 +242,6 @@ def test_close_with_an_open_phase_is_refused() -> None:
 
 
 # --- threads and tasks
-
-
-def test_enter_switch_and_leave_from_different_threads() -> None:
-    worker = Worker()
-    in_thread(lambda: worker.manager.enter("log_prob"))
-    assert worker.on_device() == {"actor", "ref"}
-    worker.manager.switch("train", only=["actor"])
-    assert worker.on_device() == {"actor"}
-    worker.manager.enter("values")
-    assert worker.on_device() == {"critic"}
-    in_thread(worker.manager.leave)
-    assert worker.on_device() == {"actor"}
-    in_thread(worker.manager.leave)
-    assert_nothing_resident(worker.manager)
 
 
 def test_two_threads_that_hold_phases_at_once() -> None:
@@ -439,19 +369,6 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
 def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
     worker = Worker()
     worker.manager.phase("train").__enter__()
-    assert worker.manager.phase_name == "idle"
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
-    worker = Worker()
-    outer = worker.manager.phase("values")
-    outer.__enter__()
-    with worker.manager.phase("train"):
-        del outer
-        gc.collect()
-        assert worker.on_device() == {"actor", "critic"}
-        learn(worker.net, worker.adam)
     assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)
 
@@ -590,16 +507,6 @@ def test_a_restore_that_fails_without_another_exception_is_raised() -> None:
     assert worker.manager.phase_name == "idle"
 
 
-def test_a_restore_that_fails_once_is_made_good_at_the_same_transition() -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    worker = Worker(device=device)
-    with worker.manager.phase("train", only=["actor"]):
-        learn(worker.net, worker.adam)
-        device.fail("copy")
-    assert device.fired == 1
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device() -> None:
     policy = Scripted()
     worker = Worker(policy=policy)
@@ -648,14 +555,6 @@ def test_a_policy_cannot_open_a_phase() -> None:
         assert worker.manager.phase_name == "eval"
     assert len(caught) == 3
     assert list(worker.manager.handles) == ["actor", "actor.optimizer", "ref", "critic", "critic.optimizer"]
-
-
-def test_a_policy_that_lets_that_error_out_is_a_policy_that_failed() -> None:
-    worker = Worker(policy=Scripted(eval=lambda view: worker.manager.phase("values").__enter__()))
-    with pytest.raises(PolicyError, match="inside a phase transition") as caught:
-        worker.manager.phase("eval").__enter__()
-    assert isinstance(caught.value.__cause__, PhaseError)
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_factory_cannot_open_a_phase() -> None:
