@@ -275,24 +275,6 @@ def test_a_parameter_that_gets_other_data_counts_with_its_new_size(data: torch.T
     assert adam.num_bytes == pages * PAGE
 
 
-def test_only_phases_that_use_an_optimizer_look_at_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, _ = registered(manager, [(PAGE // 4,)], torch.optim.AdamW)
-    manager.register("ref", nn.Linear(8, 8), role="ref", readonly=True)
-    looks: list[object] = []
-    stepped_by = optimizer_state.stepped_by
-    monkeypatch.setattr(optimizer_state, "stepped_by", lambda *given: (looks.append(given), stepped_by(*given))[1])
-    for _ in range(2):
-        with manager.phase("ref_log_prob"):
-            pass
-        with manager.phase("log_prob"):
-            assert not looks
-        with manager.phase("train"):
-            assert len(looks) == 2, "before the plan, and at the load"
-            step(model, optimizer)
-        looks.clear()
-
-
 def test_ranks_are_told_what_an_optimizer_needs_from_now_on() -> None:
     manager = Manager(device=SimulatedDevice(64 * MIB))
     model = nn.ParameterList([nn.Parameter(torch.randn(PAGE // 4)) for _ in range(2)])
