@@ -17,7 +17,7 @@ import placement
 from placement import PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.phases.phase import PhaseContext
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, everything, learn, make_manager, net
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -570,31 +570,6 @@ def test_a_factory_cannot_open_a_phase() -> None:
     assert isinstance(caught.value.__cause__, PhaseError)
     assert manager.phase_name == "idle"
     assert manager.handles["critic"].object is None
-
-
-# --- modes of torch
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_phases_move_in_every_mode_of_torch_and_leave_the_mode_alone(mode: Any) -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    with mode():
-        with worker.manager.phase("log_prob") as phase:
-            assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode)
-            assert not torch.is_grad_enabled()
-            assert worker.net(torch.ones(1, 64)).isfinite().all()
-            phase.switch("train")
-            phase.switch("values")
-        kept = worker.actor.state_dict()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        assert_same(kept["0.weight"], worker.net[0].weight.data)
-        assert not worker.net[0].weight.is_inference()
-        assert not next(iter(worker.adam.state.values()))["exp_avg"].is_inference()
-    assert_same(kept["0.weight"], worker.actor.state_dict()["0.weight"])
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_graph_capture_forbids_transitions() -> None:

@@ -200,17 +200,6 @@ def test_a_module_whose_optimizer_is_registered_leaves_after_it() -> None:
     assert "actor" in worker.manager.handles
 
 
-def test_unregistering_inside_a_phase_takes_the_handle_out_of_every_open_plan() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        with worker.manager.phase("values"):
-            worker.manager.unregister("ref")
-        assert worker.on_device() == {"actor"}
-        phase.switch("train")
-        learn(worker.net, worker.adam)
-    assert_nothing_resident(worker.manager)
-
-
 @pytest.mark.parametrize("way", ["swap", "rebind"])
 def test_a_collected_module_whose_optimizer_lives_on_leaves_the_optimizer_usable(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "rebind":  # as on an accelerator, where what is offloaded leaves for the CPU and nobody follows by itself
