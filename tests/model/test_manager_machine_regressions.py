@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, Manager, Plan, State, View, testing
+from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View, testing
 from placement.policies import Cyclic
-from placement.testing import Faults, SimulatedDevice
-from tests.model.architectures import Plain
+from placement.testing import Faults, InjectedFault, SimulatedDevice
+from tests.model.architectures import Plain, backward, state_of
 from tests.model.shadow import raw
+from tests.support.early import Early, wait_for_copies
 
 
 class Table:
@@ -47,6 +48,57 @@ def test_an_optimizer_finds_the_owner_of_a_parameter_that_was_added_after_regist
     assert actor.state_dict()["lora"].tolist() == [0.0] * 3
 
 
+def test_a_collected_object_is_swept_out_after_the_sweep_has_failed() -> None:
+    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    net = Plain()
+    manager.register("actor", net)
+    device.fail("sync")
+    del net
+    with pytest.raises(InjectedFault):
+        manager.check_integrity()
+    manager.check_integrity()
+    assert manager.snapshot().handles == ()
+    assert device.memory().chunk_bytes == 0
+
+
+def test_a_handle_keeps_its_guards_when_it_could_not_be_unregistered() -> None:
+    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    net = Plain()
+    actor = manager.register("actor", net)
+    device.fail("sync")
+    with pytest.raises(InjectedFault):
+        manager.unregister(actor)
+    assert manager.handles["actor"] is actor
+    with manager.phase("train"), pytest.raises(NotResidentError):
+        net(torch.zeros(4, 32))
+
+
+def test_gradients_of_a_readonly_module_may_change() -> None:
+    manager, _ = manager_on(Table(train=State.GPU_RESIDENT))
+    net = Plain()
+    backward(net, 0)
+    ref = manager.register("ref", net, role="ref", readonly=True)
+    with manager.phase("train"):
+        backward(net, 0)
+        doubled = net.head.weight.grad.clone()
+    with manager.phase("train"):
+        assert torch.equal(net.head.weight.grad, doubled)
+    assert ref.state is State.CPU_OFFLOADED
+
+
+def test_an_exit_that_wants_an_unbuilt_lazy_on_the_device_leaves_it_to_the_next_entry() -> None:
+    manager, _ = manager_on(Table(idle=State.GPU_RESIDENT, train=State.CPU_OFFLOADED, eval=State.GPU_RESIDENT))
+    with manager.phase("train"):
+        late = manager.register("critic", Lazy(Plain))
+    assert late.state is State.CPU_OFFLOADED
+    assert not late.is_built
+    with manager.phase("eval"):
+        assert late.is_built
+        assert late.state is State.GPU_RESIDENT
+        late.object(torch.zeros(4, 32))
+    manager.check_integrity()
+
+
 def test_a_log_that_keeps_its_records_keeps_no_phase_open(caplog: pytest.LogCaptureFixture) -> None:
     manager, device = manager_on()
     net = Plain()
@@ -72,12 +124,84 @@ def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_not
     phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test
 
 
+@pytest.mark.parametrize("taken", ["on the device", "offloaded"])
+def test_a_state_dict_of_ours_may_be_loaded_back_into_the_optimizer(taken: str) -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    optimizer = torch.optim.AdamW(net.head.parameters())
+    manager.register("actor", net, role="actor")
+    adam = manager.register("optimizer", optimizer)
+    with manager.phase("train"):
+        backward(net, 0)
+        optimizer.step()
+        before = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
+    with manager.phase("train") as step:
+        saved = optimizer.state_dict()
+        if taken == "offloaded":
+            step.switch("checkpoint")
+            step.switch("log_prob")
+            saved = optimizer.state_dict()
+            step.switch("restore")
+        optimizer.load_state_dict(saved)
+    del saved
+    assert adam.resident_bytes == 0
+    assert optimizer.state[net.head.weight]["exp_avg"].isnan().all()
+    with manager.phase("train"):
+        after = state_of(optimizer)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not [finding for finding in manager.audit().findings if finding.what in ("leak", "drift")]
+
+
 ON_IN_EVAL = {"eval": State.GPU_RESIDENT, "log_prob": State.GPU_RESIDENT}
 """For `Table`: on the device in these phases, off it in all others."""
 
 
 def _kept(manager: Manager) -> list[str]:
     return [handle.name for handle in manager.snapshot().handles if handle.kept]
+
+
+@pytest.mark.parametrize("inner_ends", ["before", "after"])
+def test_a_keep_expires_when_the_phase_around_it_is_abandoned(inner_ends: str) -> None:
+    manager, device = manager_on(Table(**ON_IN_EVAL))
+    net = Plain()
+    actor = manager.register("actor", net)
+    outer = manager.phase("rollout")
+    outer.__enter__()
+    with manager.phase("eval") as inner:
+        inner.keep(actor)
+        if inner_ends == "after":
+            del outer
+            gc.collect()
+    if inner_ends == "before":
+        assert _kept(manager) == ["actor"]
+        del outer
+        gc.collect()
+    assert manager.phase_name == "idle"
+    assert _kept(manager) == []
+    assert manager.snapshot().expired_keeps == 1
+    device.fail("create")
+    with pytest.raises(DeviceMemoryError):
+        manager.enter("eval")
+    assert actor.state is State.CPU_OFFLOADED
+
+
+def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
+    manager, device = manager_on(Table(**ON_IN_EVAL))
+    net, other = Plain(), Plain()
+    actor = manager.register("actor", net)
+    with manager.phase("rollout") as outer:
+        with manager.phase("eval") as inner:
+            inner.keep(actor)
+        ref = manager.register("ref", other)
+        device.fail("create")
+        with pytest.raises(DeviceMemoryError):
+            outer.switch("log_prob")
+        assert _kept(manager) == ["actor"]
+        assert actor.state is State.GPU_RESIDENT
+        assert ref.state is State.CPU_OFFLOADED
+        outer.switch("log_prob")
+        assert manager.snapshot().expired_keeps == 0
 
 
 def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +230,30 @@ ENDS = ("on the device", "offloaded", "a phase later")
 
 
 @pytest.mark.parametrize("end", ENDS)
+def test_an_optimizer_leaves_with_the_values_of_a_state_dict_that_was_taken_offloaded_and_loaded_back(end: str) -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    optimizer = torch.optim.AdamW(net.head.parameters(), fused=True)
+    manager.register("actor", net, role="actor")
+    adam = manager.register("optimizer", optimizer)
+    with manager.phase("train") as step:
+        backward(net, 0)
+        optimizer.step()
+        before = _bytes(state_of(optimizer))
+        step.switch("weight_sync")
+        saved = optimizer.state_dict()
+        step.switch("train")
+        optimizer.load_state_dict(saved)
+        if end == "on the device":
+            manager.unregister(adam)
+    if end == "a phase later":
+        with manager.phase("train"):
+            assert _bytes(state_of(optimizer)) == before
+    manager.close()
+    assert _bytes(state_of(optimizer)) == before
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_a_module_leaves_with_the_values_of_a_state_dict_that_was_taken_offloaded_and_assigned(end: str) -> None:
     manager, _ = manager_on()
     net = Plain()
@@ -127,6 +275,26 @@ def test_a_module_leaves_with_the_values_of_a_state_dict_that_was_taken_offloade
             assert _bytes(net.state_dict()) == before
     manager.close()
     assert _bytes(net.state_dict()) == before
+
+
+def test_a_handle_with_early_chunks_stays_registered_where_the_device_fails() -> None:
+    net = Plain()
+    before = _bytes(net.state_dict())
+    manager, device = manager_on(policy=Early({"values": {"actor": 1 << 40}}))
+    actor = manager.register("actor", net, role="actor")
+    with manager.phase("values"):
+        wait_for_copies(manager)
+        device.fail("sync", at=1)
+        with pytest.raises(InjectedFault):
+            manager.unregister(actor)
+        device.clear()
+        manager.check_integrity()
+        assert [*manager.handles] == ["actor"]
+        assert actor.prefetched_bytes
+        manager.unregister(actor)
+        assert device.memory().chunk_bytes == 0
+    assert _bytes(net.state_dict()) == before
+    manager.close()
 
 
 def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> None:

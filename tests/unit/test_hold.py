@@ -10,9 +10,10 @@ from contextlib import nullcontext
 
 import pytest
 
+import placement
 from placement import PhaseError
-from placement.testing import assert_nothing_resident
-from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, trained
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, learn, trained
 
 
 def test_holds_are_released_in_any_order() -> None:
@@ -27,6 +28,24 @@ def test_holds_are_released_in_any_order() -> None:
     assert worker.on_device() == {"ref"}
     assert [hold.is_open for hold in (actor, ref, critic)] == [False, True, False]
     ref.release()
+    assert_nothing_resident(worker.manager)
+
+
+def test_two_holds_on_one_handle_are_two() -> None:
+    worker = Worker()
+    first, second = (worker.manager.hold("weight_sync", only=["actor"]) for _ in range(2))
+    first.release()
+    assert worker.states()["actor"] is SYNC
+    second.release()
+    assert worker.states()["actor"] is OFF
+
+
+def test_the_latest_hold_decides_and_then_the_one_before() -> None:
+    worker = trained()
+    with worker.manager.hold("train", only=["actor"]):
+        with worker.manager.hold("log_prob", only=["actor"]):
+            assert (worker.actor.state, worker.optimizer.state) == (GPU, OFF)
+        assert (worker.actor.state, worker.optimizer.state) == (TRAIN, TRAIN)
     assert_nothing_resident(worker.manager)
 
 
@@ -92,6 +111,19 @@ def test_a_hold_is_released_in_another_thread_and_in_another_task() -> None:
     asyncio.run(other_task())
 
 
+def test_a_hold_that_is_dropped_is_released() -> None:
+    worker = Worker()
+    kept = worker.manager.hold("values")
+    dropped = worker.manager.hold("log_prob", only=["ref"])
+    inner = worker.manager.hold("log_prob", only=["actor"])
+    del dropped
+    gc.collect()
+    assert worker.on_device() == {"critic", "actor"}
+    inner.release()
+    kept.release()
+    assert_nothing_resident(worker.manager)
+
+
 def test_a_release_loads_nothing_into_memory_that_others_use() -> None:
     """The inner hold took the room of a handle that the idle plan would like to have: it comes back with the next plan, not at once."""
     worker = Worker(policy="resident", budget_bytes=48_000)  # room for two models of 20,480 bytes
@@ -104,6 +136,21 @@ def test_a_release_loads_nothing_into_memory_that_others_use() -> None:
     second.release()
     with worker.manager.phase("log_prob", only=["actor"]):
         assert "actor" in worker.on_device()
+
+
+def test_what_fails_at_a_release_is_raised_and_the_hold_is_over() -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = trained(device=device)
+    hold = worker.manager.hold("train", only=["actor"])
+    learn(worker.net, worker.adam)
+    device.fail("copy", forever=True)
+    with pytest.raises(placement.testing.InjectedFault):
+        hold.release()
+    device.clear()
+    assert not hold.is_open
+    with worker.manager.phase("values"):
+        pass
+    assert_nothing_resident(worker.manager)
 
 
 def test_a_hold_is_switched_and_keeps() -> None:

@@ -166,6 +166,17 @@ def test_a_keep_over_the_end_of_an_inner_phase() -> None:
     assert_nothing_resident(worker.manager)
 
 
+def test_a_keep_over_a_switch_expires_where_the_plan_does_not_want_it() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        phase.keep("actor")
+        phase.keep("ref")
+        phase.switch("train")
+        assert worker.on_device() == {"actor", "critic"}
+        assert worker.manager.snapshot().expired_keeps == 1
+    assert_nothing_resident(worker.manager)
+
+
 def test_keeping_what_is_not_on_the_device_carries_nothing() -> None:
     worker = Worker()
     with worker.manager.phase("values") as phase:
@@ -229,6 +240,22 @@ def test_a_phase_is_entered_once() -> None:
     assert_nothing_resident(worker.manager)
 
 
+def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_nothing() -> None:
+    worker = Worker()
+    outer, inner = worker.manager.phase("train"), worker.manager.phase("values")
+    outer.__enter__()
+    inner.__enter__()
+    before = everything(worker.manager)
+    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
+        outer.switch("log_prob")
+    assert everything(worker.manager) == before
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert_nothing_resident(worker.manager)
+
+
 def test_close_with_an_open_phase_is_refused() -> None:
     worker = Worker()
     with worker.manager.phase("train"):
@@ -239,6 +266,20 @@ def test_close_with_an_open_phase_is_refused() -> None:
     worker.manager.close()
     with pytest.raises(placement.PlacementError, match="closed"):
         worker.manager.phase("train").__enter__()
+
+
+def test_enter_switch_and_leave_from_different_threads() -> None:
+    worker = Worker()
+    in_thread(lambda: worker.manager.enter("log_prob"))
+    assert worker.on_device() == {"actor", "ref"}
+    worker.manager.switch("train", only=["actor"])
+    assert worker.on_device() == {"actor"}
+    worker.manager.enter("values")
+    assert worker.on_device() == {"critic"}
+    in_thread(worker.manager.leave)
+    assert worker.on_device() == {"actor"}
+    in_thread(worker.manager.leave)
+    assert_nothing_resident(worker.manager)
 
 
 # --- threads and tasks
@@ -369,6 +410,19 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
 def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
     worker = Worker()
     worker.manager.phase("train").__enter__()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
+    worker = Worker()
+    outer = worker.manager.phase("values")
+    outer.__enter__()
+    with worker.manager.phase("train"):
+        del outer
+        gc.collect()
+        assert worker.on_device() == {"actor", "critic"}
+        learn(worker.net, worker.adam)
     assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)
 

@@ -16,6 +16,7 @@ from torch import nn
 import placement
 from placement import Manager, RegistrationError
 from placement.devices.base import Device
+from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, assert_same, learn, make_manager, trained
@@ -42,6 +43,13 @@ def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state:
         assert_same(dict(worker.actor.state_dict()), values)
         assert_same(worker.adam.state_dict(), moments)
         assert_same(worker.optimizer.state_dict(), moments)
+
+
+def test_a_state_dict_of_a_streamed_sync() -> None:
+    worker = Worker(policy=Colocated(stream_sync=True))
+    with worker.manager.phase("weight_sync"):
+        assert (worker.actor.state, worker.actor.resident_bytes) == (SYNC, 0)
+        assert_same(dict(worker.actor.state_dict()), dict(worker.values))
 
 
 @pytest.mark.parametrize("taken", [None, "log_prob", "train"])
