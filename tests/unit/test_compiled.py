@@ -18,8 +18,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from placement import Manager, NotResidentError
-from placement.testing import assert_nothing_resident
-from tests.support.worker import assert_same, batch, learn, make_manager, net
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.support.worker import CAPACITY, assert_same, batch, learn, make_manager, net
 
 Call = Callable[[torch.Tensor], Any]
 REFUSED = r"^'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called: open .* manager\.phase\('log_prob'\) or phase\('train'\)$"
@@ -349,6 +349,21 @@ def test_the_signature_of_forward_can_be_asked_for() -> None:
     wanted = inspect.signature(model.forward)
     manager.register("actor", model, role="actor")
     assert inspect.signature(model.forward) == wanted
+
+
+def test_a_failed_move_leaves_calls_as_they_were() -> None:
+    faults = Faults(SimulatedDevice(CAPACITY))
+    manager, model = Manager(device=faults), net()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        model(batch())
+    faults.fail("copy", at=1)
+    with pytest.raises(InjectedFault):
+        manager.phase("log_prob").__enter__()
+    with pytest.raises(NotResidentError):
+        model[0](batch())
+    with manager.phase("log_prob"):
+        assert model(batch()).isfinite().all()
 
 
 def test_a_dropped_module_is_gone_at_once_and_drops_nothing_else() -> None:
