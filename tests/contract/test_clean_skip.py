@@ -6,7 +6,6 @@ import copy
 import ctypes
 import gc
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,6 @@ from torch.library import custom_op
 
 from placement import IntegrityError, Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.contract.collectives import COLLECTIVES, WORLD, write_with_each
-from tests.support.ranks import Ranks
 
 CHUNK = 16384
 SIDE = 64
@@ -328,12 +325,3 @@ def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
     assert [handle.counters.offloaded_bytes for handle in handles] == copied
     assert [handle.counters.skipped_bytes - before for handle, before in zip(handles, skipped, strict=True)] == sizes
     assert_nothing_resident(manager)
-
-
-# --- collectives
-
-
-@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="torch has no gloo here")
-def test_collectives_under_gloo(two_ranks: Ranks) -> None:
-    """Two ranks; each collective writes one parameter and its offload copies one chunk."""
-    assert two_ranks.run(write_with_each, CHUNK, SIDE) == [dict.fromkeys(COLLECTIVES, (True, CHUNK))] * WORLD

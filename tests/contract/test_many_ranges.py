@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 
 from placement import DeviceMemoryError, Manager
 from placement.devices.memory import Addresses, Chunk
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import WINDOW
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.contract.growing import SIDES, Scene, sizes
@@ -98,29 +97,6 @@ def test_swaps_between_handles_that_grow(counts: tuple[int, int], chunk_pages: i
     scene.leave()
 
 
-@pytest.mark.slow
-def test_two_handles_that_grow_for_a_long_time_swap_hundreds_of_ranges() -> None:
-    chance, chunk_bytes = random.Random(0), 3 * PAGE
-    device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)
-    scene = Scene(device, {f"{side}.0": [100] for side in SIDES}, [f"{side}.0" for side in SIDES])
-    drawn = sizes(PAGE, chunk_bytes)
-    for step in range(50):
-        with scene.manager.phase(SIDES[0]) as phase:
-            for side in SIDES:
-                if side != SIDES[0]:
-                    device.capacity_bytes = max(map(scene.needs, SIDES))
-                    phase.switch(side)
-                for each in scene.of(side):
-                    each.grow_by(chance.choice(drawn))
-            device.capacity_bytes = 1 << 30
-        if step % 20 == 19:
-            scene.check(None)
-    assert all(each.num_ranges > 150 for each in scene.all.values())
-    with scene.manager.phase(SIDES[0]):
-        scene.check(SIDES[0])
-    scene.leave()
-
-
 def test_a_load_of_hundreds_of_ranges_that_lacks_memory_leaves_nothing_behind() -> None:
     device = Faults(SimulatedDevice(1 << 30, chunk_bytes=4 * PAGE, granularity=PAGE))
     scene = Scene(device, {f"{SIDES[0]}.{index}": [100, 5 * PAGE] for index in range(120)}, [])
@@ -136,38 +112,3 @@ def test_a_load_of_hundreds_of_ranges_that_lacks_memory_leaves_nothing_behind() 
 
 
 # --- the stock
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([1, 1, 1, 2, 3]), max_size=30), st.lists(st.sampled_from([1, 2, 3, 4]), max_size=30), st.integers(0, 5))
-def test_a_stock_serves_each_size_once_and_the_driver_the_rest(held: list[int], wanted: list[int], fresh: int) -> None:
-    device = SimulatedDevice(1 << 24, granularity=PAGE)
-    chunk_pool = ChunkPool(device)
-    chunk_pool.room_bytes = 1 << 24
-    chunks = [device.create(pages * PAGE) for pages in held]
-    chunk_pool.give(chunks)
-    assert chunk_pool.held_bytes == sum(held) * PAGE
-    left, expected, budget = list(held), 0, fresh
-    for pages in wanted:
-        if pages in left:
-            left.remove(pages)
-        elif budget:
-            budget -= 1
-        else:
-            break
-        expected += 1
-    needed = [pages * PAGE for pages in wanted]
-    assert chunk_pool.count(needed, fresh) == expected
-    taken = chunk_pool.take(needed)
-    assert [chunk.nbytes for chunk in taken] == needed
-    assert len({id(chunk) for chunk in taken}) == len(taken)
-    remaining = without(chunks, taken)
-    assert chunk_pool.held_bytes == sum(chunk.nbytes for chunk in remaining)
-    chunk_pool.release()
-    assert chunk_pool.held_bytes == 0
-    assert device.memory().chunk_bytes == sum(chunk.nbytes for chunk in taken)
-
-
-def without(chunks: Collection[Chunk], taken: Collection[Chunk]) -> list[Chunk]:
-    known = {id(chunk) for chunk in taken}
-    return [chunk for chunk in chunks if id(chunk) not in known]

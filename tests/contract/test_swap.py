@@ -315,36 +315,15 @@ def test_several_ranges_and_what_is_born_in_between() -> None:
     assert scene.device.peak_bytes <= 14 * CHUNK
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_sizes_drawn_at_random(seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-
-    def sizes(names: str) -> dict[str, int]:
-        return {name: 8 * int(torch.randint(1, 6 * CHUNK // 8, (1,), generator=draw)) for name in names}
-
-    before, after = sizes("abc"[: 1 + seed % 3]), sizes("de")
-    budget = max(side(before), side(after)) + (seed % 5) * PAGE
-    scene = Scene(before, after, budget, readonly={"a"} if seed % 2 else ())
-    for _ in range(2):
-        with scene.manager.phase(BEFORE) as phase:
-            scene.write(scene.before)
-            phase.switch(AFTER)
-            scene.check(after)
-            scene.write(scene.after)
-            phase.switch(BEFORE)
-            scene.check(before)
-    assert scene.device.peak_bytes <= budget
-    assert_nothing_resident(scene.manager)
-
-
 # --- failures
 
-FAILING = {name: SIDES[name] for name in ("equal", "larger comes", "smaller comes", "tails", "three for two", "one stays")}
+FAILING = {name: SIDES[name] for name in ("larger comes", "tails", "three for two", "one stays")}
+every_failing = pytest.mark.parametrize(("before", "after"), FAILING.values(), ids=FAILING.keys())
 
 
 @pytest.mark.parametrize("window", [0, WINDOW], ids=["tight", "window"])
 @pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
-@pytest.mark.parametrize(("before", "after"), FAILING.values(), ids=FAILING.keys())
+@every_failing
 def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
     before: dict[str, int], after: dict[str, int], operation: str, window: int
 ) -> None:
@@ -370,7 +349,7 @@ def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
     pytest.fail("the faults never came to an end")
 
 
-@pytest.mark.parametrize(("before", "after"), FAILING.values(), ids=FAILING.keys())
+@every_failing
 def test_out_of_memory_in_the_middle_of_a_swap_rolls_both_sides_back(before: dict[str, int], after: dict[str, int]) -> None:
     """From some chunk on the driver gives nothing more, as when another process was faster. Going back asks it for nothing."""
     budget = max(side(before), side(after)) + WINDOW * CHUNK

@@ -151,7 +151,7 @@ def _many_cases() -> Iterator[None]:
         pytest.param(when, forever, id=f"{when}-{'forever' if forever else 'once'}", marks=[pytest.mark.slow] if is_slow else [])
         for when, forever, is_slow in [
             ("first step", False, False),
-            ("first step", True, False),
+            ("first step", True, True),
             ("later step", False, False),
             ("later step", True, False),
             ("step in slices", False, False),

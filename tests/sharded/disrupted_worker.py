@@ -174,38 +174,6 @@ def graph_over_a_transition(stage: Stage) -> None:
     stage.step(9)
 
 
-def clipped(stage: Stage) -> None:
-    """Gradients are clipped in a phase of their own."""
-    for number in range(3):
-        with stage.phase("train"):
-            stage.see(stage.program.backward(number))
-        with stage.phase("train"):
-            clip = getattr(stage.program.model, "clip_grad_norm_", None)  # FSDP1 has its own
-            norm = torch.nn.utils.clip_grad_norm_(stage.program.model.parameters(), 0.1) if clip is None else clip(0.1)
-            stage.see(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        with stage.phase("train"):
-            stage.program.optimizer.step()
-            stage.program.optimizer.zero_grad()
-
-
-def switched(stage: Stage) -> None:
-    """One open phase that switches, with a phase nested in it, and the model kept over the end."""
-    for number in range(3):
-        with stage.phase("log_prob") as phase:
-            stage.see(stage.program.evaluate(number))
-            if phase is not None:
-                phase.switch("train")
-            stage.see(stage.program.backward(number))
-            with stage.phase("checkpoint"):
-                pass
-            stage.see(stage.program.learn(number))
-            if phase is not None:
-                phase.switch("weight_sync", only=["actor"])
-            stage.see(stage.program.evaluate(number))
-            if phase is not None:
-                phase.switch("idle")
-
-
 def state_dicts(stage: Stage) -> None:
     """Values go back to an earlier state dict of model and optimizer, and forward again."""
     stage.step(0)
@@ -254,20 +222,6 @@ def left_for_good(stage: Stage) -> None:
         return
     stage.step(1)
     stage.step(2)
-
-
-def left_while_resident(stage: Stage) -> None:
-    """Model and optimizer are unregistered inside a phase, with gradients alive."""
-    stage.step(0)
-    with stage.phase("train"):
-        stage.see(stage.program.backward(0))
-        if stage.manager is not None:
-            stage.manager.unregister("actor.optimizer")
-            stage.manager.unregister("actor")
-            assert stage.manager.device.memory().chunk_bytes == 0
-        stage.see(stage.program.learn(0))
-    stage.program.phases = ()
-    stage.see(stage.program.evaluate(1))
 
 
 def cast(stage: Stage) -> None:

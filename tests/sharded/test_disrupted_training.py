@@ -20,12 +20,9 @@ SCRIPTS = {
     scripts.forward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat", "ddp"),
     scripts.backward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat", "tensor_parallel"),
     scripts.graph_over_a_transition: ("fsdp2", "fsdp1_original", "fsdp1_flat", "ddp"),
-    scripts.clipped: ("fsdp2", "fsdp1_original"),
-    scripts.switched: ("fsdp2", "fsdp1_original", "ddp"),
     scripts.state_dicts: ("fsdp2", "fsdp1_original", "ddp", "tensor_parallel"),
     scripts.assigned: ("fsdp2", "tensor_parallel"),
     scripts.left_for_good: ("fsdp2", "fsdp1_original", "ddp"),
-    scripts.left_while_resident: ("fsdp2", "fsdp1_original", "ddp"),
     scripts.cast: ("fsdp2", "ddp"),
 }
 BODIES = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import random
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,43 +137,12 @@ def test_the_twin_has_the_size_of_the_state_that_is_born(variant: str) -> None:
     assert variant == "sgd" or adapter.expected_sizes() == []
 
 
-def test_names_are_those_of_the_state_dict() -> None:
-    parameters, optimizer = make("adam-amsgrad")
-    step(parameters[2:], optimizer)
-    step(parameters[:1], optimizer)
-    assert names(adapt(optimizer)) == [f"state.{index}.{key}" for index in (0, 2) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
-    assert list(optimizer.state_dict()["state"]) == [2, 0]
-
-
-def test_nested_lists_of_lbfgs_have_names() -> None:
-    parameters, optimizer = make("lbfgs")
-    step(parameters, optimizer)
-    expected = {"state.0.d", "state.0.old_dirs.0", "state.0.old_stps.0", "state.0.ro.0", "state.0.prev_flat_grad"}
-    assert expected <= set(names(adapt(optimizer)))
-
-
-def test_reading_before_the_first_step_creates_no_entry() -> None:
-    _, optimizer = make("adam")
-    adapter = adapt(optimizer)
-    assert names(adapter) == []
-    assert adapter.expected_sizes()
-    assert not adapter.state_is_born()
-    assert len(optimizer.state) == 0
-
-
 def test_empty_entries_that_somebody_else_created_are_no_state() -> None:
     parameters, optimizer = make("adam")
     adapter = adapt(optimizer)
     optimizer.state[parameters[0]]
     assert not adapter.state_is_born()
     assert adapter.expected_sizes()
-
-
-def test_fused_counters_move_and_plain_ones_stay() -> None:
-    for variant, moves in (("adam", False), ("adam-fused", True)):
-        parameters, optimizer = make(variant)
-        step(parameters, optimizer)
-        assert any(name.endswith(".step") for name in names(adapt(optimizer))) is moves
 
 
 def test_capturable_counters_move_in_the_group_that_is_capturable() -> None:
@@ -195,14 +162,6 @@ def test_the_twin_counts_the_counters_of_capturable_groups() -> None:
     assert kept is not other
 
 
-def test_a_learning_rate_that_is_a_tensor_stays() -> None:
-    parameters, optimizer = make("adam-tensor-lr")
-    step(parameters, optimizer)
-    rate = optimizer.param_groups[0]["lr"]
-    assert isinstance(rate, torch.Tensor)
-    assert all(item.tensor is not rate for item in adapt(optimizer).owned())
-
-
 def test_state_that_is_a_parameter_or_lies_in_its_storage_is_not_the_optimizers() -> None:
     parameters, optimizer = make("adam")
     optimizer.state[parameters[0]] = {"same": parameters[0], "view": parameters[1].data, "own": torch.zeros(2), "again": [torch.empty(0)]}
@@ -215,23 +174,6 @@ def test_state_of_odd_shape_is_found() -> None:
     optimizer.state["history"] = [torch.zeros(1), (torch.zeros(1), None)]
     optimizer.state[parameters[1]] = {"factors": {"left": torch.zeros(2, 2), "count": 3}}
     assert names(adapt(optimizer)) == ["state.1.factors.left", "state.total", "state.history.0", "state.history.1.0"]
-
-
-def test_parameters_added_and_state_loaded_later_show_up() -> None:
-    parameters, optimizer = make("adam")
-    adapter = adapt(optimizer)
-    optimizer.add_param_group({"params": [late := nn.Parameter(torch.zeros(2))]})
-    assert len(adapter.parameters()) == 4
-    assert adapter.parameters()[3] is late
-    step([*parameters, late], optimizer)
-    before = {id(item.tensor) for item in adapter.owned()}
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    optimizer.load_state_dict(torch.load(file))
-    after = {id(item.tensor) for item in adapter.owned()}
-    assert len(after) == len(before) == 8
-    assert before.isdisjoint(after)
 
 
 def test_named_parameters_and_groups_with_options_of_their_own() -> None:
@@ -325,39 +267,6 @@ class MultiOptimizer(optim.Optimizer):
             optimizer.step()
 
 
-class Lookahead(optim.Optimizer):
-    """Holds an optimizer under a name of its own, and slow weights in a state of its own."""
-
-    def __init__(self, base_optimizer: optim.Optimizer) -> None:
-        self.base_optimizer = base_optimizer
-        self.param_groups = base_optimizer.param_groups
-        self.state = defaultdict(dict)
-
-    def step(self) -> None:
-        self.base_optimizer.step()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["slow"] = parameter.detach().clone()
-
-
-def test_multi_optimizer_without_a_state_of_its_own() -> None:
-    module = nn.Linear(3, 2)
-    experts, rest = optim.AdamW([module.weight]), optim.SGD([module.bias], momentum=0.9)
-    multi = MultiOptimizer(module, {"ep": experts, "non_ep": rest})
-    assert not hasattr(multi, "state")
-    adapter = adapt(multi)
-    assert [id(key) for key in adapter.key_objects()] == [id(multi), id(experts), id(rest)]
-    assert [id(parameter) for parameter in adapter.parameters()] == [id(module.weight), id(module.bias)]
-    assert adapter.expected_sizes() == [24, 24, 8]
-    module(torch.ones(1, 3)).sum().backward()
-    multi.step()
-    assert names(adapter) == [
-        "optimizers_dict.ep.state.0.exp_avg",
-        "optimizers_dict.ep.state.0.exp_avg_sq",
-        "optimizers_dict.non_ep.state.0.momentum_buffer",
-    ]
-
-
 def test_wrappers_in_wrappers_are_followed_and_cycles_end() -> None:
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
     inner = [optim.Adam([first]), optim.Adam([second])]
@@ -372,44 +281,6 @@ def test_wrappers_in_wrappers_are_followed_and_cycles_end() -> None:
         for path in ("chained_optimizers.0.optimizer", "chained_optimizers.1.chained_optimizers.0")
         for key in ("exp_avg", "exp_avg_sq")
     ]
-
-
-def test_a_wrapper_with_state_of_its_own_is_an_optimizer_too() -> None:
-    module = nn.Linear(3, 2)
-    lookahead = Lookahead(optim.Adam(module.parameters()))
-    adapter = adapt(lookahead)
-    assert adapter.expected_sizes() is None
-    module(torch.ones(1, 3)).sum().backward()
-    lookahead.step()
-    assert names(adapter)[:2] == ["base_optimizer.state.0.exp_avg", "base_optimizer.state.0.exp_avg_sq"]
-    assert names(adapter)[4:] == ["state.0.slow", "state.1.slow"]
-    assert len(adapter.parameters()) == 2
-
-
-def test_a_wrapper_that_hands_its_state_through_counts_once() -> None:
-    inner = optim.Adam([parameter := nn.Parameter(torch.zeros(2))])
-    wrapper = ByAttribute(inner)
-    wrapper.state, wrapper.param_groups = inner.state, inner.param_groups
-    adapter = adapt(wrapper)
-    assert [id(key) for key in adapter.key_objects()] == [id(wrapper), id(inner)]
-    assert adapter.expected_sizes() == [8, 8]
-    step([parameter], inner)
-    assert names(adapter) == ["optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"]
-
-
-def test_what_a_wrapper_offers_as_a_property_is_found() -> None:
-    class Offering:
-        def __init__(self, inner: optim.Optimizer) -> None:
-            self._parts = [inner]
-
-        @property
-        def chained_optimizers(self) -> list[optim.Optimizer]:
-            return self._parts
-
-        def step(self) -> None: ...
-
-    wrapper = Offering(inner := optim.Adam([nn.Parameter(torch.zeros(2))]))
-    assert [id(key) for key in adapt(wrapper).key_objects()] == [id(wrapper), id(inner)]
 
 
 def test_a_scheduler_leaves_the_optimizer_as_it_is_and_is_none_itself() -> None:

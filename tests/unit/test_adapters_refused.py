@@ -123,13 +123,6 @@ def test_an_optimizer_that_places_its_state_itself_is_external(stand_in: Any) ->
     assert adapter.expected_sizes() == ()
 
 
-def test_a_refused_object_is_as_it_was() -> None:
-    module = nn.DataParallel(nn.Linear(2, 2))
-    before = [dict(vars(part)) for part in module.modules()]
-    assert_refused(module, "DataParallel", "plain module")
-    assert [dict(vars(part)) for part in module.modules()] == before
-
-
 @pytest.mark.slow
 def test_no_framework_is_imported() -> None:
     program = (

@@ -14,7 +14,6 @@ from placement.core.errors import PlacementError, RegistrationError
 from placement.devices import adoption
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.pool import plan
-from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import layout as range_layout
 from placement.storage.layout import Adoptee
@@ -36,94 +35,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(33, 65)
-        self.second = torch.nn.Linear(65, 33, bias=False)
-        self.second.weight = torch.nn.Parameter(self.first.weight.data.t())  # another tensor over one storage
-        flat = torch.randn(1000)
-        self.scale = torch.nn.Parameter(flat[10:43])
-        self.register_buffer("index", torch.arange(5))
-        self.register_buffer("empty", torch.empty(0))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return dict((*self.named_parameters(), *self.named_buffers()))
-
-
 def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
     found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
     return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
-
-
-def fill_range(device: SimulatedDevice, layout: range_layout.RangeLayout, content: list[bytes]) -> list[Chunk]:
-    """Put memory with these bytes behind the range."""
-    slab = device.host(layout.nbytes)
-    for offset, data in zip(layout.offsets, content, strict=True):
-        if data:
-            slab.view(offset, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    chunks, left = [], layout.nbytes
-    while left > 0:
-        size = min(device.chunk_bytes, -(-left // device.granularity) * device.granularity)
-        chunks.append(device.create(size))
-        left -= size
-    device.map(layout.addresses, chunks)
-    device.copy([Copy(layout.addresses.base, slab.address, layout.nbytes)], "to_device")
-    return chunks
-
-
-def raw(storage: torch.UntypedStorage) -> bytes:
-    return bytes(storage.tolist())
-
-
-def test_views_ties_and_identity_survive(device: SimulatedDevice, way: str) -> None:
-    model = Model()
-    tensors = model.tensors()
-    claims = claims_of(tensors)
-    content = [raw(claim.storage) for claim in claims]
-    expected = {name: t.detach().clone() for name, t in tensors.items()}
-    ids = {name: id(t) for name, t in tensors.items()}
-
-    layout = range_layout.RangeLayout(device, claims)
-    assert {w for w, claim in zip(layout.ways, claims, strict=True)} == {way}
-    assert all(torch.equal(t, expected[name]) for name, t in tensors.items())  # nothing changed yet
-    assert not any(layout.is_in(i) for i, claim in enumerate(claims) if claim.nbytes)
-    for index in range(len(claims)):
-        layout.move_in(index)
-        layout.move_in(index)
-        assert layout.is_in(index)
-    assert bool(model.first.weight.isnan().all())
-    assert bool((model.index < 0).all())  # poison, as an integer
-    chunks = fill_range(device, layout, content)
-    assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
-    assert ids == {name: id(t) for name, t in model.tensors().items()}
-    assert model.second.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
-    assert model.scale.storage_offset() == 10
-    assert model.scale.untyped_storage().nbytes() == 4000
-    model.second(model.first(torch.randn(2, 33)) * 1.0).sum().backward()
-    assert layout.nbytes <= range_layout.expected_bytes(device, [len(data) for data in content])
-    assert chunks
-
-
-@swap_only
-def test_unknown_aliases_and_a_live_graph_follow_a_swap(device: SimulatedDevice) -> None:
-    model = torch.nn.Linear(8, 8)
-    loss = model(torch.ones(2, 8)).square().sum()
-    reference = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    unnamed = model.weight.detach()[2:]
-    claims = claims_of(dict(model.named_parameters()))
-    content = [raw(claim.storage) for claim in claims]
-    layout = range_layout.RangeLayout(device, claims)
-    for index in range(len(claims)):
-        layout.move_in(index)
-    assert bool(unnamed.isnan().all())
-    chunks = fill_range(device, layout, content)
-    again = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
-    assert chunks
 
 
 @pytest.mark.parametrize("hold", [lambda m: m.state_dict(), lambda m: m.weight.detach()[1:], lambda m: m(torch.ones(1, 4)).sum()])
@@ -184,48 +101,6 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     layout.forget_adoptees()
     assert alive() is None
     assert bool(tensor.isnan().all())
-
-
-def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice, way: str) -> None:
-    model = Model()
-    tensors = model.tensors()
-    claims = [claim for claim in claims_of(tensors) if claim.nbytes]
-    content = [raw(claim.storage) for claim in claims]
-    expected = {name: t.detach().clone() for name, t in tensors.items()}
-    ids = {name: id(t) for name, t in tensors.items()}
-    layout = range_layout.RangeLayout(device, claims)
-    for index in range(len(claims)):
-        layout.move_in(index)
-    layout.forget_adoptees()
-    addresses = weakref.ref(layout.addresses)
-    for claim, data in zip(claims_of(model.tensors()), content, strict=False):
-        if not claim.nbytes:
-            continue
-        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        range_layout.move_out(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
-    del claim, claims, layout
-    gc.collect()
-    assert addresses() is None
-    assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
-    assert ids == {name: id(t) for name, t in model.tensors().items()}
-    assert model.second.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
-
-
-def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    return lambda target: target.copy_(source)
-
-
-def test_a_failed_fill_leaves_everything_in_the_range(device: SimulatedDevice, way: str) -> None:
-    tensor = torch.ones(100)
-    layout = range_layout.RangeLayout(device, claims_of({"t": tensor}))
-    layout.move_in(0)
-
-    def fail(target: torch.Tensor) -> None:
-        raise OSError("no bytes")
-
-    with pytest.raises(OSError, match="no bytes"):
-        range_layout.move_out(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
-    assert layout.is_in(0)
 
 
 def test_small_storages_are_packed_and_aligned(device: SimulatedDevice) -> None:

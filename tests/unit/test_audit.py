@@ -196,13 +196,6 @@ def test_check_integrity_has_the_numbers_of_what_was_tampered_with() -> None:
     worker.manager.check_integrity()
 
 
-def test_a_broken_handle_is_a_finding() -> None:
-    worker = Worker()
-    worker.ref.broken = "the device fell off the bus"
-    assert findings(worker.manager.audit()) == [("ref", "broken")]
-    assert worker.manager.snapshot().handles[2].broken == "the device fell off the bus"
-
-
 def test_audits_and_snapshots_are_immutable_and_json() -> None:
     worker = Worker()
     audit, snapshot = worker.manager.audit(), worker.manager.snapshot()

@@ -56,12 +56,14 @@ def collected(mode, entered):
     assert not asked, asked
     assert torch.equal(model.weight, before)
 
+gc.collect()
+gc.freeze()
 for mode in modes:
     for entered in False, True:
         child = os.fork()  # each in a process of its own, because an import that succeeds once is not made again
         if not child:
             collected(mode, entered)
-            sys.exit()
+            os._exit(0)  # without the end of an interpreter
         if os.waitpid(child, 0)[1]:
             sys.exit(f"{mode}, {'in a phase' if entered else 'offloaded'}: see above")
 """

@@ -7,15 +7,12 @@ import functools
 import gc
 import inspect
 import pickle
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
@@ -352,54 +349,6 @@ def test_the_signature_of_forward_can_be_asked_for() -> None:
     wanted = inspect.signature(model.forward)
     manager.register("actor", model, role="actor")
     assert inspect.signature(model.forward) == wanted
-
-
-def patched(model: nn.Module, calls: list[int], number: int) -> None:
-    """As frameworks do it: a bound method around what was there."""
-    before = model.forward
-
-    def forward(self: nn.Module, *args: Any) -> Any:
-        calls.append(number)
-        return before(*args)
-
-    model.forward = types.MethodType(forward, model)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.sampled_from(["patch", "phase", "patch in a phase", "unpatch"]), max_size=8))
-def test_patches_of_forward_survive_and_are_refused(steps: list[str]) -> None:
-    manager, model = make_manager(), net(8)
-    x = batch(width=8)
-    with torch.no_grad():
-        wanted = model(x)
-    actor = manager.register("actor", model, role="actor")
-    calls: list[int] = []
-    patches: list[int] = []
-    for number, step in enumerate(steps):
-        if step == "patch":
-            patched(model, calls, number)
-            patches.append(number)
-        elif step == "patch in a phase":
-            with manager.phase("log_prob"):
-                patched(model, calls, number)
-            patches.append(number)
-        elif step == "unpatch":
-            with manager.phase("log_prob"):
-                vars(model).pop("forward", None)
-            patches.clear()
-        calls.clear()
-        with pytest.raises(NotResidentError):
-            model(x)
-        with manager.phase("log_prob"), torch.no_grad():
-            assert ("forward" in vars(model)) is bool(patches)
-            calls.clear()
-            assert_same(model(x), wanted)
-            assert calls == patches[::-1]
-    manager.unregister(actor)
-    calls.clear()
-    with torch.no_grad():
-        assert_same(model(x), wanted)
-    assert calls == patches[::-1]
 
 
 def test_a_failed_move_leaves_calls_as_they_were() -> None:

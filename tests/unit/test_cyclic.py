@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from placement import HandleView, Plan, PolicyError, State, View
-from placement.core.states import PHASES
-from placement.planning.planner import ask_policy
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Colocated, Cyclic
-from tests.support.seeds import seed
 from tests.support.views import after
 from tests.support.worker import Worker, learn
 
@@ -145,23 +141,6 @@ def test_streamed_state_neither_stays_nor_arrives_early_in_the_phase_that_stream
     assert not plans["train"].prefetch
     assert not plans["restore"].streamed
     assert dict(plans["rollout"].prefetch) == {"actor.optimizer": 60, "critic.optimizer": 60}  # `restore` wrote them: they are saved
-
-
-@pytest.mark.parametrize("idle", ["keep", "empty"])
-@pytest.mark.parametrize("optimizer_in", ["train", "optimizer_step", "streamed"])
-def test_whatever_the_phases_each_plan_is_valid_and_fits(optimizer_in: Any, idle: Any) -> None:
-    for number in range(60):
-        rng = random.Random(number)
-        phases = rng.choices([*PHASES, "idle"], k=rng.randint(2, 6))
-        policy, now = Cyclic(optimizer_in=optimizer_in, idle=idle), view(phases[0], budget_bytes=rng.choice([60, 150, 200, 300]))
-        for at, phase in enumerate(phases * 3):
-            coming = (phases * 2)[at % len(phases) + 1 :][: len(phases) - 1] if at >= len(phases) else ()
-            enclosing = rng.choice([None, None, None, *PHASES])
-            now = replace(now, phase=phase, upcoming=tuple(coming), enclosing=enclosing)
-            plan = ask_policy(policy, now)
-            need = now.bytes_of(Colocated.plan(policy, now))
-            assert now.bytes_of(plan) <= max(now.budget_bytes, need)
-            now = after(now, plan)
 
 
 # --- outside a known cycle
@@ -303,24 +282,3 @@ def test_a_policy_may_give_no_reasons_and_one_that_fails_spoils_no_page(caplog: 
             assert {handle.reason for handle in worker.manager.snapshot().handles} == {None}
             worker.manager.snapshot()
     assert caplog.text.count("policy 'failing' gives no reasons for phase train: KeyError('why')") == 1
-
-
-def test_a_worker_computes_the_same_under_cyclic_as_under_colocated() -> None:
-    losses: dict[str, list[float]] = {}
-    for policy in ("cyclic", "colocated"):
-        seed(0)
-        worker = Worker(policy=policy, budget_bytes=200_000)
-        losses[policy] = []
-        for number in range(4):
-            with worker.manager.phase("log_prob", only=["ref"]) as step:
-                step.switch("values")
-                step.switch("train", only=["actor"])
-                losses[policy].append(float(learn(worker.net, worker.adam, number)))
-                with worker.manager.phase("checkpoint"):
-                    worker.actor.state_dict()
-                step.switch("weight_sync")
-                for _ in worker.actor.weights():
-                    pass
-        worker.manager.check_integrity()
-        assert worker.manager.audit().ok
-    assert losses["cyclic"] == losses["colocated"]

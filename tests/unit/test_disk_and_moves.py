@@ -251,24 +251,6 @@ def test_weights_are_published_from_a_host_copy_that_was_on_disk(tmp_path: Path)
     end(worker, tmp_path)
 
 
-def test_gradients_that_are_zeroed_while_they_are_on_disk_are_zero_afterwards(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, {})
-    with worker.manager.phase("train") as step:
-        worker.net(torch.ones(2, 64)).sum().backward()
-        step.switch("values")
-        send_to_disk(worker.manager, "actor")
-        assert any(r.transient for r in worker.actor.holding.ranges)  # type: ignore[union-attr]
-        step.switch("train")
-        gradients = [parameter.grad.clone() for parameter in worker.net.parameters() if parameter.grad is not None]
-        assert any(bool(gradient.any()) for gradient in gradients)
-        step.switch("values")
-        send_to_disk(worker.manager, "actor")
-        worker.adam.zero_grad(set_to_none=False)
-        step.switch("train")
-        assert all(each.grad is not None and bool((each.grad == 0).all()) for each in worker.net.parameters())
-    end(worker, tmp_path)
-
-
 def test_a_checkpoint_while_the_bytes_are_on_the_device_alone(tmp_path: Path) -> None:
     """The host copies were dropped. The background writer has them made again."""
     folder, saved = tmp_path / "disk", tmp_path / "saved"

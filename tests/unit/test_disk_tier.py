@@ -305,13 +305,6 @@ def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], problem:
         Settings.from_any(given)
 
 
-def test_the_settings_can_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLACEMENT_HOST_LIMIT_BYTES", "2GiB")
-    monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", "/mnt/nvme")
-    settings = Settings.from_any()
-    assert (settings.host_limit_bytes, settings.disk_directory) == (2 << 30, "/mnt/nvme")
-
-
 # --- a disk that fails
 
 

@@ -11,7 +11,7 @@ import torch
 import placement
 from placement import Plan, PolicyError
 from placement.engines.base import TorchEngine
-from placement.policies import AsyncRollout, Colocated, Resident
+from placement.policies import Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
 
@@ -249,17 +249,6 @@ def test_plans_with_dropped_gradients_combine() -> None:
     assert inner.limited_to(["b"], outer) == Plan({"a": OFF, "b": GPU}, dropped=frozenset({"a", "b"}))
     assert inner.also("a", GPU).dropped == {"b"}
     assert inner.without("b") == Plan({"a": TRAIN})
-
-
-@pytest.mark.parametrize("policy", [Colocated(), Resident(), AsyncRollout()])
-def test_no_policy_drops_unless_told(policy: placement.policies.Policy) -> None:
-    worker = Worker(policy=policy)
-    with worker.manager.phase("train") as phase:
-        backward(worker.net)
-        wanted = gradients(worker.net)
-        phase.switch("log_prob", only=["ref"])
-        phase.switch("train")
-        assert_same(gradients(worker.net), wanted)
 
 
 def test_the_phase_around_a_switched_phase_is_the_one_below_it() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from placement import IntegrityError
 from placement.testing import assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, net
 
@@ -47,71 +44,6 @@ def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
         adam.step()
     assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
     assert worker.manager.audit().ok
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("by", ["optimizer", "module", "each part"])
-def test_zero_grad_in_between_drops_them_and_never_revives_old_ones(set_to_none: bool, by: str) -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-    for each in {"optimizer": [worker.adam], "module": [worker.net], "each part": worker.net}[by]:
-        each.zero_grad(set_to_none=set_to_none)
-    with worker.manager.phase("log_prob"):  # no complaint about a wrong write
-        assert all(p.grad is None or not p.grad.any() for p in worker.net.parameters())
-    assert worker.manager.snapshot().wrong_writes == 0
-    twin, adam = twin_of(worker)
-    with worker.manager.phase("train"):
-        assert all(p.grad is None or not p.grad.any() for p in worker.net.parameters())
-        backward(worker.net, 1)
-        worker.adam.step()
-    adam.zero_grad()
-    backward(twin, 1)
-    adam.step()
-    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
-    worker.adam.zero_grad()
-    with worker.manager.phase("log_prob"):
-        pass
-    assert worker.manager.audit().ok
-    assert worker.manager.snapshot().wrong_writes == 0
-
-
-def zero_by_a_stranger(grad: torch.Tensor) -> None:
-    parameter = torch.nn.Parameter(torch.empty_like(grad))
-    parameter.grad = grad
-    torch.optim.SGD([parameter]).zero_grad(set_to_none=False)
-
-
-WRITES: dict[str, Callable[[torch.Tensor], object]] = {
-    "nan_to_num_": torch.Tensor.nan_to_num_,
-    "masked_fill_": lambda grad: grad.masked_fill_(grad.isnan(), 0),
-    "copy_": lambda grad: grad.copy_(torch.zeros(())),
-    "zero_": torch.Tensor.zero_,
-    "foreach": lambda grad: torch._foreach_zero_([grad]),
-    "of an optimizer that is not registered": zero_by_a_stranger,
-}
-
-
-@pytest.mark.parametrize("is_zeroed_later", [False, True])
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_zeros_that_are_not_zero_grads_are_a_wrong_write(write: Callable[[torch.Tensor], object], is_zeroed_later: bool) -> None:
-    """What turns NaN into zeros would drop the gradients without a word."""
-    worker = Worker()
-    with worker.manager.phase("train"):
-        backward(worker.net)
-        wanted = gradients(worker.net)
-    grad = worker.net[0].weight.grad
-    assert grad is not None
-    write(grad)
-    if is_zeroed_later:
-        worker.net.zero_grad(set_to_none=False)
-        wanted = [None if each is None else torch.zeros_like(each) for each in wanted]
-    with pytest.raises(IntegrityError, match="something wrote"):
-        worker.manager.phase("train").__enter__()
-    with worker.manager.phase("train"):
-        assert_same(gradients(worker.net), wanted)
-    assert_nothing_resident(worker.manager)
-    assert worker.manager.snapshot().wrong_writes == 1
 
 
 def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:

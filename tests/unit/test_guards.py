@@ -196,15 +196,6 @@ def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregister
 # --- torch.compile
 
 
-def test_compiled_wrapper_and_inner_module_are_one_object() -> None:
-    manager, model = make_manager(), net()
-    wrapper = torch.compile(model, backend="eager")
-    manager.register("actor", wrapper, role="actor")
-    manager.unregister("actor")
-    for hooks in (wrapper._forward_pre_hooks, model._forward_pre_hooks, model._state_dict_hooks):
-        assert not hooks
-
-
 def test_an_optimizer_on_the_device_is_not_copied_with_an_offloaded_model() -> None:
     """The copy would have the parameters, too, and these are poison."""
 

@@ -153,14 +153,6 @@ def test_what_fails_at_a_release_is_raised_and_the_hold_is_over() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_hold_that_cannot_be_opened_leaves_everything_as_it_was() -> None:
-    worker = Worker(budget_bytes=4096)
-    with pytest.raises(placement.DeviceMemoryError):
-        worker.manager.hold("train", only=["actor"])
-    assert worker.manager.snapshot().phases == ()
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_hold_is_switched_and_keeps() -> None:
     worker = trained()
     hold = worker.manager.hold("log_prob", only=["actor"])

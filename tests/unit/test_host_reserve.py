@@ -184,20 +184,6 @@ def test_what_is_refused_stays_pageable_and_says_why() -> None:
     assert undone == [first[1]]
 
 
-def test_a_registration_that_raises_is_undone_with_the_slab() -> None:
-    undone: list[int] = []
-
-    def register(address: int, nbytes: int) -> str | None:
-        raise RuntimeError("no context")
-
-    slab = Slab(10, register, undone.append)
-    assert slab.ready.wait(LONG)
-    assert (slab.pinned, slab.pageable_bytes, slab.pageable_reason) == (False, 10, "RuntimeError: no context")
-    address = slab.address
-    del slab
-    assert undone == [address]
-
-
 @pytest.mark.usefixtures("small")
 def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([1 << 40])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, HostMemoryError, Lazy, NotResidentError, PhaseError, RegistrationError, State
-from placement.policies import AsyncRollout, Colocated
+from placement import DeviceMemoryError, HostMemoryError, Lazy, RegistrationError, State
+from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import GPU, OFF, SYNC, TRAIN, Scripted, assert_same, batch, everything, learn, make_manager, net
+from tests.support.worker import GPU, SYNC, TRAIN, Scripted, assert_same, batch, everything, learn, make_manager, net
 
 
 class Factory:
@@ -39,46 +39,6 @@ def test_a_factory_is_called_once_at_the_first_plan_that_wants_it() -> None:
     assert critic.resident_bytes == 0
     assert critic.num_bytes > 0
     assert_nothing_resident(manager)
-
-
-def test_every_public_call_on_a_handle_that_is_not_built() -> None:
-    manager, factory = make_manager(), Factory()
-    critic = manager.register("critic", Lazy(factory), role="critic", readonly=True)
-    assert (critic.name, critic.kind, critic.role, critic.readonly) == ("critic", "module", "critic", True)
-    assert (critic.state, critic.resident_bytes, critic.host_bytes, critic.num_bytes) == (OFF, 0, 0, 0)
-    assert (critic.external, critic.broken, critic.object, critic.is_built) == (False, None, None, False)
-    assert critic.weights_info() == []
-    with pytest.raises(PhaseError, match="CPU_OFFLOADED"):
-        critic.weights()
-    with pytest.raises(NotResidentError, match="'critic' is not built yet"):
-        critic.state_dict()
-    assert "critic" in repr(critic)
-    manager.check_integrity()
-    assert manager.audit().ok
-    seen = manager.snapshot().handles[0]
-    assert (seen.built, seen.adapter, seen.num_bytes) == (False, "Lazy", 0)
-    manager.snapshot().model_dump_json()
-    with manager.phase("log_prob") as phase:
-        phase.keep(critic)
-    manager.unregister(critic)
-    assert not manager.handles
-    assert factory.calls == 0
-    manager.close()
-
-
-@pytest.mark.parametrize("policy", ["async_rollout", AsyncRollout()])
-def test_a_rollout_worker_never_builds_a_trainer(policy: Any) -> None:
-    manager = make_manager(policy=policy, worker_role="rollout")
-    factories = {name: Factory() for name in ("actor", "ref", "critic", "rollout")}
-    for name, factory in factories.items():
-        manager.register(name, Lazy(factory), role=name)
-    optimizer = Factory()
-    manager.register("adam", Lazy(optimizer, kind="optimizer"), owner="actor")
-    for phase in ("rollout", "log_prob", "values", "train", "weight_sync", "eval", "checkpoint", "restore"):
-        with manager.phase(phase):
-            assert all(manager.handles[name].state is OFF for name in ("actor", "ref", "critic", "adam"))
-    assert {name: factory.calls for name, factory in factories.items()} == {"actor": 0, "ref": 0, "critic": 0, "rollout": 1}
-    assert optimizer.calls == 0
 
 
 def test_a_trainer_of_an_async_rollout_never_builds_the_engine() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from placement import PhaseError, State, Trigger
-from placement.core.machine import _MACHINE, HandleMachine, diagram, path
+from placement.core.machine import HandleMachine, diagram, path
 from placement.core.states import TRANSITIONS
 
 CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
@@ -23,25 +23,6 @@ def machine_in(state: State) -> HandleMachine:
         machine.require(trigger)
         machine.fire(trigger)
     return machine
-
-
-def test_the_table_of_transitions_is_the_table_of_states() -> None:
-    found = [
-        (trigger, transition.source, transition.dest)
-        for trigger, event in _MACHINE.events.items()
-        for transition in itertools.chain.from_iterable(event.transitions.values())
-    ]
-    assert sorted(found) == sorted((t.value, s.value, d.value) for t, s, d in TRANSITIONS)
-    assert set(_MACHINE.states) == {state.value for state in State}
-    assert not [event for event in _MACHINE.events if event.startswith("to_")]
-    assert not _MACHINE.models
-    assert not _MACHINE.has_queue
-    for event in _MACHINE.events.values():
-        for transition in itertools.chain.from_iterable(event.transitions.values()):
-            assert not transition.conditions
-            assert (transition.before, transition.after) == ([], [])
-    assert not _MACHINE.on_exception
-    assert not _MACHINE.finalize_event
 
 
 def test_every_row_of_the_table_fires_and_nothing_else_does() -> None:

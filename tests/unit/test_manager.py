@@ -17,16 +17,7 @@ from placement import Manager, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.threads import in_threads
 from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
-
-
-class KeepReference(placement.policies.Colocated):
-    """Colocated, but the reference model stays on the GPU whenever it fits."""
-
-    def plan(self, view: placement.View) -> placement.Plan:
-        plan = super().plan(view)
-        ref = view.handles.get("ref")
-        return plan.also(ref, placement.State.GPU_RESIDENT) if ref and view.fits(plan, ref) else plan
-
+from tests.unit.test_policies import KeepReference
 
 # --- policies
 
@@ -59,13 +50,6 @@ def test_a_users_policy_gives_the_place_up_where_it_does_not_fit() -> None:
     assert worker.manager.audit().ok
 
 
-def test_the_policy_is_found_by_dotted_path() -> None:
-    manager = make_manager(policy=f"{Worker.__module__}:Scripted")
-    assert manager.snapshot().policy == "colocated"
-    with pytest.raises(placement.PolicyError, match="colocted"):
-        make_manager(policy="colocted")
-
-
 def test_resident_leaves_everything_that_fits_and_moves_nothing_in_between() -> None:
     worker = Worker(policy="resident")
     assert worker.on_device() == {"actor", "ref", "critic"}
@@ -83,19 +67,7 @@ def test_resident_leaves_everything_that_fits_and_moves_nothing_in_between() -> 
     assert worker.manager.audit().ok
 
 
-def test_resident_evicts_for_the_deficit_only_what_is_clean_first() -> None:
-    worker = Worker(policy="resident", budget_bytes=20480 * 5)  # two for the actor's moments, one for the critic's momentum to be born
-    with worker.manager.phase("train", only=["actor"]):
-        learn(worker.net, worker.adam)
-        worker.adam.zero_grad()
-    with worker.manager.phase("train"):
-        assert worker.on_device() == {"actor", "actor.optimizer", "critic"}
-        assert worker.states()["actor"] is TRAIN
-    total = sum(handle.resident_bytes for handle in worker.manager.handles.values())
-    assert total <= 20480 * 5
-
-
-@pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout"])
+@pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout", "cyclic"])
 def test_every_policy_trains_to_the_same_bits(policy: str) -> None:
     torch.manual_seed(5)
     worker = Worker(policy=policy)
@@ -129,23 +101,6 @@ def test_a_phase_of_ones_own() -> None:
         assert worker.on_device() == {"ref", "critic"}
     with pytest.raises(placement.PolicyError, match="Did you mean 'distill'"):
         worker.manager.enter("distil")
-
-
-def test_a_policy_sees_the_cycle_once_it_was_there() -> None:
-    seen: dict[str, tuple[str, ...]] = {}
-
-    class Watching(placement.policies.Colocated):
-        def plan(self, view: placement.View) -> placement.Plan:
-            seen[view.phase] = view.upcoming
-            return super().plan(view)
-
-    worker = Worker(policy=Watching())
-    for _ in range(2):
-        with worker.manager.phase("rollout") as phase:
-            phase.switch("log_prob")
-            phase.switch("train")
-    assert seen["log_prob"] == ("train", "rollout")
-    assert seen["train"] == ("rollout", "log_prob")
 
 
 def test_a_view_is_pure_data() -> None:
@@ -291,13 +246,6 @@ def test_the_device_is_told_whether_its_memory_was_portioned_out(
     monkeypatch.setattr("placement.manager.select_device", select)
     Manager(device="cuda:0", **{key: str(tmp_path / value) if key == "leases" else value for key, value in given.items()}).close()
     assert asked == [("cuda:0", is_tight)]
-
-
-def test_without_an_accelerator_the_error_names_the_simulated_device() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is an accelerator")
-    with pytest.raises(PlacementError, match="SimulatedDevice"):
-        Manager()
 
 
 @pytest.mark.parametrize("device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"])

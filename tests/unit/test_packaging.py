@@ -86,24 +86,6 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: zipfile.ZipFile)
         assert wheel.read(name) == (ROOT / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "placement/py.typed",
-        "placement/observe/page/index.html",
-        "placement/observe/page/page.js",
-        "placement/observe/dashboards/files/placement-fleet.json",
-        "placement/observe/dashboards/files/placement-worker.json",
-        "placement/observe/dashboards/files/placement.rules.yml",
-        "placement/policies/__init__.py",
-        "placement/policies/colocated.py",
-        f"placement_rl-{__version__}.dist-info/licenses/LICENSE",
-    ],
-)
-def test_the_wheel_has_what_is_no_module_or_lies_elsewhere(wheel: zipfile.ZipFile, name: str) -> None:
-    assert name in wheel.namelist()
-
-
 def test_the_wheel_says_who_made_what_under_which_licence(wheel: zipfile.ZipFile) -> None:
     said = email.message_from_bytes(wheel.read(f"placement_rl-{__version__}.dist-info/METADATA"))
     assert (said["Name"], said["Version"], said["License-Expression"]) == ("placement-rl", placement.__version__, "Apache-2.0")

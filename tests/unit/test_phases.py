@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import placement
-from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
+from placement import PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.phases.phase import PhaseContext
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, everything, learn, make_manager, net
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -99,16 +99,6 @@ def test_switch_moves_no_bytes_of_what_both_phases_need() -> None:
     assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
 
 
-def test_a_switch_with_only_takes_the_enclosing_plan_for_the_others() -> None:
-    worker = Worker()
-    with worker.manager.phase("values"):
-        with worker.manager.phase("log_prob") as inner:
-            inner.switch("train", only=["actor"])
-            assert worker.on_device() == {"actor", "critic"}
-            assert worker.states()["critic"] is GPU
-        assert worker.on_device() == {"critic"}
-
-
 def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
     worker = Worker(policy=Scripted(eval=RuntimeError("no idea")))
     with worker.manager.phase("train") as phase:
@@ -125,25 +115,6 @@ def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
         assert phase.name == "train"
         learn(worker.net, worker.adam)
     assert worker.on_device() == {"actor"}  # kept
-
-
-@pytest.mark.parametrize("operation", ["create", "map", "copy"])
-def test_a_switch_that_the_device_fails_leaves_the_phase_as_it_was(operation: str) -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    worker = Worker(device=device)
-    with worker.manager.phase("train", only=["actor"]) as phase:
-        learn(worker.net, worker.adam)
-        values = {name: value.clone() for name, value in worker.net.state_dict().items()}
-        before = worker.states()
-        device.fail(operation)
-        with pytest.raises((DeviceMemoryError, RuntimeError), match="injected"):
-            phase.switch("log_prob")
-        assert device.fired == 1
-        assert worker.states() == before
-        assert_same(worker.net.state_dict(), values)
-        learn(worker.net, worker.adam)
-    device.clear()
-    assert_nothing_resident(worker.manager)
 
 
 # --- keep
@@ -297,9 +268,6 @@ def test_close_with_an_open_phase_is_refused() -> None:
         worker.manager.phase("train").__enter__()
 
 
-# --- threads and tasks
-
-
 def test_enter_switch_and_leave_from_different_threads() -> None:
     worker = Worker()
     in_thread(lambda: worker.manager.enter("log_prob"))
@@ -312,6 +280,9 @@ def test_enter_switch_and_leave_from_different_threads() -> None:
     assert worker.on_device() == {"actor"}
     in_thread(worker.manager.leave)
     assert_nothing_resident(worker.manager)
+
+
+# --- threads and tasks
 
 
 def test_two_threads_that_hold_phases_at_once() -> None:
@@ -590,16 +561,6 @@ def test_a_restore_that_fails_without_another_exception_is_raised() -> None:
     assert worker.manager.phase_name == "idle"
 
 
-def test_a_restore_that_fails_once_is_made_good_at_the_same_transition() -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    worker = Worker(device=device)
-    with worker.manager.phase("train", only=["actor"]):
-        learn(worker.net, worker.adam)
-        device.fail("copy")
-    assert device.fired == 1
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device() -> None:
     policy = Scripted()
     worker = Worker(policy=policy)
@@ -650,14 +611,6 @@ def test_a_policy_cannot_open_a_phase() -> None:
     assert list(worker.manager.handles) == ["actor", "actor.optimizer", "ref", "critic", "critic.optimizer"]
 
 
-def test_a_policy_that_lets_that_error_out_is_a_policy_that_failed() -> None:
-    worker = Worker(policy=Scripted(eval=lambda view: worker.manager.phase("values").__enter__()))
-    with pytest.raises(PolicyError, match="inside a phase transition") as caught:
-        worker.manager.phase("eval").__enter__()
-    assert isinstance(caught.value.__cause__, PhaseError)
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_factory_cannot_open_a_phase() -> None:
     manager = make_manager()
 
@@ -671,31 +624,6 @@ def test_a_factory_cannot_open_a_phase() -> None:
     assert isinstance(caught.value.__cause__, PhaseError)
     assert manager.phase_name == "idle"
     assert manager.handles["critic"].object is None
-
-
-# --- modes of torch
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_phases_move_in_every_mode_of_torch_and_leave_the_mode_alone(mode: Any) -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    with mode():
-        with worker.manager.phase("log_prob") as phase:
-            assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode)
-            assert not torch.is_grad_enabled()
-            assert worker.net(torch.ones(1, 64)).isfinite().all()
-            phase.switch("train")
-            phase.switch("values")
-        kept = worker.actor.state_dict()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        assert_same(kept["0.weight"], worker.net[0].weight.data)
-        assert not worker.net[0].weight.is_inference()
-        assert not next(iter(worker.adam.state.values()))["exp_avg"].is_inference()
-    assert_same(kept["0.weight"], worker.actor.state_dict()["0.weight"])
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_graph_capture_forbids_transitions() -> None:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import placement.policies
 from bench.code_paths import ROOT
 
@@ -55,25 +53,3 @@ def test_no_docstring_begins_without_its_subject() -> None:
 
 def test_sections_of_docstrings_are_indented() -> None:
     assert [f"{name}:{line}: {text}" for name, path in modules().items() for line, text in misplaced(path.read_text())] == []
-
-
-def test_most_modules_are_looked_at() -> None:
-    assert {"core/states.py", "observe/server.py", "policies/colocated.py"} <= modules().keys()
-
-
-@pytest.mark.parametrize("text", ["Of the plan.", "By name, the module.", "What the client gets.", "Who is meant."])
-def test_a_docstring_without_subject_is_found_wherever_it_stands(text: str) -> None:
-    quoted = f'"""{text}"""'
-    places = (quoted, f"class A:\n    {quoted}", f"def f():\n    {quoted}", f"class A:\n    x: int = 0\n    {quoted}")
-    assert [len(riddles(place)) for place in places] == [1] * len(places)
-
-
-def test_a_docstring_with_subject_is_not_found() -> None:
-    assert riddles('"""Offloaded handles."""\n\n\nx = "Of a value, which is no docstring"\n') == []
-
-
-def test_a_misplaced_section_is_found() -> None:
-    right = 'def f(a):\n    """Do.\n\n    Args:\n        a: one.\n    """\n'
-    assert misplaced(right) == []
-    assert [text for _, text in misplaced(right.replace("        a: one", "            a: one"))] == ["Args:"]
-    assert [text for _, text in misplaced(right.replace("    Args:", "        Args:"))] == ["Args:"]

@@ -16,7 +16,7 @@ from placement import Plan, PolicyError, State, View
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Early, wait_for_copies
-from tests.support.worker import CAPACITY, Worker, assert_same, learn
+from tests.support.worker import CAPACITY, Worker, assert_same
 
 ALL = 1 << 40
 CHUNK = 4096
@@ -100,35 +100,6 @@ def test_what_has_arrived_stays_over_a_phase_that_still_wants_it() -> None:
         step.switch("values")
     assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
     assert worker.manager.snapshot().prefetch_discarded_bytes == 0
-
-
-def test_training_with_prefetch_gives_the_same_bits() -> None:
-    """Two steps of a cycle in which everything arrives early, against the same steps without placement."""
-    everybody = {"actor": ALL, "actor.optimizer": ALL, "critic": ALL, "critic.optimizer": ALL, "ref": ALL}
-    others = {"rollout": ("actor",), "log_prob": ("actor", "ref"), "values": ("critic",), "train": everybody.keys() - {"ref"}}
-    worker = early_worker({phase: {n: b for n, b in everybody.items() if n not in here} for phase, here in others.items()})
-    free = Worker()
-    for net, twin in ((worker.net, free.net), (worker.critic_net, free.critic_net)):
-        with free.manager.phase("train"), worker.manager.phase("train"):
-            twin.load_state_dict(net.state_dict())
-    for step in range(3):
-        with worker.manager.phase("rollout") as phase:
-            worker.net(torch.ones(1, 64))
-            for name in ("log_prob", "values", "train"):
-                early_bytes(worker)
-                phase.switch(name)
-            learn(worker.net, worker.adam, step)
-            learn(worker.critic_net, worker.sgd, step)
-            phase.switch("rollout")
-        with free.manager.phase("train"):
-            learn(free.net, free.adam, step)
-            learn(free.critic_net, free.sgd, step)
-    assert_same(worker.net.state_dict(), free.net.state_dict())
-    assert_same(worker.adam.state_dict(), free.adam.state_dict())
-    assert_same(worker.sgd.state_dict(), free.sgd.state_dict())
-    figures = worker.manager.snapshot()
-    assert {each.name for each in figures.handles if each.prefetch_used_bytes} == everybody.keys() - {"ref"} | {"ref"}
-    assert_nothing_resident(worker.manager)
 
 
 # --- room

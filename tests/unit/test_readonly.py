@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from placement import IntegrityError, Manager, State
+from placement import IntegrityError, State
 from placement.testing import assert_nothing_resident
 from tests.support.late_device import LateDevice
-from tests.support.worker import CAPACITY, GPU, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, Worker, assert_same, make_manager, net
 from tests.unit.test_offloaded_access import AlwaysEarly
 
 # --- readonly
-
-
-def test_a_write_found_at_a_switch_goes_back_with_the_right_value() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        worker.ref_net[0].bias.data.zero_()
-        with pytest.raises(IntegrityError, match="'ref' is readonly"):
-            phase.switch("values")
-        assert phase.name == "log_prob"
-        assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
-        phase.switch("values")
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_readonly_handle_is_never_in_training() -> None:
@@ -37,13 +24,6 @@ def test_a_readonly_handle_is_never_in_training() -> None:
     manager.register("sgd", sgd)
     with manager.phase("train"):
         assert handle.state is GPU
-
-
-def copy_of(manager: Manager, model: torch.nn.Module) -> torch.nn.Module:
-    """A copy in ordinary memory of a registered module."""
-    twin = net()
-    twin.load_state_dict(model.state_dict())
-    return twin
 
 
 # --- a state dict of a readonly handle: nothing is copied back, so what is written to the host copy is its value from then on
@@ -147,112 +127,6 @@ def test_early_chunks_do_not_hide_what_is_written_to_a_view(name: str, when: str
 
 
 # --- parts
-
-
-class Tower(torch.nn.Module):
-    """A frozen tower under a trained head; an aliased buffer; a plain tensor; BatchNorm statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = net().requires_grad_(False)
-        self.norm = torch.nn.BatchNorm1d(8)
-        self.head = torch.nn.Linear(8, 8)
-        self.register_buffer("table", torch.arange(8.0))
-        self.register_buffer("alias", self.table)
-        self.scale = torch.full((8,), 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.table.add_(1.0)
-        return self.head(self.norm(self.tower(x)) * self.scale + self.alias)
-
-
-def test_a_frozen_tower_under_a_trained_head() -> None:
-    manager, model = make_manager(), Tower()
-    twin = copy.deepcopy(model)
-    adam, other = (torch.optim.AdamW(m.head.parameters(), lr=1e-2) for m in (model, twin))
-    actor = manager.register("actor", model, role="actor")
-    manager.register("adam", adam)
-    for seed in range(4):
-        with manager.phase("train"):
-            learn(model, adam, seed)
-        learn(twin, other, seed)
-    assert_same(dict(actor.state_dict()), dict(twin.state_dict()))
-    assert model.alias is model.table
-    with manager.phase("log_prob"):
-        assert_same(model.scale, twin.scale)
-        assert model.alias.data_ptr() == model.table.data_ptr()
-    assert_nothing_resident(manager)
-
-
-class LoRA(torch.nn.Module):
-    """A linear layer with an adapter beside it."""
-
-    def __init__(self, base: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = torch.nn.Parameter(torch.randn(4, base.in_features) * 0.1)
-        self.b = torch.nn.Parameter(torch.zeros(base.out_features, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@pytest.mark.parametrize("when", ["offloaded", "resident"])
-def test_lora_added_after_registration(when: str) -> None:
-    worker = Worker()
-    twin = copy_of(worker.manager, worker.net)
-
-    def add() -> None:
-        torch.manual_seed(1)
-        worker.net[0] = LoRA(worker.net[0])
-
-    if when == "resident":
-        with worker.manager.phase("log_prob"):
-            add()
-    else:
-        add()
-        with worker.manager.phase("log_prob"):
-            worker.net(batch())
-    torch.manual_seed(1)
-    twin[0] = LoRA(twin[0])
-    lora = worker.net[0]
-    assert in_a_range(lora.a)
-    assert lora.a.isnan().all()
-    assert worker.manager.audit().ok
-    adam, other = (torch.optim.AdamW(list(m[0].parameters())[:2], lr=1e-2) for m in (worker.net, twin))
-    worker.manager.unregister("actor.optimizer")
-    worker.manager.register("lora.optimizer", adam)
-    for seed in range(4):
-        with worker.manager.phase("train", only=["actor"]):
-            learn(worker.net, adam, seed)
-        learn(twin, other, seed)
-    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
-    assert_nothing_resident(worker.manager)
-
-
-@pytest.mark.leaves_behind("the optimizer steps a parameter that was replaced")
-@pytest.mark.parametrize("when", ["offloaded", "resident"])
-def test_a_replaced_parameter(when: str) -> None:
-    worker = Worker()
-    fresh = torch.full((64,), 0.25)
-
-    def replace() -> None:
-        worker.net[0].bias = torch.nn.Parameter(fresh.clone())
-
-    if when == "resident":
-        with worker.manager.phase("log_prob"):
-            replace()
-    else:
-        replace()
-        with worker.manager.phase("log_prob"):
-            pass
-    assert_same(worker.actor.state_dict()["0.bias"], fresh)
-    assert worker.net[0].bias.isnan().all()
-    with worker.manager.phase("log_prob"):
-        assert_same(worker.net[0].bias.detach(), fresh)
-    del worker.values["0.bias"]
-    assert_same({k: v for k, v in worker.actor.state_dict().items() if k != "0.bias"}, dict(worker.values))
 
 
 def test_a_dropped_layer_gives_its_memory_back() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from placement import DeviceMemoryError, NotResidentError, PhaseError, Placement
 from placement.devices import adoption
 from placement.policies import Colocated
 from placement.storage.layout import RANGES
-from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net, trained
 
 
@@ -106,22 +105,6 @@ def test_a_module_that_does_not_fit_into_the_open_phase_is_not_registered() -> N
     manager.register("ref", wide, role="teacher")
 
 
-@pytest.mark.parametrize("operation", ["host", "reserve", "copy", "sync"])
-def test_a_fault_at_registration_leaves_the_object_as_it_was(operation: str) -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    manager, model = make_manager(device=device), net()
-    before, values = parameters_of(model), copy.deepcopy(model.state_dict())
-    device.fail(operation)
-    with pytest.raises(Exception, match="injected fault"):
-        manager.register("actor", model, role="actor")
-    assert device.fired == 1
-    assert not manager.handles
-    assert_same(model.state_dict(), values)
-    assert all(found is before[name] and not in_a_range(found) for name, found in parameters_of(model).items())
-    actor = manager.register("actor", model, role="actor")
-    assert_same(actor.state_dict(), values)
-
-
 def test_a_second_manager_cannot_take_what_the_first_one_has() -> None:
     worker, second = Worker(), make_manager()
     with pytest.raises(placement.RegistrationError, match="belongs to 'actor' already"):
@@ -178,23 +161,6 @@ def test_unregistering_gives_the_same_tensors_ordinary_memory(where: str) -> Non
     assert_same(again.state_dict(), worker.net.state_dict())
 
 
-def test_closing_unregisters_everything_and_gives_the_memory_back() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        values = copy.deepcopy(worker.actor.state_dict())
-    device, addresses = worker.manager.device, [p.data_ptr() for p in worker.net.parameters()]
-    worker.manager.close()
-    assert not worker.manager.handles
-    assert device.memory().chunk_bytes == 0
-    assert_same(dict(worker.net.state_dict()), dict(values))
-    assert not set(addresses) & {p.data_ptr() for p in worker.net.parameters()}
-    for model, optimizer in ((worker.net, worker.adam), (worker.critic_net, worker.sgd)):
-        assert not any(in_a_range(p) for p in model.parameters())
-        learn(model, optimizer)
-    assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
-
-
 def test_a_manager_that_is_dropped_leaves_as_if_it_were_closed() -> None:
     worker = Worker()
     values = worker.values
@@ -232,34 +198,6 @@ def test_a_module_whose_optimizer_is_registered_leaves_after_it() -> None:
     with pytest.raises(PhaseError, match="did you mean 'actor'"):
         worker.manager.unregister("actr")
     assert "actor" in worker.manager.handles
-
-
-def test_unregistering_inside_a_phase_takes_the_handle_out_of_every_open_plan() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        with worker.manager.phase("values"):
-            worker.manager.unregister("ref")
-        assert worker.on_device() == {"actor"}
-        phase.switch("train")
-        learn(worker.net, worker.adam)
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_collected_module_unregisters_itself_and_returns_its_memory() -> None:
-    manager = make_manager()
-    model = net()
-    manager.register("ref", model, role="ref", readonly=True)
-    gone = weakref.ref(model)
-    with manager.phase("log_prob"):
-        assert manager.device.memory().chunk_bytes > 0
-        del model
-        gc.collect()
-        assert gone() is None  # a handle keeps nothing alive
-        assert not manager.handles
-        manager.check_integrity()
-        assert manager.device.memory().chunk_bytes == 0
-    assert_nothing_resident(manager)
-    manager.register("ref", net(), role="ref")
 
 
 @pytest.mark.parametrize("way", ["swap", "rebind"])
@@ -357,26 +295,6 @@ def test_a_module_without_tensors() -> None:
         assert handle.state is GPU
         assert handle.resident_bytes == 0
     assert_nothing_resident(manager)
-
-
-def test_a_class_without_weak_references_is_refused_before_anything_moves() -> None:
-    class Slotted:
-        __slots__ = ("optimizer",)
-
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-        def step(self) -> None:
-            self.optimizer.step()
-
-    manager, model = make_manager(), net()
-    manager.register("actor", model, role="actor")
-    wrapped = Slotted(torch.optim.SGD(model.parameters(), lr=0.1))
-    try:
-        manager.register("sgd", wrapped)
-    except placement.RegistrationError:
-        assert list(manager.handles) == ["actor"]
-    manager.check_integrity()
 
 
 def test_the_handles_are_read_only_for_users() -> None:

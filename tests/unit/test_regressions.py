@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 from collections.abc import Callable, Generator
 
 import pytest
 import torch
 
-from placement import Handle, NotResidentError
+from placement import Handle
 from placement.devices.memory import Addresses
-from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, make_manager, net
 
@@ -71,40 +69,6 @@ def test_a_state_dict_that_was_assigned_back_no_longer_followed_the_weights() ->
             for parameter in model.parameters():
                 parameter.add_(1.0)
         assert_same(dict(taken), dict(model.state_dict()))
-
-
-def test_the_state_dict_of_a_submodule_was_saved_as_poison() -> None:
-    worker = Worker()
-    layer = worker.net[2]
-    shown = layer.state_dict()
-    assert_same(dict(shown), {name: worker.values[f"2.{name}"] for name in ("weight", "bias")})
-    assert list(worker.net.state_dict()) == list(worker.values)
-    with pytest.raises(NotResidentError, match="copied or pickled"):
-        copy.deepcopy(layer)
-    with pytest.raises(NotResidentError, match="copied or pickled"):
-        torch.save(layer, io.BytesIO())
-    with pytest.raises(NotResidentError, match="given a state dict"):
-        layer.load_state_dict(dict(shown))
-    with worker.manager.phase("log_prob"):
-        twin = copy.deepcopy(layer)
-    assert_same(dict(twin.state_dict()), dict(layer.state_dict()))
-    worker.manager.close()
-    assert_same(dict(twin.state_dict()), dict(layer.state_dict()))
-    assert not layer._state_dict_hooks
-
-
-def test_who_stepped_in_train_an_optimizer_that_comes_for_its_steps_was_told_to_register_it() -> None:
-    worker = Worker(policy=Colocated(optimizer_in="optimizer_step"))
-    with worker.manager.phase("train"):
-        with pytest.raises(NotResidentError, match=r"manager.phase\('optimizer_step'\)"):
-            worker.adam.step()
-        with worker.manager.phase("optimizer_step"):
-            worker.adam.step()
-    worker = Worker()
-    with worker.manager.phase("train") as phase:
-        phase.done_with("actor.optimizer")
-        with pytest.raises(NotResidentError, match="done_with"):
-            worker.adam.step()
 
 
 def test_a_generator_that_was_closed_took_the_phase_of_its_caller_with_it() -> None:

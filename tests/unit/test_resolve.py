@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -210,14 +209,3 @@ class TestLayers:
                 assert rest in placement.__all__, f"{file.name} imports {name}, which placement does not export"
             else:
                 assert root in sys.stdlib_module_names, f"{file.name} imports {name}"
-
-    def test_placement_imports_no_policy_of_its_own_accord(self) -> None:
-        files = [f for f in PACKAGE.rglob("*.py") if "policies" not in f.relative_to(PACKAGE).parts]
-        assert files
-        for file in files:
-            for name in imported(ast.parse(file.read_text()), everywhere=False):
-                assert not name.startswith("placement.policies"), f"{file.name} imports {name}"
-
-    def test_importing_placement_and_resolve_loads_no_policy(self) -> None:
-        code = "import sys, placement, placement.planning.policy_lookup; placement.Manager; sys.exit('placement.policies' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": str(PACKAGE.parent)}).returncode == 0

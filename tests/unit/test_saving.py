@@ -158,19 +158,6 @@ def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
     assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
 
 
-def test_gradients_zeroed_while_they_are_being_saved_are_zero_afterwards() -> None:
-    worker = late_worker(STAY)
-    with worker.manager.phase("train") as step:
-        worker.net(torch.ones(2, 64)).sum().backward()
-        step.switch("values")
-        step.switch("train")  # the gradients have places in a range now
-        worker.net(torch.ones(2, 64)).sum().backward()
-        step.switch("values")
-        worker.adam.zero_grad(set_to_none=False)
-        step.switch("train")
-        assert all(each.grad is not None and bool((each.grad == 0).all()) for each in worker.net.parameters())
-
-
 def test_unchanged_chunks_stay_without_a_copy() -> None:
     worker = late_worker({"values": {"ref": ALL}})
     with worker.manager.phase("log_prob") as step:

@@ -149,26 +149,6 @@ def test_reading_state_creates_no_entry() -> None:
     assert len(worker.adam.state) == 0
 
 
-def test_an_optimizer_round_trip_in_restore() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    checkpoint = copy.deepcopy({"model": worker.net.state_dict(), "optimizer": worker.adam.state_dict()})
-    with worker.manager.phase("train"):
-        after = [learn(worker.net, worker.adam, seed) for seed in range(3)]
-    wanted = copy.deepcopy(worker.optimizer.state_dict())
-    with worker.manager.phase("restore"):
-        worker.net.load_state_dict(checkpoint["model"])
-        worker.adam.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch takes the very tensors that it is given
-    assert_nothing_resident(worker.manager)
-    assert_same(worker.adam.state_dict(), checkpoint["optimizer"])
-    with worker.manager.phase("train"):
-        assert_same(worker.adam.state_dict(), checkpoint["optimizer"])
-        again = [learn(worker.net, worker.adam, seed) for seed in range(3)]
-    assert_same(again, after)
-    assert_same(worker.optimizer.state_dict(), wanted)
-
-
 def test_a_restore_does_not_grow_the_host_memory() -> None:
     worker = Worker()
     with worker.manager.phase("train"):
@@ -200,15 +180,6 @@ def test_a_checkpoint_phase_moves_nothing_and_reads_the_host_copy() -> None:
         learn(worker.net, worker.adam)
 
 
-def test_a_state_dict_taken_in_inference_mode_follows_too() -> None:
-    worker = Worker()
-    with torch.inference_mode():
-        held = worker.actor.state_dict()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    assert_same(dict(held), dict(worker.actor.state_dict()))
-
-
 def test_a_state_dict_that_somebody_wrote_into_changes_the_values_where_they_are_authoritative() -> None:
     worker = Worker()
     worker.actor.state_dict()["0.bias"].zero_()  # the host copy is the only one now
@@ -218,20 +189,6 @@ def test_a_state_dict_that_somebody_wrote_into_changes_the_values_where_they_are
     with worker.manager.phase("train"):
         worker.net.state_dict()["0.bias"].fill_(1.0)
     assert worker.actor.state_dict()["0.bias"].eq(1.0).all()
-
-
-def test_a_manual_reference_is_named_as_stray() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob"):
-        mine = worker.net[0].weight.detach()
-    assert mine.isnan().all()
-    findings = [(f.handle, f.what) for f in worker.manager.audit().findings]
-    assert findings == [("actor", "stray_reference")]
-    assert "0.weight" in worker.manager.audit().findings[0].detail
-    with worker.manager.phase("log_prob"):
-        assert mine.isfinite().all()
-        del mine
-    assert worker.manager.audit().ok
 
 
 def test_an_engine_shows_its_modules_state_dict_in_every_state() -> None:

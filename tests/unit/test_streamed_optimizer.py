@@ -256,39 +256,6 @@ def test_whole_steps_and_streamed_ones_may_follow_one_another() -> None:
     pair.check()
 
 
-def test_bytes_that_arrived_early_are_not_used_after_a_step() -> None:
-    def early(view: View) -> Plan:
-        adam = view.handles["adam"]
-        return view.total_plan({"actor": State.GPU_RESIDENT}, prefetch={"adam": adam.num_bytes} if adam.can_prefetch else {})
-
-    pair = Pair(adamw, policy=Scripted(log_prob=early, train=Colocated("streamed").plan, values=Colocated().plan))
-    pair.step(0)
-    for step in (1, 2):
-        with pair.manager.phase("log_prob") as phase:
-            assert pair.handle.storage.prefetched_bytes > 0
-            phase.switch("train")
-            for net, optimizer in pair.both():
-                optimizer.zero_grad()
-                net(words(step)).backward()
-                optimizer.step()
-            assert pair.handle.storage.prefetched_bytes == 0
-            phase.switch("restore")
-            state = {index: entry["exp_avg"] for index, entry in enumerate(pair.optimizer.state.values())}
-            wanted = {index: entry["exp_avg"] for index, entry in enumerate(pair.other.state.values())}
-            assert_same(state, wanted)
-    pair.check()
-
-
-def test_a_state_dict_that_is_kept_follows_the_steps() -> None:
-    pair = Pair(adamw)
-    pair.step(0)
-    kept = pair.handle.state_dict()
-    pair.step(1)
-    assert_same(kept["state"][0]["exp_avg"], pair.other.state_dict()["state"][0]["exp_avg"])
-    pair.step(2)
-    pair.check()
-
-
 def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
     pair = Pair(adamw)
     seen: list[str] = []
@@ -690,14 +657,6 @@ class TestRefusals:
         hook.remove()
         pair.net.zero_grad()
         pair.check()
-
-    def test_outside_of_training_a_step_is_refused_as_always(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
-        with pytest.raises(NotResidentError, match=r"stepped"):
-            pair.optimizer.step()
-        with pair.manager.phase("log_prob"), pytest.raises(NotResidentError, match=r"stepped"):
-            pair.optimizer.step()
 
     def test_phases_cannot_change_inside_a_step(self) -> None:
         pair = Pair(adamw)

@@ -177,31 +177,6 @@ def test_state_that_is_begun_anew_beside_state_that_was_replaced(shapes: list[tu
     pair.check()
 
 
-def test_the_chunks_of_a_parameter_are_looked_up_anew_where_its_state_has_moved() -> None:
-    pair = Sliced(adamw, model=Lone((16,), (LARGE,)))
-    pair.steps(2)
-    assert pair.handle.streamed is not None
-    parts = pair.handle.streamed._parts
-    (before,) = [part.piece.chunks for part in parts.of(pair.optimizer, pair.net.weights[0])]
-    for optimizer in (pair.optimizer, pair.other):
-        optimizer.state.clear()
-    pair.steps(1)
-    holding = pair.handle.holding
-    assert holding is not None
-    for weight in pair.net.weights:
-        assert {r for part in parts.of(pair.optimizer, weight) for r, _ in part.piece.chunks} <= {*holding.ranges}
-    assert not {r for r, _ in before} & {*holding.ranges}
-    pair.check()
-
-
-def test_counters_count_once() -> None:
-    pair = Sliced(of(torch.optim.NAdam, capturable=False), model=Lone((LARGE,)))
-    pair.steps(4)
-    (entry,) = pair.handle.state_dict()["state"].values()
-    assert entry["step"].item() == 4
-    pair.check()
-
-
 def test_hooks_of_the_step_see_the_whole_parameter() -> None:
     pair = Sliced(adamw, model=Lone((LARGE,)))
     seen: list[int] = []
@@ -272,42 +247,3 @@ def test_state_that_is_not_of_the_parameters_shape_is_stepped_as_a_whole() -> No
         weight.grad_dtype = torch.float64
         weight.grad = torch.ones(4, 4, dtype=torch.float64)
         assert sliceable_state(optimizer, weight) == []
-
-
-def test_a_step_that_stops_within_a_parameter_leaves_whole_elements() -> None:
-    """Each element has its old values or its new ones, and the counter the old one until the last slice is stepped."""
-    pair = Sliced(adamw, model=Lone((LARGE,)))
-    pair.steps(1)
-    old = elements(pair.plain, pair.other)
-    with pair.manager.phase("train"):
-        for net, _ in pair.both():
-            gradients(net, 1)
-        copy, moved = pair.device.copy, list[int]()
-
-        def copy_some(copies: Any, direction: str) -> None:
-            if direction == "to_host":
-                moved.append(1)
-            if len(moved) == 3:
-                raise RuntimeError("the link failed")
-            copy(copies, direction)
-
-        pair.device.copy = copy_some
-        with pytest.raises(RuntimeError, match="the link failed"):
-            pair.optimizer.step()
-        pair.device.copy = copy
-        pair.other.step()
-        for _, optimizer in pair.both():
-            optimizer.zero_grad()
-    new, found = elements(pair.plain, pair.other), elements(pair.net, pair.optimizer)
-    is_new = found.eq(new).all(dim=0)
-    assert (is_new | found.eq(old).all(dim=0)).all()
-    assert 0 < is_new.sum() < LARGE
-    (entry,) = pair.handle.state_dict()["state"].values()
-    assert entry["step"].item() == 1
-
-
-def elements(net: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Weight and moments of each element, a column each, as bits."""
-    (entry,) = optimizer.state_dict()["state"].values()
-    (weight,) = net.state_dict().values()
-    return torch.stack([weight.clone(), entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]).view(torch.int32)

@@ -81,19 +81,6 @@ def test_buckets_are_bounded_and_a_larger_tensor_comes_alone(manager: Any) -> No
     assert len(sizes) == 5  # two layers a bucket, the large weight, its bias
 
 
-def test_a_cast_changes_floating_parameters_only_and_counts_in_the_buckets(manager: Any) -> None:
-    model = Model()
-    actor = manager.register("actor", model, role="actor")
-    values = copy.deepcopy(dict(actor.state_dict()))
-    with manager.phase("weight_sync"):
-        found = flat(actor.weights(dtype=torch.bfloat16))
-        kept = {"steps": torch.int64, "freq": torch.float32}
-        assert {name: tensor.dtype for name, tensor in found.items() if tensor.dtype is not torch.bfloat16} == kept
-        assert_same(found["embed.weight"], values["embed.weight"].to(torch.bfloat16))
-        assert all(sum(t.nbytes for _, t in b) <= 4000 for b in actor.weights(bucket_bytes=4000, dtype=torch.bfloat16))
-    assert actor.weights_info()[1].dtype is torch.float32
-
-
 def test_sizes_and_dtypes_may_be_written_as_text(manager: Any) -> None:
     model = Model()
     actor = manager.register("actor", model, role="actor")
@@ -119,14 +106,6 @@ def test_weights_are_never_range_memory_nor_host_copy(manager: Any) -> None:
             tensor.fill_(float("nan"))
     assert not any(value.isnan().any() for value in actor.state_dict().values())
     assert_nothing_resident(manager)
-
-
-def test_a_transposed_weight_keeps_its_values(manager: Any) -> None:
-    model = torch.nn.Linear(8, 4)
-    model.weight = torch.nn.Parameter(torch.arange(32.0).reshape(8, 4).t())
-    actor = manager.register("actor", model, role="actor")
-    with manager.phase("weight_sync"):
-        assert_same(flat(actor.weights())["weight"].contiguous(), torch.arange(32.0).reshape(8, 4).t().contiguous())
 
 
 @pytest.mark.parametrize("phase", [None, "log_prob", "train"])
@@ -200,19 +179,6 @@ def test_a_streamed_sync_equals_a_resident_one_and_loads_nothing() -> None:
     assert_same(found[True], found[False])
 
 
-def test_weights_info_moves_nothing_in_any_state() -> None:
-    worker = Worker()
-    infos = [worker.actor.weights_info()]
-    with worker.manager.phase("log_prob") as phase:
-        for name in ("log_prob", "train", "weight_sync", "values"):
-            phase.switch(name)
-            records = len(worker.manager.journal)
-            infos.append(worker.actor.weights_info())
-            assert len(worker.manager.journal) == records
-    assert all(info == infos[0] for info in infos)
-    assert [i.name for i in infos[0]] == list(worker.values)
-
-
 def test_what_is_not_built_has_no_weights_and_what_is_no_module_publishes_none() -> None:
     worker = Worker()
     late = worker.manager.register("late", Lazy(net), role="teacher")
@@ -232,29 +198,6 @@ def test_a_compiled_wrapper_publishes_the_names_of_the_model(manager: Any) -> No
 
 
 # --- into an engine
-
-
-def test_a_sync_into_an_engine_makes_it_equal(manager: Any) -> None:
-    model, inner = net(), net()
-    engine = TorchEngine(inner)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    actor = manager.register("actor", model, role="actor")
-    manager.register("adam", adam)
-    rollout = manager.register("rollout", engine, role="rollout")
-    assert (rollout.kind, rollout.object) == ("engine", engine)
-    for seed in range(3):
-        with manager.phase("rollout") as phase:
-            inner(batch(seed))
-            assert actor.resident_bytes == 0
-            phase.switch("train")
-            assert rollout.resident_bytes == 0
-            learn(model, adam, seed)
-            phase.switch("weight_sync")
-            for bucket in actor.weights(bucket_bytes=2000):
-                engine.update_weights(bucket)
-        assert_same(dict(inner.state_dict()), dict(actor.state_dict()))
-    assert [info.name for info in rollout.weights_info()] == [info.name for info in actor.weights_info()]
-    assert_nothing_resident(manager)
 
 
 def test_an_engine_refuses_what_it_does_not_have() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from placement.core.journal import Journal
 from placement.core.weak_set import WeakIdSet
 from placement.devices.host.reserve import Reservation, promised_bytes
+from placement.storage.layout import _Table
 
 
 class Thing:
@@ -98,3 +100,29 @@ def test_a_collection_anywhere_in_a_walk_may_add_to_it(make: Callable[[list[Any]
     finally:
         gc.set_threshold(*thresholds)
     assert len(added) == 59
+
+
+@dataclass(eq=False)
+class Owner:
+    name: str = "actor"
+    me: list[Any] = field(default_factory=list)
+
+
+def test_a_collection_in_the_middle_of_a_look_takes_ranges_out() -> None:
+    table, owner = _Table(), Owner()
+    for base in range(0, 20_000, 10):
+        table.add(owner, base, 10)
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(100)  # that is, every 100 containers: in the middle of 2,000
+        for base in range(0, 20_000, 100):
+            dropped = Owner()
+            dropped.me.append(dropped)
+            weakref.finalize(dropped, table.remove, base)
+            del dropped
+            assert table.owner_of(19_995) is owner
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert table.owner_of(0) is None
+    assert table.owner_of(10) is owner
