@@ -126,6 +126,8 @@ class WeightInfo:
 Dtype = torch.dtype | str | None
 Cast = Dtype | Mapping[str, Dtype] | Callable[[str, WeightInfo], Dtype]
 """One dtype for all weights that may be cast, one for each named weight, or a function of a weight's name and description."""
+Transform = Callable[[str, torch.Tensor], torch.Tensor | Sequence[tuple[str, torch.Tensor]]]
+"""A function of a weight's published name and full value, which returns what is published in its place."""
 
 
 class Bucket(list[tuple[str, torch.Tensor]]):
@@ -178,24 +180,60 @@ class Publisher(Protocol):
     def module_adapters(self) -> Sequence[ModuleAdapter]: ...
 
 
-def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names) -> list[WeightInfo]:
+def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    return _announced(_found(handle, adapters, names), dtype)
+    announced = _announced(_found(handle, adapters, names), dtype)
+    if transform is None:
+        return announced
+    pieces: list[tuple[str, torch.Tensor]] = []
+    seen: set[str] = set()
+    for info in announced:
+        try:
+            pieces += _transformed(transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"), seen)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"transform= cannot be run on {info.name!r} without values, on the meta device ({error}); weights_info() needs that, "
+                "weights() does not"
+            ) from error
+    return [WeightInfo(name, tuple(piece.shape), piece.dtype) for name, piece in pieces]
+
+
+def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
+    """What the user's function makes of one weight. The names are added to those seen.
+
+    Raises:
+        TypeError: it returned neither a tensor nor pairs.
+        ValueError: it returned a name twice.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        made = transform(name, value)
+    pieces = [(name, made)] if isinstance(made, torch.Tensor) else made
+    if not isinstance(pieces, list | tuple) or not all(
+        isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], torch.Tensor) for each in pieces
+    ):
+        raise TypeError(f"transform= must return a tensor, or a list of (name, tensor); for {name!r} it returned {made!r:.200}")
+    for made_name, _ in pieces:
+        if made_name in seen:
+            raise ValueError(f"transform= returned the name {made_name!r} a second time, for {name!r}: a receiver would take only one")
+        seen.add(made_name)
+    return pieces
 
 
 def weights(
-    handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+    handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
     bucket_bytes = bytes_of("bucket_bytes", bucket_bytes)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+    if transform is not None and not callable(transform):
+        raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
     _require_syncing(handle)
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
     announced = _announced(found, dtype)
-    return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, _times_begun(handle))
+    return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, transform, _times_begun(handle))
 
 
 def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
@@ -244,35 +282,61 @@ def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> Weigh
 
 
 def _buckets(
-    handle: Publisher, announced: list[WeightInfo], found: list[Weight], adapters: Adapters, bucket_bytes: int, begun: int
+    handle: Publisher,
+    announced: list[WeightInfo],
+    found: list[Weight],
+    adapters: Adapters,
+    bucket_bytes: int,
+    transform: Transform | None,
+    begun: int,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
     waiting = deque(zip(announced, found, strict=True))
-    bucket, size = Bucket(0, adapters, announced), 0
+    pieces: deque[tuple[str, torch.Tensor]] = deque()
+    """What the transform has made of one weight, as far as it is not in a bucket yet."""
+    seen: set[str] = set()
+    known = announced if transform is None else ()
+    bucket, size = Bucket(0, adapters, known), 0
     try:
-        while waiting:
+        while waiting or pieces:
             _require_syncing(handle, begun)
-            info, weight = waiting[0]
-            nbytes = weight.shape.numel() * info.dtype.itemsize
+            if transform is not None and not pieces:
+                info, weight = waiting.popleft()
+                value = _whole(handle, weight, info.dtype)
+                try:
+                    pieces.extend(_transformed(transform, info.name, value, seen))
+                except Exception:
+                    _take_part(handle, waiting, begun)
+                    raise
+                del value  # not kept while buckets of its pieces are out
+                continue
+            nbytes = pieces[0][1].nbytes if pieces else waiting[0][1].shape.numel() * waiting[0][0].dtype.itemsize
             if bucket and size + nbytes > bucket_bytes:
                 yield bucket
                 bucket.end()
-                bucket, size = Bucket(bucket.number + 1, adapters, announced), 0
+                bucket, size = Bucket(bucket.number + 1, adapters, known), 0
                 continue
-            waiting.popleft()
-            bucket.append((info.name, _whole(handle, weight, info.dtype)))
+            if pieces:
+                bucket.append(pieces.popleft())
+            else:
+                info, weight = waiting.popleft()
+                bucket.append((info.name, _whole(handle, weight, info.dtype)))
             size += nbytes
         if bucket:
             bucket.is_last = True
             yield bucket  # the last one is not emptied, because nothing needs its memory
     except GeneratorExit:
-        # After an early end on this rank: take part in the remaining collectives, so that ranks that go on are not left waiting.
-        for info, weight in waiting:
-            if handle.state is not State.SYNCING or begun != _times_begun(handle):
-                break
-            if weight.is_collective:
-                _whole(handle, weight, info.dtype)
+        _take_part(handle, waiting, begun)
         raise
+
+
+def _take_part(handle: Publisher, waiting: Iterable[tuple[WeightInfo, Weight]], begun: int) -> None:
+    """Take part in the remaining collectives after an early end on this rank, so that ranks that go on are not left waiting."""
+    for info, weight in waiting:
+        if handle.state is not State.SYNCING or begun != _times_begun(handle):
+            break
+        if weight.is_collective:
+            _whole(handle, weight, info.dtype)
 
 
 def _whole(handle: Publisher, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
