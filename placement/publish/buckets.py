@@ -199,7 +199,7 @@ def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: N
 
 
 def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
-    """What the user's function makes of one weight. The names are added to those seen.
+    """The pieces that the user's function makes of one weight. Their names are added to those seen.
 
     Raises:
         TypeError: it returned neither a tensor nor pairs.
@@ -293,7 +293,7 @@ def _buckets(
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
     waiting = deque(zip(announced, found, strict=True))
     pieces: deque[tuple[str, torch.Tensor]] = deque()
-    """What the transform has made of one weight, as far as it is not in a bucket yet."""
+    """The transformed pieces of one weight that are in no bucket yet."""
     seen: set[str] = set()
     known = announced if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0
