@@ -103,7 +103,7 @@ def of_vllm(patch: pytest.MonkeyPatch, folder: Path) -> Any:
         patch.setattr(torch.accelerator, name, given)
     patch.setattr(torch.cuda, "current_stream", lambda: stream)
     patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    patch.setattr(torch, "Event", lambda: SimpleNamespace(record=lambda _: None))
+    patch.setattr(torch, "Event", type("Event", (), {"record": lambda *_: None}))
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, _: None)
     return SimpleNamespace(transfer=transfer, engine=engine)
 
