@@ -189,22 +189,18 @@ def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: N
     seen: set[str] = set()
     for info in announced:
         try:
-            pieces += _transformed(transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"), seen)
+            made = _transformed(transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"transform= cannot be run on {info.name!r} without values, on the meta device ({error}); weights_info() needs that, "
                 "weights() does not"
             ) from error
+        pieces += _named_once(made, seen)
     return [WeightInfo(name, tuple(piece.shape), piece.dtype) for name, piece in pieces]
 
 
-def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
-    """The pieces that the user's function makes of one weight. Their names are added to those seen.
-
-    Raises:
-        TypeError: it returned neither a tensor nor pairs.
-        ValueError: it returned a name twice.
-    """
+def _transformed(transform: Transform, name: str, value: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+    """The pieces that the user's function makes of one weight. Raises TypeError where it returns neither a tensor nor pairs."""
     with torch.inference_mode(False), torch.no_grad():
         made = transform(name, value)
     pieces = [(name, made)] if isinstance(made, torch.Tensor) else made
@@ -212,10 +208,15 @@ def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], torch.Tensor) for each in pieces
     ):
         raise TypeError(f"transform= must return a tensor, or a list of (name, tensor); for {name!r} it returned {made!r:.200}")
-    for made_name, _ in pieces:
-        if made_name in seen:
-            raise ValueError(f"transform= returned the name {made_name!r} a second time, for {name!r}: a receiver would take only one")
-        seen.add(made_name)
+    return pieces
+
+
+def _named_once(pieces: Sequence[tuple[str, torch.Tensor]], seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
+    """The pieces, whose names are added to those seen. Raises ValueError for one that was seen before."""
+    for name, _ in pieces:
+        if name in seen:
+            raise ValueError(f"transform= returned the name {name!r} twice: a receiver would take only one of the two")
+        seen.add(name)
     return pieces
 
 
@@ -304,7 +305,7 @@ def _buckets(
                 info, weight = waiting.popleft()
                 value = _whole(handle, weight, info.dtype)
                 try:
-                    pieces.extend(_transformed(transform, info.name, value, seen))
+                    pieces.extend(_named_once(_transformed(transform, info.name, value), seen))
                 except Exception:
                     _take_part(handle, waiting, begun)
                     raise

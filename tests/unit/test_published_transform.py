@@ -132,7 +132,7 @@ def test_a_function_that_needs_values_is_published_but_not_announced() -> None:
     [
         (lambda *_: None, TypeError, "for '0.weight' it returned None"),
         (lambda _, tensor: [tensor], TypeError, "must return a tensor, or a list of"),
-        (lambda _, tensor: [("scale", tensor)], ValueError, "the name 'scale' a second time, for '0.bias'"),
+        (lambda _, tensor: [("scale", tensor)], ValueError, "the name 'scale' twice"),
         ("fp8", TypeError, "is a function of \\(name, tensor\\), not 'fp8'"),
     ],
 )
@@ -142,6 +142,6 @@ def test_what_is_no_such_function_is_refused(wrong: Any, error: type[Exception],
     actor = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"), pytest.raises(error, match=said):
         list(actor.weights(transform=wrong))
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(error, match="not callable" if wrong == "fp8" else said):
         actor.weights_info(transform=wrong)
     assert_nothing_resident(manager)
