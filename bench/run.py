@@ -37,6 +37,8 @@ LIMITS: dict[str, tuple[int, int]] = {
     "observe": (30, 60),
     "replicated": (60, 180),
     "weights": (90, 240),
+    "publish": (60, 120),
+    "weight_changes": (60, 90),
     "forecast": (40, 60),
     "foresight": (120, 480),
 }

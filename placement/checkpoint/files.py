@@ -221,11 +221,7 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
 
 @contextmanager
 def _together(process_group: Any) -> Iterator[list[Any]]:
-    """A block that must succeed on every rank. Facts that the ranks append to the list are exchanged: afterwards each rank has all.
-
-    Raises:
-        PlacementError: this rank's own error, or a CheckpointError with another rank's.
-    """
+    """A block that must succeed on every rank, or every rank raises. Each rank gets the facts that all of them append to the list."""
     facts: list[Any] = []
     error: Exception | None = None
     try:
@@ -246,11 +242,7 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
 
 @contextmanager
 def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
-    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. Such an error is raised on every rank.
-
-    Args:
-        find: returns further details of a failure.
-    """
+    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. `find` returns further details of a failure."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -209,11 +209,7 @@ class Optimizer(Part):
         return replace_state(self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours)
 
     def _groups(self, given: Mapping[str, Any], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
-        """The saved parameter group of every parameter, by parameter name.
-
-        Raises:
-            CheckpointError: a parameter was in no saved group, or parameters of one group were saved in groups with different settings.
-        """
+        """The saved parameter group of every parameter, by parameter name."""
         if not {"state", "param_groups"} <= set(given):
             raise self._error("a state dict of an optimizer", f"must have 'state' and 'param_groups', but this one has {some(given)}")
         saved = {name: group for group in given["param_groups"] for name in group["params"]}
@@ -269,9 +265,6 @@ class Optimizer(Part):
         """The optimizers that have state of their own and step only named parameters.
 
         Several may step one parameter (a wrapper with slow weights): to all but the first it has a name that begins with theirs.
-
-        Raises:
-            CheckpointError: an optimizer steps other tensors (a framework's main parameters).
         """
         names = self._names()
         found: list[_Named] = []

@@ -81,14 +81,7 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def template(self, path: Path, metadata: Metadata) -> Read:
-        """The entries to read from the checkpoint for this part. Every tensor is new host memory.
-
-        Args:
-            path: the part's place in the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit.
-        """
+        """The entries to read for the part at `path` of the checkpoint, in new host memory. CheckpointError where they do not fit."""
 
     @abc.abstractmethod
     def needs_device(self) -> str | None:
@@ -96,24 +89,23 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, given: Mapping[str, Any]) -> list[Change]:
-        """Check values that are to replace the handle's. Changes nothing.
+        """Check values that are to replace the handle's. Changes nothing. Raises the errors of `load_state_dict`."""
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Replace the handle's values where they are now, in the host copy while it is offloaded. Nothing moves.
+
+        Tensor objects, addresses, aliases and an optimizer's keys stay the same.
 
         Raises:
             CheckpointError: the values do not fit; the message names the handle and the key.
             NotResidentError: they can be loaded only on the device.
             PhaseError, BrokenHandleError: the handle must not be written now.
         """
-
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Replace the handle's values where they are now, in the host copy while it is offloaded. Nothing moves.
-
-        Tensor objects, addresses, aliases and an optimizer's keys stay the same. Raises the errors of `prepare`.
-        """
         with without_modes(), torch.inference_mode(False):
             apply(self.prepare(given))
 
     def require_writable(self) -> None:
-        """Raise PhaseError, CheckpointError or NotResidentError where the handle's values must not be written now."""
+        """Raise where the handle's values must not be written now."""
         handle = self.handle
         if handle.gathers is not None:
             raise CheckpointError(
@@ -276,11 +268,7 @@ def _is_extra(key: str) -> bool:
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata.
-
-    Raises:
-        CheckpointError: the checkpoint does not record its paths.
-    """
+    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata."""
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):
         raise CheckpointError("the checkpoint was written without flatten_state_dict, so its entries cannot be matched with handles")
@@ -321,10 +309,7 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
-    """Make several changes. If one cannot be begun, make none.
-
-    The context `agreed` raises at its end if another rank could not begin its changes.
-    """
+    """Make all changes, or none if one cannot be begun. The context `agreed` raises at its end if another rank could not begin its own."""
     with without_modes(), torch.inference_mode(False), torch.no_grad(), ExitStack() as begun, agreed or nullcontext():
         for change in changes:
             begun.enter_context(change)

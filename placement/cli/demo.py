@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import placement
 from placement.cli import port
 from placement.cli.grpo import Characters, Recipe, Worker, build_actor
-from placement.core.snapshot import Snapshot
 from placement.core.states import IDLE, State
 from placement.devices.base import Device
 from placement.devices.memory import Chunk
@@ -235,8 +234,20 @@ class Recorder:
             self._device.peak_bytes = before_bytes
         yield
         after, after_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
-        peak_bytes = max(before_bytes, after_bytes, getattr(self._device, "peak_bytes", 0))
-        self.rows.append(row_between(phase, before, after, (before_bytes, peak_bytes, after_bytes)))
+        moved = after.since(before)
+        self.rows.append(
+            PhaseRow(
+                phase=phase,
+                states={handle.name: handle.state for handle in after.handles},
+                before_bytes=before_bytes,
+                peak_bytes=max(before_bytes, after_bytes, getattr(self._device, "peak_bytes", 0)),
+                after_bytes=after_bytes,
+                loaded_bytes=int(moved["placement/loaded_bytes"]),
+                offloaded_bytes=int(moved["placement/offloaded_bytes"]),
+                skipped_bytes=int(moved["placement/skipped_bytes"]),
+                stall_seconds=moved["placement/stall_seconds"],
+            )
+        )
 
     def take_rows(self) -> Sequence[PhaseRow]:
         """The rows since the last call."""
@@ -244,33 +255,12 @@ class Recorder:
         return rows
 
 
-def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[int, int, int]) -> PhaseRow:
-    """The differences between two snapshots. `measured` has the device's bytes before, at the peak, and after."""
-    moved = {
-        name: sum(getattr(handle, name) for handle in after.handles) - sum(getattr(handle, name) for handle in before.handles)
-        for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")
-    }
-    return PhaseRow(
-        phase=phase,
-        states={handle.name: handle.state for handle in after.handles},
-        before_bytes=measured[0],
-        peak_bytes=measured[1],
-        after_bytes=measured[2],
-        **moved,
-        stall_seconds=sum(after.phase_stall_seconds.values()) - sum(before.phase_stall_seconds.values()),
-    )
-
-
 _WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 _COLOURS = {State.CPU_OFFLOADED: "2", State.GPU_RESIDENT: "32", State.SYNCING: "36", State.TRAINING: "33"}
 
 
 def phase_table(rows: Sequence[PhaseRow], *, paint: bool) -> str:
-    """The rows below a header line. Bytes are in MiB, stall is in milliseconds.
-
-    Args:
-        paint: whether states have colours.
-    """
+    """The rows below a header line, with colours for states if `paint`. Bytes are in MiB, stall is in milliseconds."""
     widths = {name: max(len(name), 5) for name in rows[0].states}
 
     def state(name: str, state: State) -> str:
@@ -296,11 +286,7 @@ class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
 
 
 def pick(name: str) -> str:
-    """Resolve a device name: "auto" means CUDA if available, else the simulated device.
-
-    Raises:
-        PlacementError: a CUDA device is wanted, but torch sees none.
-    """
+    """Resolve a device name: "auto" means CUDA if available, else the simulated device."""
     available = torch.cuda.is_available()
     if name == "auto":
         return "cuda:0" if available else "simulated"

@@ -152,10 +152,7 @@ def _table(run: Run, rows: Sequence[Row], budget_bytes: int, worker_role: str, o
 
 
 def _in_a_known_cycle(run: Run, policy: Policy, cycle: Sequence[str]) -> list[str]:
-    """Lines about each phase of a cycle that the policy has seen before: what it keeps and prefetches, and why.
-
-    None for a policy to which that makes no difference, and for a cycle with a phase that has no plan or does not fit.
-    """
+    """What a policy keeps and prefetches, and why, in each phase of a cycle that it has seen; [] if the cycle is nothing to it or fails."""
     lines, looks_ahead = ["", "in a cycle that it has seen, one phase after the other:"], False
     for index, name in enumerate([*cycle] * _ROUNDS):
         phase, plan = _row(run, name)

@@ -22,6 +22,7 @@ from placement.cli import port
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings
 from placement.core.snapshot import readable
+from placement.observe.dashboards import DISCOVERY, export
 from placement.observe.discovery import Target, reap, targets_in
 from placement.observe.fleet import DiscoveryServer, ask, find_targets, views_of
 
@@ -256,38 +257,25 @@ def discover(arguments: argparse.Namespace) -> int:
 
 
 def add_dashboards(parser: argparse.ArgumentParser) -> None:
-    from placement.observe.dashboards import Deployment
-
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     summary = "write a Grafana provisioning tree, rules and an example prometheus.yml"
     into = commands.add_parser("export", help=summary, description=summary)
-    into.add_argument("directory", metavar="DIR", type=Path, help="the directory to write to; created if missing")
-    into.add_argument("--prometheus-url", default=Deployment.prometheus_url, metavar="URL", help="Prometheus for Grafana (%(default)s)")
-    into.add_argument(
-        "--discovery",
-        default=Deployment.discovery,
-        metavar="PLACE",
-        help="the workers' discovery folder, or the URL of a list of targets (default: DIR/prometheus/discovery)",
-    )
-    into.add_argument("--scrape-interval", default=Deployment.scrape_interval, metavar="TIME", help="like 15s or 1m (%(default)s)")
-    into.add_argument("--grafana-path", metavar="PATH", help="the folder of dashboards as Grafana sees it, if it runs in a container")
-    into.add_argument("--force", action="store_true", help="replace existing files that differ")
+    add, place = into.add_argument, "the workers' discovery folder, or the URL of a list of targets (default: DIR/prometheus/discovery)"
+    add("directory", metavar="DIR", type=Path, help="the directory to write to; created if missing")
+    add("--prometheus-url", default="http://localhost:9090", metavar="URL", help="Prometheus for Grafana (%(default)s)")
+    add("--discovery", default=DISCOVERY, metavar="PLACE", help=place)
+    add("--scrape-interval", default="15s", metavar="TIME", help="like 15s or 1m (%(default)s)")
+    add("--grafana-path", metavar="PATH", help="the folder of dashboards as Grafana sees it, if it runs in a container")
+    add("--force", action="store_true", dest="overwrite", help="replace existing files that differ")
     parser.set_defaults(run=export_dashboards)
 
 
 def export_dashboards(arguments: argparse.Namespace) -> int:
-    from placement.observe.dashboards import DISCOVERY, Deployment, export
-
-    deployment = Deployment(
-        prometheus_url=arguments.prometheus_url,
-        discovery=arguments.discovery,
-        scrape_interval=arguments.scrape_interval,
-        grafana_path=arguments.grafana_path,
-    )
-    for path in export(arguments.directory, deployment, overwrite=arguments.force):
+    options = ("prometheus_url", "discovery", "scrape_interval", "grafana_path", "overwrite")
+    for path in export(arguments.directory, **{name: getattr(arguments, name) for name in options}):
         print(path)
     root, workers = arguments.directory.absolute(), ""
-    if deployment.discovery == DISCOVERY:
+    if arguments.discovery == DISCOVERY:
         workers = f'\n  workers:     manager.serve(discovery="{root}/prometheus/{DISCOVERY}")'
     print(f"""
 Next:{workers}

@@ -179,7 +179,9 @@ class CallGuard:
             if module is None:
                 continue
             fields = module.__dict__
-            if "forward" in fields or fields["_forward_pre_hooks"] or id(module) in roots:
+            if (before := fields.get("forward")) is forward:
+                continue
+            if before is not None or fields["_forward_pre_hooks"] or id(module) in roots:
                 self._refuse(module, forward)
             else:
                 fields["forward"] = forward

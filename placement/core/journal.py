@@ -132,8 +132,8 @@ class Journal:
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
-        self.num_changes = 0
-        """The number of records since the start. Two equal values mean that nothing changed in between."""
+        self.num_moves = 0
+        """The number of loads and offloads since the start. Two equal values mean that nothing moved in between."""
         self.pairing_violations = 0
         self.wrong_writes = 0
         self.expired_keeps = 0
@@ -157,9 +157,10 @@ class Journal:
             counters.loaded_bytes += record.nbytes + record.prefetched_bytes
         elif record.trigger is Trigger.OFFLOAD:
             counters.offloaded_bytes += record.nbytes
-        self._observe(record.trigger.value if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD) else "sync", record.seconds)
+        moves = record.trigger is Trigger.LOAD or record.trigger is Trigger.OFFLOAD
+        self.num_moves += moves
+        self._observe(record.trigger.value if moves else "sync", record.seconds)
         self._records.append(record)
-        self.num_changes += 1
         logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
 
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:

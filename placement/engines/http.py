@@ -1,22 +1,28 @@
-"""A client for an engine's server: one request at a time, each with a deadline for the whole request."""
+"""An engine behind a server, and the client for it: one request at a time, each with a deadline for the whole request."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import http.client
-import io
 import json
-import math
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.parse import urlencode, urlsplit
+
+import torch
 
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
+from placement.engines.tagged import TaggedEngine
 
+InFlight = Literal["wait", "abort"]
+"""The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""
+Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 _MAX_BYTES = 16 << 20
 _POLL_SECONDS = 0.5
 _SHOWN = 500
@@ -92,82 +98,94 @@ class Server:
         kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=limit)
         try:
-            try:
-                connection.connect()
-            except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot exist
-                said = f"{request}: nobody answers there ({error}). Is it running, and is this its address?"
-                if isinstance(error, ConnectionRefusedError) and method != "GET":
-                    raise EngineLost(said) from error
-                raise EngineError(said) from error
-            payload = None if body is None else json.dumps(body).encode()
-            headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
-            until = began + limit
-            try:
-                _limit(connection.sock, until)
-                connection.request(method, self._prefix + target, body=payload, headers=headers)
-                # The type stub asks for a class; the library only calls it.
-                connection.response_class = functools.partial(_response, until)  # type: ignore[assignment]
-                return _answer(request, connection)
-            except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
-                what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
-                if method == "GET":
-                    raise EngineError(f"{request}: {what}") from error
-                raise EngineLost(f"{request}: {what}; it is not known what the server did") from error
-        finally:
+            connection.connect()
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot exist
             connection.close()
+            said = f"{request}: nobody answers there ({error}). Is it running, and is this its address?"
+            if isinstance(error, ConnectionRefusedError) and method != "GET":
+                raise EngineLost(said) from error
+            raise EngineError(said) from error
+        sock = connection.sock
+
+        def exchange() -> Answer:
+            with contextlib.closing(connection):
+                payload = None if body is None else json.dumps(body).encode()
+                headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+                connection.request(method, self._prefix + target, body=payload, headers=headers)
+                return _answer(request, connection)
+
+        try:
+            return _within(began + limit - time.monotonic(), exchange)
+        except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
+            what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
+            if method == "GET":
+                raise EngineError(f"{request}: {what}") from error
+            raise EngineLost(f"{request}: {what}; it is not known what the server did") from error
+        finally:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # a thread that still reads from it ends
 
 
 def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
-    response = connection.getresponse()
     chunks: list[bytes] = []
     size = 0
-    while chunk := response.read1(1 << 16):
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > _MAX_BYTES:
-            raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
-    if response.length:
-        raise http.client.IncompleteRead(b"".join(chunks), response.length)
+    with connection.getresponse() as response:
+        while chunk := response.read1(1 << 16):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > _MAX_BYTES:
+                raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
+        if response.length:
+            raise http.client.IncompleteRead(b"".join(chunks), response.length)
     return Answer(request, response.status, b"".join(chunks))
 
 
-class _Reader(io.RawIOBase):
-    """Reads from a socket until a fixed moment. A server that drips bytes would outlast a limit on each single read.
+def _within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """Call on a thread of its own. Raises TimeoutError after `seconds`: a server that drips bytes outlasts a limit on each read."""
+    answer: Future[Answer] = Future()
+    until = time.monotonic() + seconds
+    threading.Thread(target=_fill, args=(answer, call), name="placement-http", daemon=True).start()
+    while not wait([answer], min(max(until - time.monotonic(), 0.0), _POLL_SECONDS)).done:
+        interrupts.check()
+        if time.monotonic() >= until:
+            raise TimeoutError
+    try:
+        return answer.result()
+    finally:
+        del answer  # an error's traceback has this frame: a cycle would keep the callers' tensors until it is collected
 
-    It wakes up now and then, so that a noted interrupt is raised.
+
+def _fill(answer: Future[Answer], call: Callable[[], Answer]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+class ServedEngine(TaggedEngine):
+    """An engine behind an HTTP server.
+
+    Raises:
+        ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    def __init__(self, sock: socket.socket, until: float) -> None:
-        self._sock, self._until = sock, until
-        self._open = sock.makefile("rb", buffering=0)  # keeps the socket open where the connection gives it up after the headers
+    def __init__(
+        self, url: str, *, send: Send | None = None, in_flight: InFlight = "wait", api_key: str | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"{in_flight!r} is unknown; in_flight is one of {', '.join(get_args(InFlight))}")
+        self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
+        self._send, self._in_flight = send, in_flight
 
-    def readable(self) -> bool:
-        return True
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Send a bucket of weights to the server. Raises EngineError: the engine was made without `send`."""
+        if self._send is None:
+            raise EngineError(
+                f"{self!r} was made without send=, which sends a bucket of weights to the server. If weights come another way, call "
+                "weights_filled() when they have arrived"
+            )
+        self._send(bucket)
 
-    def readinto(self, buffer: Any) -> int | None:
-        while True:
-            _limit(self._sock, self._until, _POLL_SECONDS)
-            try:
-                return self._sock.recv_into(buffer)
-            except TimeoutError:
-                interrupts.check()
-
-    def makefile(self, _: str) -> io.BufferedReader:
-        """The only method that `HTTPResponse` calls on its socket."""
-        return io.BufferedReader(self)
-
-    def close(self) -> None:
-        self._open.close()
-        super().close()
-
-
-def _response(until: float, sock: socket.socket, *args: Any, **keywords: Any) -> http.client.HTTPResponse:
-    # The response calls only `makefile` on its socket, which the type stub does not know.
-    return http.client.HTTPResponse(_Reader(sock, until), *args, **keywords)  # type: ignore[arg-type]
-
-
-def _limit(sock: socket.socket, until: float, most: float = math.inf) -> None:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    sock.settimeout(min(left, most))
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._server.url}>"

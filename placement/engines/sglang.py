@@ -8,20 +8,18 @@ needs `--enable-memory-saver`.
 
 from __future__ import annotations
 
+import abc
 import importlib
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
-from placement.engines.http import Answer, Server
-from placement.engines.tagged import InFlight, Send, TaggedEngine, checked_in_flight, send_by
+from placement.engines.http import Answer, Send, ServedEngine
+from placement.engines.tagged import TaggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
-_POLL_SECONDS = 0.05
 _ENDED = "ended"
 """Stands for the time at which a server was started that has ended."""
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
@@ -37,17 +35,16 @@ class _Sglang(TaggedEngine):
             raise EngineError(f"{self!r} was started without the memory saver. {_SAVER}")
         self.residency.weights_are_kept(bool(weights_backup))
 
-    def _until_idle(self, flush: Callable[[], str | None]) -> None:
+    def forget_cache(self) -> None:
         """Flush until SGLang has done it, which means that no request is in flight. A release before that would kill the server."""
-        until = time.monotonic() + self.deadline_seconds
-        while (refused := flush()) is not None:
-            if time.monotonic() >= until:
-                raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {refused}")
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
+        self._until_idle(self._flush)
+
+    @abc.abstractmethod
+    def _flush(self) -> str | None:
+        """Flush once. Returns None where that is done, else what SGLang says."""
 
 
-class SglangServer(_Sglang):
+class SglangServer(ServedEngine, _Sglang):
     """An SGLang server.
 
     From the first release until every tag is back the server stays paused. New requests, including health checks, wait in it.
@@ -65,14 +62,8 @@ class SglangServer(_Sglang):
         ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    def __init__(
-        self, url: str, *, send: Send | None = None, in_flight: InFlight = "wait", api_key: str | None = None, **options: Any
-    ) -> None:
-        super().__init__(**options)
-        self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
-        self._send = send
-        self._in_flight = checked_in_flight(in_flight)
-        self._started: Any = None
+    _started: Any = None
+    """When the server that is registered was started, as it says itself."""
 
     def register(self) -> None:
         """Read the settings with which the server was started.
@@ -109,10 +100,10 @@ class SglangServer(_Sglang):
             EngineError: requests were still in flight at the deadline; the server goes on with them.
         """
         if self._in_flight == "wait":
-            self._until_idle(self._flush)
+            self.forget_cache()
         self._done(self._server.ask("POST", "/pause_generation", body={"mode": "abort"}))
         try:
-            self._until_idle(self._flush)  # it was told to abort, and may need time
+            self.forget_cache()  # it was told to abort, and may need time
         except EngineError:
             self.admit()
             raise
@@ -135,12 +126,6 @@ class SglangServer(_Sglang):
     def admit(self) -> None:
         self._done(self._server.ask("POST", "/continue_generation", body={}))
 
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        send_by(self._send, bucket, self)
-
-    def forget_cache(self) -> None:
-        self._until_idle(self._flush)
-
     def _flush(self) -> str | None:
         answer = self._server.ask("POST", "/flush_cache")
         if answer.status not in (200, 400):
@@ -162,9 +147,6 @@ class SglangServer(_Sglang):
             raise EngineLost(f"{answer}; it is not known what the server did")
         if not answer.is_ok:
             raise EngineError(f"{answer}; nothing was done")
-
-    def __repr__(self) -> str:
-        return f"<SglangServer {self._server.url}>"
 
 
 class SglangInProcess(_Sglang):
@@ -204,7 +186,7 @@ class SglangInProcess(_Sglang):
         Raises:
             EngineError: requests were still in flight at the deadline.
         """
-        self._until_idle(self._flush)
+        self.forget_cache()
 
     def offload(self, tags: Collection[str]) -> None:
         self._call("release_memory_occupation", tags=[*tags])
@@ -238,9 +220,6 @@ class SglangInProcess(_Sglang):
         if not success:
             raise EngineError(f"SGLang refused a bucket of {count} weights: {message}")
 
-    def forget_cache(self) -> None:
-        self._until_idle(self._flush)
-
     def _flush(self) -> str | None:
         answer = self._call("flush_cache")
         return None if getattr(answer, "success", True) else getattr(answer, "message", None) or "the cache was not flushed"
@@ -250,9 +229,6 @@ class SglangInProcess(_Sglang):
             return getattr(self._engine, name)(**keywords)
         except Exception as error:
             raise EngineLost(f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; it is not known what it did") from error
-
-    def __repr__(self) -> str:
-        return "<SglangInProcess>"
 
 
 def _flattened_format() -> tuple[Any, Any] | None:

@@ -11,21 +11,17 @@ from __future__ import annotations
 import abc
 import inspect
 import re
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
-from placement.engines.http import Answer, Server
-from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights, checked_in_flight, send_by
+from placement.engines.http import Answer, Send, ServedEngine
+from placement.engines.tagged import TaggedEngine, Weights
 
-_POLL_SECONDS = 0.05
 _BUSY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
-_LEVELS: dict[Weights, int] = {"keep": 1, "discard": 2}
 _ENABLE = "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers 'sleeping' even without it."
 _MAPPED_ALREADY = "CUDA Error: invalid argument"
 """The answer to a second wake of a tag of which a wake before has brought back a part. vLLM maps every block of the tag anew."""
@@ -35,6 +31,11 @@ class _Vllm(TaggedEngine):
     """The part that both kinds share: vLLM sleeps as a whole and wakes by tags."""
 
     why_nothing_moves = _ENABLE
+
+    @property
+    def _level(self) -> int:
+        """The level of sleep that `weights` means."""
+        return 1 if self.residency.keeps_weights else 2
 
     def offload(self, tags: Collection[str]) -> None:
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
@@ -88,7 +89,7 @@ class _Vllm(TaggedEngine):
 
     @abc.abstractmethod
     def _sleep(self) -> None:
-        """Put everything to sleep, at the level that `weights` means."""
+        """Put everything to sleep, at `_level`."""
 
     @abc.abstractmethod
     def _wake(self, tags: Sequence[str]) -> None:
@@ -107,38 +108,24 @@ class _Vllm(TaggedEngine):
         """Whether this vLLM knows which tags are asleep, so that the others can follow later."""
 
 
-class VllmServer(_Vllm):
+class VllmServer(ServedEngine, _Vllm):
     """A vLLM server.
 
     Args:
         url: "http://127.0.0.1:8000".
         send: sends one bucket of weights to the server, by any means of your framework (CUDA IPC, NCCL, its RL routes); None: weights
             come another way, and you call `weights_filled`.
-        weights: "keep": level 1, a copy on the host; "discard": level 2, lost until the next sync.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
         api_key: the server's API key, if it needs one.
-        options: options of `TaggedEngine`: tag_bytes, verify, deadline_seconds, offloaded.
+        options: options of `TaggedEngine`: weights ("keep": level 1, a copy on the host; "discard": level 2, lost until the next sync),
+            tag_bytes, verify, deadline_seconds, offloaded.
 
     Raises:
         ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        send: Send | None = None,
-        weights: Weights = "keep",
-        in_flight: InFlight = "wait",
-        api_key: str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(weights=weights, **options)
-        self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
-        self._send = send
-        self._in_flight = checked_in_flight(in_flight)
-        self._level = _LEVELS[weights]
-        self._routes: dict[str, bool] = {}
+    _routes: dict[str, bool]
+    """The routes that were asked for, and whether the server has them."""
 
     def register(self) -> None:
         """Check that the server has the routes, and that it is awake or asleep as the record says.
@@ -146,6 +133,7 @@ class VllmServer(_Vllm):
         Raises:
             EngineError: the server is not in development mode, or it is asleep and it is unknown with which tags.
         """
+        self._routes = {}
         if not self._has("/sleep"):
             raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
         is_asleep = self._is_sleeping()
@@ -169,21 +157,13 @@ class VllmServer(_Vllm):
             except EngineLost as lost:
                 self._expect("resumed", self._server.ask("POST", "/resume"))
                 raise EngineError(f"{lost}: requests were still in flight. The server was told to resume") from lost
-            return
-        until = time.monotonic() + self.deadline_seconds
-        while self._in_flight == "wait" and (busy := self._busy_requests()):
-            if time.monotonic() >= until:
-                raise EngineError(f"{self._server.url} still has {busy:g} requests in flight after {self.deadline_seconds:g} s")
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
+        elif self._in_flight == "wait":
+            self._until_idle(self._busy_requests)
 
     def admit(self) -> None:
         """Resume the server, unless the last wake has done it."""
         if self._has("/pause") and self._server.ask("GET", "/is_paused").field("is_paused"):
             self._expect("resumed", self._server.ask("POST", "/resume"))
-
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        send_by(self._send, bucket, self)
 
     def forget_cache(self) -> None:
         answer = self._server.ask("POST", "/reset_prefix_cache")
@@ -223,7 +203,7 @@ class VllmServer(_Vllm):
     def _sleeps_from_part(self) -> bool:
         return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
 
-    def _busy_requests(self) -> float:
+    def _busy_requests(self) -> str | None:
         answer = self._server.ask("GET", "/metrics")
         found = _BUSY.findall(answer.body.decode(errors="replace"))
         if not answer.is_ok or not found:
@@ -231,7 +211,7 @@ class VllmServer(_Vllm):
                 f"{answer}: the server has no pause and shows no request counts. Start it without --disable-log-stats, or make the engine "
                 "with in_flight='abort' and send no request during a phase transition"
             )
-        return sum(map(float, found))
+        return f"{busy:g} requests" if (busy := sum(map(float, found))) else None
 
     def _has(self, route: str) -> bool:
         """Whether the server has a POST route. A GET of such a route is refused because of its method, and does nothing."""
@@ -245,9 +225,6 @@ class VllmServer(_Vllm):
     def _expect(self, status: str, answer: Answer) -> None:
         if not answer.is_ok or answer.field("status") != status:
             raise EngineError(f"{answer}; expected a JSON object with status {status!r}")
-
-    def __repr__(self) -> str:
-        return f"<VllmServer {self._server.url}>"
 
 
 class VllmInProcess(_Vllm):
@@ -274,7 +251,6 @@ class VllmInProcess(_Vllm):
         super().__init__(weights=weights, **options)
         self._llm = llm
         self._send = send
-        self._level = _LEVELS[weights]
 
     def register(self) -> None:
         """Check that the engine moves its memory, and that it is awake or asleep as the record says.
@@ -351,6 +327,3 @@ class VllmInProcess(_Vllm):
             return getattr(self._llm, name)(*args, **keywords)
         except Exception as error:
             raise EngineError(f"{name}({', '.join(f'{k}={v!r}' for k, v in keywords.items())}) of vLLM failed: {error!r}") from error
-
-    def __repr__(self) -> str:
-        return "<VllmInProcess>"

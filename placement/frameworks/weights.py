@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import functools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,18 +33,39 @@ class Reader:
     """The device on which weights are published."""
     over_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
+    fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
+    """By identity, tensors whose values are on their way (see `publish.ahead`): the tensor, its value, and an event that tells when it has
+    arrived (None: it has)."""
 
-    def fill(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Copy a plain tensor's value into `target`, cast to its type."""
+    def fill(self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host does not wait for the copy."""
         shown = None if self.over_host is None else self.over_host(source)
         # A tensor outside every range (empty, or staying on the CPU) can be read itself.
         into, out_of = _copyable(target, source if shown is None else shown)
-        into.copy_(out_of) if shown is None else upload(into, out_of)
+        into.copy_(out_of) if shown is None else upload(into, out_of, non_blocking=non_blocking)
         return target
 
     def read(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A plain tensor's value in torch's own memory on the device."""
-        return self.fill(torch.empty_like(source, dtype=dtype, device=self.device, requires_grad=False), source.detach())
+        if id(source) in self.fetched:
+            _, value, arrived = self.fetched.pop(id(source))
+            if arrived is not None:
+                arrived.wait()
+            return value if value.dtype is dtype else value.to(dtype)
+        return self.fill(self.target(source, dtype), source.detach())
+
+    def target(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the device for a plain tensor's value."""
+        return torch.empty_like(source, dtype=dtype, device=self.device, requires_grad=False)
+
+
+class Part(NamedTuple):
+    """This rank's part of a weight: the whole of it, or a block."""
+
+    tensor: torch.Tensor
+    """A plain one, in the module's memory."""
+    offset: tuple[int, ...]
+    """Where the block begins in the full weight, in elements of each dimension."""
 
 
 class Weight(abc.ABC):
@@ -72,6 +93,17 @@ class Weight(abc.ABC):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
 
+    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        """The plain tensors of this rank that `whole` reads, and the dtypes in which it does. They can be read before, without `whole`.
+
+        None where a kind of weight does not say: then `whole` reads them itself.
+        """
+        yield from ()
+
+    def part(self) -> Part | None:
+        """This rank's part, as it lies in the module; None where that is no block of the published weight."""
+        return None
+
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         """A function that writes a full value into the weight, on the device; on each rank its own part. Calls no collective.
 
@@ -97,6 +129,12 @@ class LocalWeight(Weight):
             return None
         what = f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes"
         return f"{what}; for LoRA over it, adapters='separate' leaves it out"
+
+    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        yield from parts_read(self._tensor, dtype)
+
+    def part(self) -> Part | None:
+        return None if self.is_wrapper or self.dtype.is_complex else Part(self._tensor, (0,) * len(self.shape))
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         value = read_parts(reader, self._tensor, dtype)
@@ -130,11 +168,27 @@ class ShardedWeight(Weight):
             return "is sharded in its framework's own way, which torch cannot gather: publish it with the framework's own export"
         return None
 
+    def _read_as(self, dtype: torch.dtype) -> torch.dtype:
+        is_sum = any(placement.is_partial() for placement in self._tensor.placements)
+        return self.dtype if is_sum else dtype
+
+    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        yield from parts_read(self._tensor._local_tensor, self._read_as(dtype))
+
+    def part(self) -> Part | None:
+        sharded, torch_sharding = self._tensor, sys.modules["torch.distributed.tensor"]
+        blocks = (torch_sharding.Shard, torch_sharding.Replicate)  # not their subclasses: a strided shard is no block
+        if self.is_wrapper or self.dtype.is_complex or any(type(placement) not in blocks for placement in sharded.placements):
+            return None
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+        return Part(sharded._local_tensor, tuple(offset)) if tuple(sharded._local_tensor.shape) == tuple(shape) else None
+
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         # The DTensor itself is not copied or moved. Its local part is read, and the result is wrapped in a new DTensor.
         sharded = self._tensor
-        is_sum = any(placement.is_partial() for placement in sharded.placements)
-        (local,) = _copyable(read_parts(reader, sharded._local_tensor, sharded.dtype if is_sum else dtype))
+        (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
         ours = type(sharded).from_local(
             local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
         )
@@ -164,6 +218,17 @@ def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torc
     read = {name: read_parts(reader, part, part.dtype) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
     whole: torch.Tensor = type(wrapper).__tensor_unflatten__(read, context, wrapper.size(), wrapper.stride())
     return whole
+
+
+def parts_read(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+    """The plain tensors that `read_parts` reads, and the dtypes in which it does."""
+    if type(tensor) in PLAIN_TYPES:
+        yield tensor, dtype
+        return
+    wrapper: Any = tensor
+    for part in (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):
+            yield from parts_read(part, part.dtype)
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:

@@ -50,8 +50,7 @@ STALE_SECONDS = 1.0
 """A waiting process that has not looked for so long is passed over."""
 _LOOK_SECONDS = (0.001, 0.02)
 """Pause between two looks of a waiting process: the first pause, and the longest."""
-_MAX_PRIORITY = 1 << 31
-"""The limit of a priority, so that it fits into a note."""
+_MAX_PRIORITY = 1 << 31  # fits into a note
 _SPAN = MAX_BYTES + 2
 """Distance of two claims in file offsets. Spans must not touch, because the kernel merges locks that do. Byte 0 is the turn's."""
 _NOTE_BYTES = 512
@@ -73,9 +72,8 @@ class Note(BaseModel):
     wanted_bytes: int = 0
     """Bytes that the process waits for; 0 when it does not wait."""
     since_seconds: float = 0.0
-    """The time when it began to wait."""
     seen_seconds: float = 0.0
-    """The time when it last checked whether its turn has come."""
+    """When it began to wait, and when it last checked whether its turn has come."""
 
     def comes_before(self, other: Note) -> bool:
         """Whether this process waits, still looks, and is served before the other: by priority, then by the time of the request."""
@@ -85,14 +83,12 @@ class Note(BaseModel):
 
 
 class Claim(NamedTuple):
-    """The part of the GPU that one living process has."""
+    """The part of the GPU that one living process has. `pid` is 0 for a process of another container, `note` None where it is damaged."""
 
     slot: int
     pid: int
-    """The process number as seen here; 0 for a process of another container."""
     held_bytes: int
     note: Note | None
-    """The claim's note; None where it is damaged."""
 
 
 class Ledger:
@@ -102,19 +98,13 @@ class Ledger:
         digest = hashlib.sha256(gpu.encode()).hexdigest()[:12]
         self.path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', gpu)[-40:]}-{digest}.leases"
         self._threads = threading.RLock()
-        self._is_taken = False
-        """Whether this process has the turn."""
         self._file: int | None = None
         self._slots: dict[str, int] = {}
         """The slots of this process's claims, by token."""
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], gpu: str) -> Ledger:
-        """The ledger of a GPU.
-
-        A process keeps one object for its life, because closing any descriptor of the file would drop every lock the process has on it. A
-        forked child may use the object: the locks in there are its parent's.
-        """
+        """The ledger of a GPU: one object for the life of the process, because closing any descriptor of the file drops all its locks."""
         where = Path(folder).absolute()
         return _LEDGERS.setdefault((where, gpu), cls(where, gpu))
 
@@ -122,9 +112,6 @@ class Ledger:
         """Every living claim, including this process's own, by slot. Takes no lock and waits for nobody.
 
         A claim that changes meanwhile may be seen old, new, or in part. While this process has the `turn`, no claim grows.
-
-        Raises:
-            PlacementError: the file cannot be opened.
         """
         found = []
         for slot in range(MAX_CLAIMS):
@@ -134,35 +121,23 @@ class Ledger:
         return found
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Let one process at a time look and take. If the process dies inside, the turn is given back.
-
-        Yields False inside a turn of the same thread, to which only code of a garbage collection comes.
-
-        Raises:
-            PlacementError: another process has had the turn for `TURN_SECONDS`; the message names it.
-        """
+    def turn(self) -> Iterator[None]:
+        """Let one process at a time look and take. If the process dies inside, the turn is given back."""
         with self._threads:
-            if self._is_taken:
-                yield False
-                return
-            if self._is_gone():
-                self._forget()
+            if self._is_gone():  # every claim of this process has to join again, in a new file
+                os.close(self._open())
+                self._file = None
+                self._slots.clear()
             self._await_turn()
-            self._is_taken = True
             try:
-                yield True
+                yield
             finally:
-                self._is_taken = False
                 self._lock(fcntl.F_SETLK, fcntl.F_UNLCK, 0, 1)
 
     def join(self, note: Note, held_bytes: int = 0) -> int:
         """Make a claim, or find this process's claim with the same token. Call it in a `turn`. Returns the claim's slot.
 
         Where the file was removed, or the lock on it was lost, the claim is made again, for as many bytes as it held.
-
-        Raises:
-            PlacementError: there are too many claims, or the file cannot be written.
         """
         if self.hold(note.token, held_bytes):
             return self._slots[note.token]
@@ -178,9 +153,7 @@ class Ledger:
     def hold(self, token: str, held_bytes: int) -> bool:
         """Set the number of bytes of a claim. A larger number only in a `turn`, when the bytes are free.
 
-        Returns:
-            False where the claim has to `join` again: the file was removed, or another process has its slot, because code here opened and
-            closed the file.
+        Returns False where the claim has to `join` again: the file was removed, or another process has its slot.
         """
         if token not in self._slots or self._is_gone():
             return False
@@ -224,17 +197,11 @@ class Ledger:
             interrupts.check()
 
     def _is_gone(self) -> bool:
-        """Whether the path no longer leads to the file that this process has locked."""
+        """Whether the file that this process has locked was removed."""
         try:
             return not os.path.samestat(os.fstat(self._open()), os.stat(self.path, follow_symlinks=False))
         except FileNotFoundError:
             return True
-
-    def _forget(self) -> None:
-        """Give up a file that was removed. Every claim of this process has to join again, in a new one."""
-        os.close(self._open())
-        self._file = None
-        self._slots.clear()
 
     def _open(self) -> int:
         if self._file is None:
@@ -314,8 +281,6 @@ class Lease:
         with self._ledger.turn():
             self._ledger.join(self._own)
 
-    # --- changing
-
     def grow(self, nbytes: int, *, is_free: Callable[[], bool] = lambda: True) -> bool:
         """Hold `nbytes` in all from now on, if they are free and no older request waits. Never waits for memory.
 
@@ -392,8 +357,6 @@ class Lease:
         self._ledger.leave(self._own.token)
         self.held_bytes = 0
 
-    # --- asking
-
     @property
     def waited_seconds(self) -> float:
         """Total time spent in `wait`, including a wait in progress."""
@@ -415,9 +378,7 @@ class Lease:
     def _attempt(self, nbytes: int, since: float, is_free: Callable[[], bool], *, is_waiting: bool = False) -> bool:
         self._check_open()
         mine = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": since, "seen_seconds": time.monotonic()})
-        with self._ledger.turn() as is_first:
-            if not is_first:
-                return False  # another lease of this thread relies on the free bytes that it has found
+        with self._ledger.turn():
             slot = self._ledger.join(self._own, self.held_bytes)
             others = [claim for claim in self._ledger.claims() if claim.slot != slot]
             fits = sum(claim.held_bytes for claim in others) + nbytes <= self.capacity_bytes
@@ -430,7 +391,6 @@ class Lease:
             return False
 
     def _take(self, nbytes: int) -> None:
-        self._check_open()
         self._ledger.join(self._own, nbytes)
         self.held_bytes = nbytes
 

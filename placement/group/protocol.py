@@ -3,30 +3,26 @@
 One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
-   Where their plans may differ (see `plans_may_differ`, `placing`), they compare them first: what merely stays on some devices leaves.
-2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
+   Ranks whose plans may differ then compare what merely stays on their devices; what does not stay on all of them leaves.
+2. prepare: each rank moves, and keeps both copies. A rank that fails leaves its reason and claims ABORT.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
-4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
-5. obey: each rank does what the decision says, even if it claimed the opposite.
-
-A rank that fails leaves its reason before it claims ABORT. After an ABORT the reasons of all ranks are gathered, once for all: by the
-lowest rank that has not failed, or by who waits for it in vain. These waits are short, and no rank's next step depends on the result.
+4. obey: each rank waits for the decision, and obeys it even if it claimed the opposite. A rank that runs out of time claims ABORT.
+   After an ABORT the lowest rank that has not failed gathers the reasons of all; these waits are short, and no step depends on them.
 
 Where engines move, a phase transition has up to three epochs: engines leave, the other handles move, engines load. A rank that has no
 engine to move takes part in all of them: the decision says which stage all ranks have reached, and whether engines are to be loaded.
 
-Every phase transition of a rank ends one epoch or more, whatever its outcome. Only a rank that skipped a phase transition falls behind. The
-others give up that epoch at their deadline, in an ABORT that says so. When the late rank enters its next phase, it passes over that
-epoch and proposes in the open one. It never passes over a committed epoch, because COMMIT takes all votes. Inside a phase that all
-ranks have entered there is nothing to skip, so a late rank obeys the ABORT like every other rank.
+A rank that skipped a phase transition falls behind: the others give that epoch up at their deadline. When the late rank enters its
+next phase, it passes over what was given up for its sake, and proposes in the open epoch. It never passes over a committed epoch,
+because COMMIT takes all votes. Inside a phase that all ranks have entered a late rank obeys the ABORT like every other rank.
 
-Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at
-a time and is woken by either. A basis that holds a budget proves that all ranks have left every earlier epoch. Only then are the keys
-of earlier epochs deleted, because a stopped rank may come back and ask for the decision.
+Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at a time and is woken by either. A basis that
+holds a budget proves that all ranks have left every earlier epoch. Only then are the keys of earlier epochs deleted, because a
+stopped rank may come back and ask for the decision.
 
 A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. A rank
-that is interrupted after its vote goes back alone, as from a phase that it had entered; if the decision was COMMIT, it ends the
-next epoch. A restarted process finds its rank's place taken, ends the open epoch, and stays outside.
+that is interrupted after its vote goes back alone; if the decision was COMMIT, it ends the next epoch. A restarted process finds its
+rank's place taken, ends the open epoch, and stays outside.
 The protocol's models are tests/model/barrier.pml, and stages.pml for phase transitions with engines.
 """
 
@@ -52,18 +48,12 @@ DEADLINE_SECONDS = 600.0
 """The default deadline: as long as torch's collectives wait for NCCL."""
 MAX_BYTES = 1 << 20
 """The longest message."""
-_MAX_TEXT = 2000
-_ALL_TEXTS = 100_000
-"""The most characters of all reasons in one message together: thousands of ranks may fail at once."""
+_MAX_TEXT, _ALL_TEXTS = 2_000, 100_000
+"""The most characters of one reason, and of all reasons in one message: thousands of ranks may fail at once."""
 _POLL_SECONDS = (0.0005, 0.05)
 """Pause between two looks at what all ranks write: the first pause, and the longest."""
-_GRACE = (0.1, 1.0)
-"""Extra wait for ranks that are about to write: a share of the deadline, and at most so many seconds."""
 _ANOTHER_PLAN = "has another plan"
-_ABOUT_PLANS = (
-    ". From now on the ranks tell each other what stays on their devices before they move, so begin the step again. If that does not "
-    "help, their policies, settings or registrations differ"
-)
+_ABOUT_PLANS = ". Begin the step again. If that does not help, the ranks' policies, settings or registrations differ"
 _RESTARTED = "was restarted, and knows nothing of what the others hold"
 _REJOIN = "make the group anew on all ranks, with a new generation, and pass it to manager.rejoin(group)"
 _logger = logging.getLogger("placement")
@@ -71,9 +61,6 @@ _logger = logging.getLogger("placement")
 Stage = Literal["engines left", "moved", "engines loaded"]
 """How far a phase transition has come. Only ranks whose engines move have a first and a last stage."""
 _STAGES: tuple[Stage, ...] = get_args(Stage)
-
-
-# --- the board
 
 
 class BoardLost(Exception):
@@ -119,8 +106,6 @@ class Board(abc.ABC):
 
 
 class Message(BaseModel):
-    """A frozen message with a closed schema: an unknown field is an error."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def encode(self) -> bytes:
@@ -134,7 +119,6 @@ class Proposal(Message):
     """For example "enter train only=actor" or "leave train"; must be the same on all ranks."""
     budget_bytes: int = Field(ge=0)
     plans_may_differ: bool = False
-    """Whether the rank knows that the ranks may make different plans."""
     placing: str = Field(default="", max_length=64)
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base their plans."""
 
@@ -143,11 +127,11 @@ class Basis(Message):
     """The result of comparing all proposals. Write-once."""
 
     budget_bytes: int = Field(ge=0)
-    """The least budget of all ranks."""
+    """The least budget of all ranks, which each plan has to fit."""
     budget_rank: int = Field(default=0, ge=0)
-    """The rank with the least budget."""
+    """The rank that has it."""
     compares_plans: bool = False
-    """Whether the ranks tell each other what stays on their devices: one of them asked for it, or their handles differ in size or place."""
+    """Whether one rank says that plans may differ, or the handles differ in size or place."""
     is_over: bool = False
     """Whether the epoch has ended before: then see its decision."""
 
@@ -156,7 +140,6 @@ class Vote(Message):
     """A rank's vote: it has made its move, reversibly."""
 
     digest: str = Field(max_length=64)
-    """The digest of the rank's plan."""
     stage: Stage = "moved"
     lacks_engines: bool = False
     """Whether the rank has engines to load once all have moved."""
@@ -171,22 +154,15 @@ class Decision(Message):
     lacks_engines: bool = False
     """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
     failures: dict[int, str] = Field(default_factory=dict)
-    """The failed ranks with their reasons."""
     is_silent: bool = False
     """Whether the failed ranks will say nothing more, because they are late or were restarted."""
-    missed: str | None = None
-    """The action that the others gave up because the failed ranks did not propose it in time; None when the epoch ended otherwise."""
 
 
 _M = TypeVar("_M", bound=Message)
 
 
 def decode(kind: type[_M], value: bytes) -> _M:
-    """Decode a message of the given kind.
-
-    Raises:
-        ValueError: the value is too long, is not JSON, or does not fit the schema.
-    """
+    """Decode a message. Raises ValueError if it is too long, is not JSON, or does not fit the schema."""
     if len(value) > MAX_BYTES:
         raise ValueError(f"a message has {len(value):,} bytes; the limit is {MAX_BYTES:,}")
     try:
@@ -195,21 +171,20 @@ def decode(kind: type[_M], value: bytes) -> _M:
         raise ValueError(f"not a valid {kind.__name__}: {error.error_count()} errors in {value[:200]!r}") from error
 
 
-def abort(failures: Mapping[int, str], *, is_silent: bool = False, missed: str | None = None) -> Decision:
+def abort(failures: Mapping[int, str], *, is_silent: bool = False) -> Decision:
     """A decision that ends an epoch. Where many ranks have failed, their reasons are cut short."""
     limit = min(_MAX_TEXT, _ALL_TEXTS // max(len(failures), 1))
     kept = {rank: shortened(reason, limit) for rank, reason in failures.items()}
-    return Decision(verdict="abort", failures=kept, is_silent=is_silent, missed=missed)
+    return Decision(verdict="abort", failures=kept, is_silent=is_silent)
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:
-    """Cut a text to the limit and replace unprintable characters. Exception texts may be long, or hold a file name that is not Unicode."""
+    """Cut a text, and replace unprintable characters: an exception's text may be long, or hold a file name that is not Unicode."""
     clean = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text[:limit])
     return clean if len(text) <= limit else f"{clean[:-1]}…"
 
 
 def digest_of(plan: Plan) -> str:
-    """A digest of a plan. Equal plans have equal digests on all ranks."""
     targets: Mapping[str, object] = plan.targets
     lines = [f"{name}={state}" for name, state in sorted(targets.items())]
     lines += [f"streamed={sorted(plan.streamed)}", f"dropped={sorted(plan.dropped)}"]
@@ -217,23 +192,11 @@ def digest_of(plan: Plan) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-# --- the group
-
-
 class Reached(NamedTuple):
-    """The stage to which all ranks have come together in a phase transition."""
+    """The stage to which all ranks have come together in a phase transition, and whether any rank has engines to load."""
 
     stage: Stage
     lacks_engines: bool
-    """Whether any rank has engines to load."""
-
-
-class LeastBudget(NamedTuple):
-    """The least of the budgets of all ranks of a group, in bytes. A plan has to fit it."""
-
-    nbytes: int
-    rank: int
-    """The rank that has the least budget."""
 
 
 class Group:
@@ -264,14 +227,12 @@ class Group:
         self.is_in_doubt = False
         """Whether a decision could not be read. If so, this rank may not take part any more."""
         self.plans_may_differ = False
-        """Whether the ranks may make different plans: a change has failed, a rank was restarted, or this one has given up a handle."""
+        """Whether a change has failed, a rank was restarted, or this one has given up a handle."""
         self.placing = ""
         """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
         self.compares_plans = False
-        """Whether the ranks compare what stays on their devices, before they move, in the present change. The same on all of them."""
-        self._action = ""
-        """The last action that this rank proposed."""
-        self._outcome: tuple[int, str] = (-1, "")
+        """Whether the ranks compare what stays on their devices before they move, in the present change."""
+        self._outcome = -1, ""
         """The last epoch for which this rank wrote an outcome, and its reason if it failed there."""
         self._keys: list[tuple[int, str]] = []
         """The keys on the board that this rank has to delete, each with its epoch."""
@@ -290,13 +251,10 @@ class Group:
             self.epoch += 1  # that epoch was decided without this rank; try to end the next one
         raise GroupError(f"rank {self.rank} was restarted: its place is taken. To go on, {_REJOIN}", {self.rank: _RESTARTED})
 
-    # --- one change, in its order
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> Basis:
+        """Begin a change. Returns what all ranks base their plans on.
 
-    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> LeastBudget:
-        """Begin a change. Returns the least budget of all ranks.
-
-        Args:
-            catches_up: whether to pass over epochs that the others gave up because this rank did not come.
+        With `catches_up` it passes over epochs that the others gave up because this rank did not come.
 
         Raises:
             GroupError: another rank does something else, failed, or did not come in time.
@@ -305,30 +263,26 @@ class Group:
         if self.is_in_doubt:
             raise CoordinatorLost(f"an earlier decision could not be read; {_REJOIN}")
         with self._reaching_the_board(action):
-            self._action = action.encode("utf-8", "backslashreplace").decode()
-            differ, placing = self.plans_may_differ, self.placing
-            own = Proposal(action=self._action, budget_bytes=budget_bytes, plans_may_differ=differ, placing=placing).encode()
+            readable = action.encode("utf-8", "backslashreplace").decode()
+            own = Proposal(action=readable, budget_bytes=budget_bytes, plans_may_differ=self.plans_may_differ, placing=self.placing)
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
-                self._put("proposal", own)
+                self._put("proposal", own.encode())
                 if self.rank == 0:
                     self._compare_proposals(deadline)
-                found = self._awaited("basis", "proposal", deadline)
-                basis = None if isinstance(found, Decision) else decode(Basis, found)
-                if basis is not None and not basis.is_over:
+                found = self._awaited(Basis, "proposal", deadline)
+                if isinstance(found, Basis) and not found.is_over:
                     self._forget_earlier()
-                    self.compares_plans = basis.compares_plans
-                    return LeastBudget(basis.budget_bytes, basis.budget_rank)
+                    self.compares_plans = found.compares_plans
+                    return found
                 decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
-                if not (catches_up and self._is_missed_in(decision)):
-                    raise self._refused(decision)
-                self._pass_over(decision)
+                if not (catches_up and decision.is_silent and self.rank in decision.failures):
+                    raise self._end(decision)
+                _logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
+                self._enter_next_epoch()
 
     def exchange_texts(self, what: str, text: str) -> list[str]:
-        """Exchange texts within a change, after `propose` and before `agree`. Returns each rank's text about `what`, by rank.
-
-        Args:
-            text: this rank's text, at most 1 MiB.
+        """Exchange texts of at most 1 MiB about `what`, after `propose` and before `agree`. Returns all of them, by rank.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
@@ -337,20 +291,15 @@ class Group:
         with self._reaching_the_board(what):
             deadline = time.monotonic() + self.deadline_seconds
             self._put(what, text.encode())
-            found = self._of_all(what, deadline)
-            if isinstance(found, Decision):
-                raise self._refused(found)
+            if isinstance(found := self._of_all(what, deadline), Decision):
+                raise self._end(found)
             return [each.decode() for each in found]
 
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
-        """Vote after everything is prepared, and wait for the decision. Returns when it is COMMIT.
+        """Vote after everything is prepared, and wait for the decision.
 
-        Args:
-            stage: how far this rank has come.
-            lacks_engines: whether it has engines to load once all have moved.
-
-        Returns:
-            The stage that all ranks have reached, which may be an earlier one, and whether any rank has engines to load.
+        `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once all have moved. Returns, where the
+        decision is COMMIT, the stage that all ranks have reached, which may be an earlier one.
 
         Raises:
             GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go back.
@@ -361,26 +310,21 @@ class Group:
             self._put("vote", Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines).encode())
             if self.rank == 0:
                 self._count_votes(deadline)
-            found = self._awaited("decision", "vote", deadline)
-            decision = found if isinstance(found, Decision) else decode(Decision, found)
+            decision = self._awaited(Decision, "vote", deadline)
             if decision.verdict == "abort":
                 raise self._end(decision)
             self.agreed_epoch = self.epoch
             self._enter_next_epoch()
             return Reached(decision.stage, decision.lacks_engines)
 
-    def abort(
-        self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True
-    ) -> GroupError | None:
+    def abort(self, error: BaseException, *, blames: Mapping[int, str] | None = None, waits: bool = True) -> GroupError | None:
         """End the epoch for all ranks, because this rank cannot do its part. Not for errors that this group raised: every rank has those.
 
         Args:
             blames: the failed ranks with reasons, where the failure is another rank's.
-            catches_up: see `propose`; only before this rank has proposed.
             waits: whether to wait for the reasons of the other ranks.
 
-        Returns:
-            The error that every rank raises; None when this rank is in doubt.
+        Returns the error that every rank raises; None when this rank is in doubt.
 
         Raises:
             CoordinatorLost: the board does not answer. The others notice at their deadline.
@@ -392,22 +336,16 @@ class Group:
             while True:
                 self._leave_outcome("" if blames else reason)
                 decision = self._claim(abort(blames or {self.rank: reason}))
-                if decision.verdict == "commit":  # interrupted after its vote: the others have entered, so this rank ends the next change
-                    self._enter_next_epoch()
-                elif catches_up and self._is_missed_in(decision):
-                    self._pass_over(decision)
-                else:
+                if decision.verdict == "abort":
                     return self._end(decision, waits=waits)
-
-    # --- what rank 0 does
+                self._enter_next_epoch()  # interrupted after its vote: the others have entered, so this rank ends the next change
 
     def _compare_proposals(self, deadline: float) -> None:
-        proposals = self._messages(Proposal, "proposal", deadline)
-        if proposals is None:
+        """Rank 0's part of `propose`."""
+        if (proposals := self._messages(Proposal, "proposal", deadline)) is None:
             return
         action = proposals[0].action
-        others = {rank: f"is about to {each.action}" for rank, each in enumerate(proposals) if each.action != action}
-        if others:
+        if others := {rank: f"is about to {each.action}" for rank, each in enumerate(proposals) if each.action != action}:
             self._claim(abort({0: f"is about to {action}", **others}))
             return
         least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
@@ -415,8 +353,8 @@ class Group:
         self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode())
 
     def _count_votes(self, deadline: float) -> None:
-        votes = self._messages(Vote, "vote", deadline)
-        if votes is None:
+        """Rank 0's part of `agree`."""
+        if (votes := self._messages(Vote, "vote", deadline)) is None:
             return
         different = {rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote.digest != votes[0].digest}
         stage = min((vote.stage for vote in votes), key=_STAGES.index)
@@ -425,37 +363,31 @@ class Group:
 
     def _messages(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
         """The messages of all ranks; None once the epoch has been decided without them."""
-        found = self._of_all(what, deadline)
-        if isinstance(found, Decision):
+        if isinstance(found := self._of_all(what, deadline), Decision):
             return None
         said: list[_M] = []
-        unclear: dict[int, str] = {}
         for rank, value in enumerate(found):
             try:
                 said.append(decode(kind, value))
             except ValueError as error:
-                unclear[rank] = f"is not understood: {error}"
-        if unclear:
-            self._claim(abort(unclear))
-        return None if unclear else said
+                self._claim(abort({rank: f"is not understood: {error}"}))
+                return None
+        return said
 
     # --- waiting
 
     def _of_all(self, what: str, deadline: float) -> list[bytes] | Decision:
         """The values of all ranks, by rank; the decision if the epoch has been decided, which this rank does itself at the deadline."""
-        keys = [self._key(what, rank) for rank in range(self.world_size)]
-        found = self._polled(keys, deadline, unless=self._key("decision"))
-        return self._claim(self._late(what, self._missing(what))) if found is None else found
+        found = self._polled(self._keys_of(what), deadline, unless=self._key("decision"))
+        return self._give_up(what, self._missing(what)) if found is None else found
 
-    def _awaited(self, key: str, what: str, deadline: float) -> bytes | Decision:
-        """The value that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
-        found = self._board.wait(self._key(key), max(deadline - time.monotonic(), 0.0))
-        if found is not None:
-            return found
-        missing = self._missing(what)
-        if not missing:  # the last rank has just written, and rank 0 is about to answer
-            found = self._board.wait(self._key(key), self._grace_seconds)
-        return self._claim(self._late(what, missing)) if found is None else found
+    def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
+        """The message that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
+        key, missing = self._key(kind.__name__.lower()), []
+        found = self._board.wait(key, max(deadline - time.monotonic(), 0.0))
+        if found is None and not (missing := self._missing(what)):  # the last rank has just written, and rank 0 is about to answer
+            found = self._board.wait(key, self._grace_seconds)
+        return self._give_up(what, missing) if found is None else decode(kind, found)
 
     def _polled(self, keys: Sequence[str], deadline: float, *, unless: str = "") -> list[bytes] | None:
         """The values of these keys; None at the deadline, or once the key `unless` has a value."""
@@ -468,20 +400,19 @@ class Group:
             pause = min(pause * 1.5, _POLL_SECONDS[1])
         return found
 
-    def _late(self, what: str, missing: list[int]) -> Decision:
-        """A decision for a timeout. It blames the ranks that have not written `what`; if all have, it blames rank 0."""
-        late = dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s")
-        return abort(late, is_silent=True, missed=self._action if missing and what == "proposal" else None)
+    def _give_up(self, what: str, missing: list[int]) -> Decision:
+        """End the epoch at the deadline. Blames the ranks that have not written `what`; if all have, rank 0."""
+        said = f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"
+        return self._claim(abort(dict.fromkeys(missing or [0], said), is_silent=True))
 
     def _missing(self, what: str) -> list[int]:
-        keys = [self._key(what, rank) for rank in range(self.world_size)]
-        found = self._board.present(keys)
-        return [rank for rank, key in enumerate(keys) if key not in found]
+        found = self._board.present(self._keys_of(what))
+        return [rank for rank, key in enumerate(self._keys_of(what)) if key not in found]
 
     @property
     def _grace_seconds(self) -> float:
-        share, most = _GRACE
-        return min(share * self.deadline_seconds, most)
+        """Extra wait for ranks that are about to write."""
+        return min(0.1 * self.deadline_seconds, 1.0)
 
     # --- the end of an epoch
 
@@ -491,18 +422,10 @@ class Group:
             self._board.claim(self._key("basis"), Basis(budget_bytes=0, is_over=True).encode())
         return stands
 
-    def _refused(self, decision: Decision) -> GroupError:
-        """The error after an epoch that was decided before this rank voted.
-
-        Raises:
-            ValueError: the decision is COMMIT.
-        """
-        if decision.verdict == "commit":
-            raise ValueError("the ranks committed without this one: another process uses its rank in the same generation")
-        return self._end(decision)
-
     def _end(self, decision: Decision, *, waits: bool = True) -> GroupError:
         """Leave an epoch that ended with ABORT. Returns the error that this rank raises."""
+        if decision.verdict == "commit":
+            raise ValueError("the ranks committed without this one: another process uses its rank in the same generation")
         failures = decision.failures
         if waits:
             # Before the next epoch begins, so that an interrupt meanwhile still belongs to this epoch.
@@ -527,30 +450,20 @@ class Group:
 
     def _all_failures(self, decision: Decision) -> dict[int, str]:
         """The reasons of all ranks that failed, not of the first one alone; the same on every rank that reaches the board in time."""
-        speaking = [rank for rank in range(self.world_size) if not (decision.is_silent and rank in decision.failures)]
-        if speaking in ([], [self.rank]):
-            return decision.failures  # no other rank will say anything
+        keys = {key: rank for rank, key in enumerate(self._keys_of("outcome"))}
+        speaking = {key: rank for key, rank in keys.items() if not (decision.is_silent and rank in decision.failures)}
+        if {*speaking.values()} <= {self.rank}:  # no other rank will say anything
+            return decision.failures
         with suppress(BoardLost, ValueError):
             # A rank that did not fail is preferred: a failed one may be on its way out, with a user's exception.
-            collects = next((rank for rank in speaking if rank not in decision.failures), speaking[0])
-            if self.rank == collects:
-                self._polled([self._key("outcome", rank) for rank in speaking], time.monotonic() + self._grace_seconds)
+            if self.rank == min(speaking.values(), key=lambda rank: (rank in decision.failures, rank)):
+                self._polled([*speaking], time.monotonic() + self._grace_seconds)
             elif (found := self._board.wait(self._key("failures"), 1.5 * self._grace_seconds)) is not None:
                 return decode(Decision, found).failures
-            keys = {self._key("outcome", rank): rank for rank in range(self.world_size)}
             said = {keys[key]: value.decode(errors="replace") for key, value in self._board.present([*keys]).items()}
             all_failures = decision.failures | {rank: reason for rank, reason in said.items() if reason != "-"}
             return decode(Decision, self._board.claim(self._key("failures"), abort(all_failures).encode())).failures
         return decision.failures
-
-    def _is_missed_in(self, decision: Decision) -> bool:
-        """Whether the others gave up waiting for this rank."""
-        return decision.missed is not None and self.rank in decision.failures
-
-    def _pass_over(self, decision: Decision) -> None:
-        late = "rank %d came too late for the other ranks' attempt to %s, which they gave up; it takes part in the next change"
-        _logger.warning(late, self.rank, decision.missed)
-        self._enter_next_epoch()
 
     def _enter_next_epoch(self) -> None:
         # Written first: until then an interrupt belongs to the epoch that this rank has not left yet.
@@ -569,13 +482,15 @@ class Group:
     # --- the board
 
     def _put(self, what: str, value: bytes) -> None:
-        key = self._key(what, self.rank)
+        key = f"{self._key(what)}/{self.rank}"
         self._keys.append((self.epoch, key))
         self._board.put(key, value)
 
-    def _key(self, what: str, rank: int | None = None) -> str:
-        key = f"{self._prefix}/e{self.epoch}/{what}"
-        return key if rank is None else f"{key}/{rank}"
+    def _key(self, what: str) -> str:
+        return f"{self._prefix}/e{self.epoch}/{what}"
+
+    def _keys_of(self, what: str) -> list[str]:
+        return [f"{self._key(what)}/{rank}" for rank in range(self.world_size)]
 
     @contextmanager
     def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:

@@ -7,11 +7,12 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
 from placement.core.states import Plan
-from placement.group.protocol import Group, LeastBudget, Reached, Stage
+from placement.group.protocol import Basis, Group, Reached, Stage
 
 _TOLD = "_placement_told"
 """The attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`."""
@@ -23,12 +24,7 @@ _ALL_HAVE_LEFT = Plan({})
 
 
 class OtherBudgetError(DeviceMemoryError):
-    """A plan does not fit the budget of another rank of the group.
-
-    Attributes:
-        rank: the rank whose budget is too small.
-        reason: the text to report for that rank.
-    """
+    """A plan does not fit the budget of rank `rank` of the group, for which `reason` is reported."""
 
     def __init__(self, message: str, rank: int, reason: str) -> None:
         super().__init__(message)
@@ -38,22 +34,16 @@ class OtherBudgetError(DeviceMemoryError):
         return type(self), (str(self), self.rank, self.reason)
 
 
+@dataclass
 class _Epoch:
-    """The epoch of one phase transition, as this rank knows it.
+    """The epoch of one phase transition, as this rank knows it."""
 
-    Attributes:
-        catches_up: this rank is about to enter its first phase and has not proposed yet, so it may have skipped phase transitions.
-        is_over: the epoch has ended for all ranks. They need not hear of later errors of this rank.
-        has_left: it has ended because all have left the phase.
-    """
-
-    def __init__(self, *, catches_up: bool = False, is_over: bool = False) -> None:
-        self.catches_up, self.is_over, self.has_left = catches_up, is_over, False
-
-    def may_catch_up(self) -> bool:
-        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once."""
-        catches_up, self.catches_up = self.catches_up, False
-        return catches_up
+    catches_up: bool = False
+    """Whether this rank is about to enter its first phase and has not proposed yet, so that it may have skipped phase transitions."""
+    is_over: bool = False
+    """Whether the epoch has ended for all ranks. They need not hear of later errors of this rank."""
+    has_left: bool = False
+    """Whether it has ended because all have left the phase."""
 
 
 class GroupVote:
@@ -76,11 +66,7 @@ class GroupVote:
         return self._group is None
 
     def rejoin(self, group: Group) -> None:
-        """Replace the old group, whose state is unknown, by a new one.
-
-        Raises:
-            ValueError: `group` is not a group, or it is in doubt.
-        """
+        """Replace the old group, whose state is unknown, by a new one. Raises ValueError: `group` is not a group, or it is in doubt."""
         if checked(group).is_in_doubt:
             raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
         self._group = group
@@ -91,9 +77,7 @@ class GroupVote:
     def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
         """Context of one phase transition. `failed` ends its epoch once, however often it is called inside.
 
-        Args:
-            catches_up: whether the first phase is entered, so that epochs that the others gave up without this rank are passed over.
-            error: the exception with which a phase is left; the other ranks may know it already.
+        `catches_up` says that the first phase is entered; `error` is the exception with which a phase is left, if any.
         """
         self._epoch = _Epoch(catches_up=catches_up, is_over=error is not None and self._is_told(error))
         try:
@@ -103,15 +87,14 @@ class GroupVote:
 
     def propose(
         self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
-    ) -> LeastBudget | None:
+    ) -> Basis | None:
         """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed.
 
-        Returns the least budget of all ranks; None without a group.
+        Returns what all ranks base their plans on; None without a group.
 
         Args:
-            action: the action, which must be the same on every rank.
-            ask_budget: returns this rank's budget in bytes; not called without a group.
-            ask_placing: returns the bytes of each handle and where they are; None: as told the last time. Not called without a group.
+            ask_budget: returns this rank's budget in bytes.
+            ask_placing: returns the bytes of each handle and where they are; None: as told the last time.
         """
         if self._group is None:
             return None
@@ -119,7 +102,9 @@ class GroupVote:
             self._group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
-            return self._group.propose(action, ask_budget(), catches_up=self._current.may_catch_up())
+            epoch = self._current
+            catches_up, epoch.catches_up = epoch.catches_up, False
+            return self._group.propose(action, ask_budget(), catches_up=catches_up)
 
     @property
     def agreement(self) -> Agree | None:
@@ -139,12 +124,7 @@ class GroupVote:
     def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
         """The handles that stay on every rank's device, and those that any rank streams.
 
-        Args:
-            staying: the handles that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has "".
-            streamed: the handles that this rank streams.
-
-        Raises:
-            GroupError: a rank failed, or did not come in time. CoordinatorLost: the board does not answer.
+        `staying` has the handles that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has "".
         """
         assert self._group is not None
         with self._hearing():
@@ -154,11 +134,7 @@ class GroupVote:
         return stays, frozenset().union(*(streamed for _, streamed in plans))
 
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
-        """Ask the other ranks to agree, after every move is made and while each can still be undone. See `Group.agree`.
-
-        Raises:
-            GroupError: the caller must go back. CoordinatorLost: the caller must keep what it prepared.
-        """
+        """Ask the other ranks to agree, after every move is made and while each can still be undone. See `Group.agree`."""
         if self._group is None:
             return Reached(stage, lacks_engines)
         with self._hearing():
@@ -167,11 +143,7 @@ class GroupVote:
     def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended.
 
-        Args:
-            waits: whether to wait for the reasons of the other ranks, because the returned error is raised.
-
-        Returns:
-            The error to raise in place of `error`; None to raise `error` itself.
+        Returns the error to raise in place of `error`, for which it `waits` for the reasons of the others; None to raise `error` itself.
         """
         epoch = self._current
         if self._group is None or self._is_told(error) or epoch.has_left:
@@ -185,7 +157,7 @@ class GroupVote:
         told = None
         try:
             waits = waits and isinstance(error, Exception)
-            told = self._group.abort(error, blames=blames, catches_up=epoch.may_catch_up(), waits=waits)
+            told = self._group.abort(error, blames=blames, waits=waits)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
@@ -197,11 +169,7 @@ class GroupVote:
     def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
         """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far.
 
-        Args:
-            error: the user's exception that is propagating.
-
-        Returns:
-            `failures`, and the group's error if there is one.
+        `error` is the user's exception that is propagating. Returns `failures`, and the group's error if there is one.
         """
         if self._group is None:
             return failures
@@ -235,7 +203,7 @@ class GroupVote:
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Note errors that the group raises inside, because all its ranks know them."""
+        """Note errors that the group raises inside: GroupError, after which the caller goes back, and CoordinatorLost."""
         try:
             yield
         except (GroupError, CoordinatorLost) as told:

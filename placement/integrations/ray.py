@@ -38,11 +38,7 @@ from placement.phases.phase import checked, names_of
 
 
 def import_ray() -> Any:
-    """Import ray and return the module.
-
-    Raises:
-        PlacementError: ray is not installed, or this process is not connected to a cluster.
-    """
+    """The module, in a process that is connected to a cluster. Else a PlacementError says what to do."""
     try:
         import ray
     except ImportError as error:
@@ -118,14 +114,9 @@ class Fleet:
             raise PhaseError("a phase is open; leave it before the workers join anew")
         self._generation += 1
         about = self._generation, self._deadline_seconds
-        self._raise_failures(
-            "join",
-            self._answers(
-                # A worker that is being restarted answers once its constructor is done.
-                worker.placement_join.options(max_task_retries=-1).remote(self._address, rank, len(self.workers), *about)
-                for rank, worker in enumerate(self.workers)
-            ),
-        )
+        # A worker that is being restarted answers once its constructor is done.
+        joins = [worker.placement_join.options(max_task_retries=-1) for worker in self.workers]
+        self._wait("join", [join.remote(self._address, rank, len(joins), *about) for rank, join in enumerate(joins)])
 
     def phase(self, name: str, *, only: Iterable[str] | None = None) -> FleetPhase:
         """A phase of every worker, for a `with` statement. See `Manager.phase`.
@@ -135,21 +126,18 @@ class Fleet:
         """
         return FleetPhase(self, checked(name), names_of(only))
 
-    def _all(self, method: str, *arguments: Any) -> dict[int, str]:
-        """Call a method on every worker, and wait. Returns the errors by rank."""
-        return self._answers(getattr(worker, method).remote(*arguments) for worker in self.workers)
+    def _all(self, what: str, method: str, *arguments: Any) -> None:
+        """Call a method on every worker, and wait."""
+        self._wait(what, [getattr(worker, method).remote(*arguments) for worker in self.workers])
 
-    def _answers(self, calls: Iterable[Any]) -> dict[int, str]:
+    def _wait(self, what: str, calls: Iterable[Any]) -> None:
         failures = {}
-        for rank, call in enumerate(list(calls)):
+        for rank, call in enumerate(calls):
             try:
                 self._ray.get(call)
             except self._ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None) or error
                 failures[rank] = f"{type(cause).__name__}: {str(cause).strip()}"
-        return failures
-
-    def _raise_failures(self, what: str, failures: dict[int, str]) -> None:
         if failures:
             told = "; ".join(f"rank {rank}: {why}" for rank, why in failures.items())
             raise GroupError(f"the workers cannot {what}: {told}", failures)
@@ -164,9 +152,10 @@ class FleetPhase:
     def __enter__(self) -> Self:
         fleet, depth = self._fleet, len(self._fleet._open)
         try:
-            fleet._raise_failures(f"enter phase {self.name!r}", fleet._all("placement_enter", self.name, self._only))
+            fleet._all(f"enter phase {self.name!r}", "placement_enter", self.name, self._only)
         except BaseException:  # an interrupt of the wait, too: no worker may stay behind in a phase
-            fleet._all("placement_leave", depth)
+            with contextlib.suppress(GroupError):
+                fleet._all("leave", "placement_leave", depth)
             raise
         fleet._open.append(self)
         return self
@@ -179,7 +168,7 @@ class FleetPhase:
             GroupError: a worker failed; every worker is still in the earlier phase.
         """
         self._require_innermost()
-        self._fleet._raise_failures(f"switch to phase {name!r}", self._fleet._all("placement_switch", checked(name), names_of(only)))
+        self._fleet._all(f"switch to phase {name!r}", "placement_switch", checked(name), names_of(only))
         self.name = name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -187,9 +176,8 @@ class FleetPhase:
             self._require_innermost()
         with contextlib.suppress(ValueError):
             del self._fleet._open[self._fleet._open.index(self) :]
-        failures = self._fleet._all("placement_leave", len(self._fleet._open))
         try:
-            self._fleet._raise_failures(f"leave phase {self.name!r}", failures)
+            self._fleet._all(f"leave phase {self.name!r}", "placement_leave", len(self._fleet._open))
         except GroupError as failed:
             if error is None:
                 raise

@@ -36,20 +36,12 @@ _MODEL, _OPTIMIZER = "actor", "actor.optimizer"
 
 
 def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]) -> Manager:
-    """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds to `phases` and takes precedence.
-
-    Raises:
-        ValueError: a setting is invalid.
-    """
+    """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds to `phases` and takes precedence."""
     return Manager.from_settings(phases={**phases, **Settings.from_any(None).phases})
 
 
 class Turns:
-    """One phase of a manager that stays open over several calls of a framework, and switches from one purpose to the next.
-
-    Args:
-        manager: the manager whose phase it is.
-    """
+    """One phase of a manager that stays open over several calls of a framework, and switches from one purpose to the next."""
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager

@@ -67,11 +67,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
                 callback.sync_target_model = self._in_sync_ref(callback.sync_target_model)
 
     def _refuse_what_is_not_covered(self) -> None:
-        """Refuse before anything is placed.
-
-        Raises:
-            ValueError: FSDP, DeepSpeed, or transformers' continuous batching is switched on.
-        """
         own = f"use TRL's own {next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith('trl.'))}"
         if self.is_deepspeed_enabled:
             raise ValueError(f"DeepSpeed places the models itself: {own}, with DeepSpeed's own offload, or run without DeepSpeed")
@@ -198,7 +193,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         Where the step has gradients already, the phase goes inside its training phase: they are not dropped there.
         """
         if not self._is_placed:
-            yield _stay
+            yield lambda _: None
         elif self._turns.phase == "train":
             with self.manager.phase(phase, only=only) as inner:
                 yield inner.switch
@@ -249,12 +244,11 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
 
 class _BeforeOptimizerStep(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy
-    """Forward and backward are over and the gradients are clipped."""
-
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
     def on_pre_optimizer_step(self, *args: Any, **keywords: Any) -> None:
+        """Forward and backward are over and the gradients are clipped."""
         self._turns.to("optimizer_step")
 
 
@@ -264,7 +258,3 @@ class PlacedGRPOTrainer(_PlacedTrainer, GRPOTrainer):  # type: ignore[misc] # TR
 
 class PlacedRLOOTrainer(_PlacedTrainer, RLOOTrainer):  # type: ignore[misc] # TRL is not followed by mypy
     """TRL's `RLOOTrainer`, whose models take turns on the device. Arguments are those of TRL's, and `manager`."""
-
-
-def _stay(phase: str) -> None:
-    """Switch to no phase: nothing is placed."""

@@ -3,17 +3,14 @@
 This is a custom collector, not metric objects that are set as things happen. So every family of a scrape shows the same moment
 (separate gauges tear: a scrape can see no state or two). Nothing is written to the files of `PROMETHEUS_MULTIPROC_DIR`, no `_created`
 series appear, the series of an unregistered handle end, and the time in the present state is included.
-
-Series begin at 0 for every known label value: all states, all triggers, the shipped phases, the decisions, and the reasons of a
-failed attempt (`placement.core.journal.REASONS`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from types import MappingProxyType
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
@@ -21,80 +18,133 @@ from prometheus_client.utils import floatToGoString
 
 from placement.core import __version__
 from placement.core.journal import REASONS
-from placement.core.snapshot import DurationHistogram, HandleSnapshot, LeaseSnapshot, Snapshot
+from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import IDLE, PHASES, State, Trigger
 
 DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
 
-_HANDLE = ("handle", "kind")
-_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "placement_state": ("1 for the state that the handle is in, 0 for the others.", (*_HANDLE, "state")),
-    "placement_resident_bytes": ("Bytes that the handle holds, by memory: device, host or disk.", (*_HANDLE, "memory")),
-    "placement_prefetched_bytes": ("Device bytes that arrived early, part of the resident bytes.", _HANDLE),
-    "placement_last_transition_timestamp_seconds": ("Unix time of the last state transition.", _HANDLE),
-    "placement_broken": ("1 if a failed move left the handle unusable.", _HANDLE),
-    "placement_drift_bytes": ("Bytes of tensors that the last audit found outside the handle's ranges.", _HANDLE),
-    "placement_stray_references": ("References to offloaded storages beyond those at adoption, counted at the last offload.", _HANDLE),
-    "placement_phase": ("1 for the innermost open phase, 0 for the others.", ("phase",)),
-    "placement_unpaired_bytes": ("Device bytes held by handles that their closed phases should have offloaded.", ()),
-    "placement_unaccounted_bytes": ("Device bytes in use that neither torch, nor placement, nor a visible process explains.", ()),
-    "placement_communicator_bytes": ("Device bytes of communicators, part of the unaccounted; absent where NCCL does not say.", ()),
-    "placement_other_processes_bytes": ("Device bytes of other processes; absent where NVML does not report them.", ()),
-    "placement_lease_bytes": ("Device bytes that this process has leased; absent without leases.", ()),
-    "placement_lease_capacity_bytes": ("Device bytes that all processes under leases may use together.", ()),
-    "placement_lease_others_bytes": ("Device bytes leased by other processes.", ()),
-    "placement_lease_wanted_bytes": ("Device bytes that this process waits to lease.", ()),
-    "placement_lease_processes": ("Processes with a lease on the device, this one included.", ()),
-    "placement_budget_bytes": ("Device bytes that the handles may hold together.", ()),
-    "placement_device_used_bytes": ("Device bytes in use, all processes.", ()),
-    "placement_device_total_bytes": ("Device bytes in total.", ()),
-    "placement_peak_bytes": ("The most device bytes that the handles have held together.", ()),
-    "placement_kept_bytes": ("Device bytes of handles that phase.keep carried over the end of a phase.", ()),
-    "placement_host_pageable_bytes": ("Bytes of host copies that could not be pinned.", ()),
+_KNOWN: Mapping[str, Callable[[Any], Iterable[str]]] = {
+    "state": lambda _: State,
+    "memory": lambda _: (),
+    "trigger": lambda _: Trigger,
+    "reason": lambda _: REASONS,
+    "phase": lambda snapshot: (*PHASES, *snapshot.phase_seconds, *snapshot.phase_stall_seconds, *snapshot.phases),
+    "decision": lambda _: DECISIONS,
 }
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "placement_state_seconds_total": ("Seconds spent in each state, including the present one.", (*_HANDLE, "state")),
-    "placement_transitions_total": ("Finished state transitions.", (*_HANDLE, "trigger")),
-    "placement_transition_failures_total": ("Failed attempts at a state transition.", (*_HANDLE, "reason")),
-    "placement_loaded_bytes_total": ("Bytes copied from host to device.", _HANDLE),
-    "placement_offloaded_bytes_total": ("Bytes copied from device to host.", _HANDLE),
-    "placement_skipped_bytes_total": ("Bytes proved clean at an offload and not copied.", _HANDLE),
-    "placement_prefetch_used_bytes_total": ("Bytes that had arrived before the load that needed them.", _HANDLE),
-    "placement_spilled_bytes_total": ("Bytes of host copies written to disk.", _HANDLE),
-    "placement_disk_read_bytes_total": ("Bytes of host copies read back from disk.", _HANDLE),
-    "placement_disk_wait_seconds_total": ("Seconds spent waiting for host copies to leave for the disk or to come back.", ()),
-    "placement_prefetch_discarded_bytes_total": ("Bytes that arrived early and were given up unused.", ()),
-    "placement_phase_seconds_total": ("Seconds inside each phase; the innermost open phase counts.", ("phase",)),
-    "placement_phase_stall_seconds_total": (
-        "Seconds that the worker waited for moves at the phase transitions of each phase, without the time for its own kernels.",
-        ("phase",),
+"""The values of a label for which series begin at 0."""
+
+
+class _Metric(NamedTuple):
+    """A gauge, or a counter where the name ends with `_total`.
+
+    Its value is `value(source)`, by default the source's field of the metric's name: a number, or None where the metric is absent. With
+    a label it is a number for each label value.
+    """
+
+    name: str
+    text: str
+    label: str = ""
+    value: Callable[[Any], Any] | None = None
+
+    def family(self, keys: tuple[str, ...], sources: Iterable[tuple[tuple[str, ...], HandleSnapshot | Snapshot]]) -> Metric:
+        """The family with a sample of each source, or several; `keys` are the labels that tell the sources apart."""
+        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        family = kind(self.name, self.text, labels=(*keys, self.label) if self.label else keys)
+        value = self.value or attrgetter(self.name.removeprefix("placement_").removesuffix("_total"))
+        for key, source in sources:
+            found = value(source)
+            if self.label:
+                for label, number in (dict.fromkeys(_KNOWN[self.label](source), 0) | found).items():
+                    family.add_metric((*key, label), float(number))
+            elif found is not None:
+                family.add_metric(key, float(found))
+        return family
+
+
+def _of_lease(value: Callable[[Any], float]) -> Callable[[Snapshot], float | None]:
+    return lambda snapshot: None if snapshot.lease is None else value(snapshot.lease)
+
+
+_OF_HANDLE = (
+    _Metric("placement_state", "1 for the state that the handle is in, 0 for the others.", "state", lambda handle: {handle.state: 1}),
+    _Metric("placement_state_seconds_total", "Seconds spent in each state, including the present one.", "state"),
+    _Metric(
+        "placement_resident_bytes",
+        "Bytes that the handle holds, by memory: device, host or disk.",
+        "memory",
+        lambda handle: {"device": handle.resident_bytes, "host": handle.host_bytes, "disk": handle.disk_bytes},
     ),
-    "placement_pairing_violations_total": ("Phases that ended and left a handle on the device that belongs on the host.", ()),
-    "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
-    "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to free memory, including a wait in progress.", ()),
-    "placement_ipc_collected_bytes_total": ("Bytes of shared tensors taken back after other processes had dropped them.", ()),
-    "placement_wrong_writes_total": ("Writes found at device addresses of offloaded handles.", ()),
-    "placement_expired_keeps_total": ("Kept handles that the next phase did not take over.", ()),
-}
-_DURATION = "placement_transition_duration_seconds"
-_HANDLE_INFO = "placement_handle"  # prometheus_client adds _info to the name
-_WORKER_INFO = "placement_worker"
-_WORKER_LABELS = ("policy", "device", "worker_role", "version")
-_LABEL = re.compile(r"[a-z][a-z0-9_]*")
-
-
-class _Families:
-    """The metric families of one scrape, empty at first, in their order of exposition."""
-
-    def __init__(self) -> None:
-        self.gauges = {name: GaugeMetricFamily(name, text, labels=labels) for name, (text, labels) in _GAUGES.items()}
-        self.counters = {name: CounterMetricFamily(name, text, labels=labels) for name, (text, labels) in _COUNTERS.items()}
-        self.duration = HistogramMetricFamily(_DURATION, "Seconds that a move or a weight sync took.", labels=("operation",))
-        self.handle_info = InfoMetricFamily(_HANDLE_INFO, "Properties of the handle.", labels=_HANDLE)
-        self.worker_info = InfoMetricFamily(_WORKER_INFO, "Properties of the worker.")
-
-    def all(self) -> list[Metric]:
-        return [*self.gauges.values(), *self.counters.values(), self.duration, self.handle_info, self.worker_info]
+    _Metric("placement_transitions_total", "Finished state transitions.", "trigger"),
+    _Metric("placement_transition_failures_total", "Failed attempts at a state transition.", "reason", attrgetter("failures")),
+    _Metric("placement_prefetched_bytes", "Device bytes that arrived early, part of the resident bytes."),
+    _Metric("placement_last_transition_timestamp_seconds", "Unix time of the last state transition."),
+    _Metric("placement_broken", "1 if a failed move left the handle unusable.", value=lambda handle: handle.broken is not None),
+    _Metric("placement_drift_bytes", "Bytes of tensors that the last audit found outside the handle's ranges."),
+    _Metric("placement_stray_references", "References to offloaded storages beyond those at adoption, counted at the last offload."),
+    _Metric("placement_loaded_bytes_total", "Bytes copied from host to device."),
+    _Metric("placement_offloaded_bytes_total", "Bytes copied from device to host."),
+    _Metric("placement_skipped_bytes_total", "Bytes proved clean at an offload and not copied."),
+    _Metric("placement_prefetch_used_bytes_total", "Bytes that had arrived before the load that needed them."),
+    _Metric("placement_spilled_bytes_total", "Bytes of host copies written to disk."),
+    _Metric("placement_disk_read_bytes_total", "Bytes of host copies read back from disk."),
+)
+_OF_WORKER = (
+    _Metric(
+        "placement_phase",
+        "1 for the innermost open phase, 0 for the others.",
+        "phase",
+        lambda snapshot: {snapshot.phases[-1] if snapshot.phases else IDLE: 1},
+    ),
+    _Metric("placement_phase_seconds_total", "Seconds inside each phase; the innermost open phase counts.", "phase"),
+    _Metric(
+        "placement_phase_stall_seconds_total",
+        "Seconds that the worker waited for moves at the phase transitions of each phase, without the time for its own kernels.",
+        "phase",
+    ),
+    _Metric("placement_unpaired_bytes", "Device bytes held by handles that their closed phases should have offloaded."),
+    _Metric("placement_unaccounted_bytes", "Device bytes in use that neither torch, nor placement, nor a visible process explains."),
+    _Metric("placement_communicator_bytes", "Device bytes of communicators, part of the unaccounted; absent where NCCL does not say."),
+    _Metric("placement_other_processes_bytes", "Device bytes of other processes; absent where NVML does not report them."),
+    _Metric(
+        "placement_lease_bytes",
+        "Device bytes that this process has leased; absent without leases.",
+        value=_of_lease(attrgetter("held_bytes")),
+    ),
+    _Metric(
+        "placement_lease_capacity_bytes",
+        "Device bytes that all processes under leases may use together.",
+        value=_of_lease(attrgetter("capacity_bytes")),
+    ),
+    _Metric("placement_lease_others_bytes", "Device bytes leased by other processes.", value=_of_lease(attrgetter("others_bytes"))),
+    _Metric("placement_lease_wanted_bytes", "Device bytes that this process waits to lease.", value=_of_lease(attrgetter("wanted_bytes"))),
+    _Metric(  # /state names the processes: process numbers make bad labels
+        "placement_lease_processes",
+        "Processes with a lease on the device, this one included.",
+        value=_of_lease(lambda lease: len(lease.holders)),
+    ),
+    _Metric(
+        "placement_lease_wait_seconds_total",
+        "Seconds spent waiting for other processes to free memory, including a wait in progress.",
+        value=_of_lease(attrgetter("waited_seconds")),
+    ),
+    _Metric("placement_budget_bytes", "Device bytes that the handles may hold together."),
+    _Metric("placement_device_used_bytes", "Device bytes in use, all processes."),
+    _Metric("placement_device_total_bytes", "Device bytes in total."),
+    _Metric("placement_peak_bytes", "The most device bytes that the handles have held together."),
+    _Metric("placement_kept_bytes", "Device bytes of handles that phase.keep carried over the end of a phase."),
+    _Metric(
+        "placement_host_pageable_bytes",
+        "Bytes of host copies that could not be pinned.",
+        value=lambda snapshot: sum(handle.host_pageable_bytes for handle in snapshot.handles),
+    ),
+    _Metric("placement_disk_wait_seconds_total", "Seconds spent waiting for host copies to leave for the disk or to come back."),
+    _Metric("placement_prefetch_discarded_bytes_total", "Bytes that arrived early and were given up unused."),
+    _Metric("placement_pairing_violations_total", "Phases that ended and left a handle on the device that belongs on the host."),
+    _Metric("placement_ipc_collected_bytes_total", "Bytes of shared tensors taken back after other processes had dropped them."),
+    _Metric("placement_wrong_writes_total", "Writes found at device addresses of offloaded handles."),
+    _Metric("placement_expired_keeps_total", "Kept handles that the next phase did not take over."),
+)
+_DECISIONS_OF_POLICY = _Metric("placement_policy_decisions_total", "Decisions of the policy.", "decision", attrgetter("policy_decisions"))
 
 
 class SnapshotCollector:
@@ -102,118 +152,53 @@ class SnapshotCollector:
 
     Args:
         read: returns the snapshot to expose. An exception from it makes the scrape fail.
-        worker_info: further labels of `placement_worker_info`, beside policy, device, worker_role and version.
-
-    Raises:
-        ValueError: a key of `worker_info` is not a label name, or is one of the labels above.
     """
 
-    def __init__(self, read: Callable[[], Snapshot], worker_info: Mapping[str, str] = MappingProxyType({})) -> None:
-        for label in worker_info:
-            if not _LABEL.fullmatch(label) or label in _WORKER_LABELS:
-                raise ValueError(f"worker_info: {label!r} cannot be a label; use [a-z][a-z0-9_]*, but not {', '.join(_WORKER_LABELS)}")
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read = read
-        self._worker_info = {"version": __version__, **worker_info}
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples, in which a registry looks for name clashes."""
-        return _Families().all()
+        return _families([])
 
     def collect(self) -> Iterable[Metric]:
         """The families of one snapshot. A list, not a generator, so that a failing `read` fails before anything is exposed."""
-        snapshot = self._read()
-        families = _Families()
-        for handle in snapshot.handles:
-            _add_handle(families, handle)
-        _add_phases(families, snapshot)
-        _add_durations(families.duration, snapshot.durations)
-        _add_worker(families, snapshot)
-        families.worker_info.add_metric(
-            (),
-            {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role, **self._worker_info},
-        )
-        return families.all()
+        return _families([self._read()])
 
 
-def make_registry(read: Callable[[], Snapshot], worker_info: Mapping[str, str] = MappingProxyType({})) -> CollectorRegistry:
+def make_registry(read: Callable[[], Snapshot]) -> CollectorRegistry:
     """A registry with one `SnapshotCollector`. Two managers in a process never clash, and the default registry is not touched."""
     registry = CollectorRegistry()
-    registry.register(SnapshotCollector(read, worker_info))
+    registry.register(SnapshotCollector(read))
     return registry
 
 
-def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
-    gauges, counters = families.gauges, families.counters
-    key = (handle.name, handle.kind)
-    for state in State:
-        gauges["placement_state"].add_metric((*key, state), float(handle.state is state))
-        counters["placement_state_seconds_total"].add_metric((*key, state), handle.state_seconds.get(state, 0.0))
-    for trigger in Trigger:
-        counters["placement_transitions_total"].add_metric((*key, trigger), handle.transitions.get(trigger, 0))
-    failures = dict.fromkeys(REASONS, 0)  # an unknown reason counts as "error", so that the number of series stays bounded
-    for reason, count in handle.failures.items():
-        failures[reason if reason in failures else "error"] += count
-    for reason, count in failures.items():
-        counters["placement_transition_failures_total"].add_metric((*key, reason), count)
-    gauges["placement_resident_bytes"].add_metric((*key, "device"), handle.resident_bytes)
-    gauges["placement_resident_bytes"].add_metric((*key, "host"), handle.host_bytes)
-    gauges["placement_resident_bytes"].add_metric((*key, "disk"), handle.disk_bytes)
-    gauges["placement_broken"].add_metric(key, float(handle.broken is not None))
-    _add_fields(families, _HANDLE, key, handle)
-    # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
-    families.handle_info.add_metric(
-        key,
-        {
-            "role": handle.role or "",
-            "adapter": handle.adapter,
-            "readonly": _flag(handle.readonly),
-            "external": _flag(handle.external is not None),
-        },
+def _families(snapshots: list[Snapshot]) -> list[Metric]:
+    """The families of a snapshot, or of none."""
+    keys = ("handle", "kind")
+    handles = [((handle.name, handle.kind), handle) for snapshot in snapshots for handle in snapshot.handles]
+    durations = HistogramMetricFamily(
+        "placement_transition_duration_seconds", "Seconds that a move or a weight sync took.", labels=("operation",)
     )
-
-
-def _add_fields(families: _Families, labels: tuple[str, ...], key: tuple[str, ...], source: HandleSnapshot | Snapshot) -> None:
-    """Add the metrics with these labels that are named after a field of `source`. One whose field is None is absent."""
-    for tables, members in ((_GAUGES, families.gauges), (_COUNTERS, families.counters)):
-        for name, (_, own_labels) in tables.items():
-            value = getattr(source, name.removeprefix("placement_").removesuffix("_total"), None)
-            if own_labels == labels and isinstance(value, (int, float)):
-                members[name].add_metric(key, value)
-
-
-def _add_phases(families: _Families, snapshot: Snapshot) -> None:
-    current = snapshot.phases[-1] if snapshot.phases else IDLE
-    for phase in dict.fromkeys((*PHASES, *snapshot.phase_seconds, *snapshot.phase_stall_seconds, *snapshot.phases)):
-        families.gauges["placement_phase"].add_metric((phase,), float(phase == current))
-        families.counters["placement_phase_seconds_total"].add_metric((phase,), snapshot.phase_seconds.get(phase, 0.0))
-        families.counters["placement_phase_stall_seconds_total"].add_metric((phase,), snapshot.phase_stall_seconds.get(phase, 0.0))
-
-
-def _add_durations(family: HistogramMetricFamily, durations: Iterable[DurationHistogram]) -> None:
-    for histogram in durations:
-        edges = [*map(floatToGoString, histogram.upper_bounds_seconds), "+Inf"]
-        family.add_metric((histogram.operation,), list(zip(edges, accumulate(histogram.counts), strict=True)), histogram.sum_seconds)
-
-
-def _add_worker(families: _Families, snapshot: Snapshot) -> None:
-    gauges, counters = families.gauges, families.counters
-    _add_fields(families, (), (), snapshot)
-    gauges["placement_host_pageable_bytes"].add_metric((), sum(handle.host_pageable_bytes for handle in snapshot.handles))
-    if snapshot.lease is not None:
-        _add_lease(families, snapshot.lease)
-    for decision in dict.fromkeys((*DECISIONS, *snapshot.policy_decisions)):
-        count = snapshot.policy_decisions.get(decision, 0)
-        counters["placement_policy_decisions_total"].add_metric((snapshot.policy, decision), count)
-
-
-def _add_lease(families: _Families, lease: LeaseSnapshot) -> None:
-    gauges = families.gauges  # /state names the other processes: process numbers make bad labels
-    gauges["placement_lease_bytes"].add_metric((), lease.held_bytes)
-    gauges["placement_lease_capacity_bytes"].add_metric((), lease.capacity_bytes)
-    gauges["placement_lease_others_bytes"].add_metric((), lease.others_bytes)
-    gauges["placement_lease_wanted_bytes"].add_metric((), lease.wanted_bytes)
-    gauges["placement_lease_processes"].add_metric((), len(lease.holders))
-    families.counters["placement_lease_wait_seconds_total"].add_metric((), lease.waited_seconds)
+    # prometheus_client adds _info to these two names.
+    handle_info = InfoMetricFamily("placement_handle", "Properties of the handle.", labels=keys)
+    worker_info = InfoMetricFamily("placement_worker", "Properties of the worker.")
+    for key, handle in handles:
+        # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
+        flags = {"readonly": _flag(handle.readonly), "external": _flag(handle.external is not None)}
+        handle_info.add_metric(key, {"role": handle.role or "", "adapter": handle.adapter, **flags})
+    for snapshot in snapshots:
+        for each in snapshot.durations:
+            edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
+            durations.add_metric((each.operation,), list(zip(edges, accumulate(each.counts), strict=True)), each.sum_seconds)
+        facts = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
+        worker_info.add_metric((), {"version": __version__, **facts})
+    return [
+        *(metric.family(keys, handles) for metric in _OF_HANDLE),
+        *(metric.family((), [((), snapshot) for snapshot in snapshots]) for metric in _OF_WORKER),
+        _DECISIONS_OF_POLICY.family(("policy",), [((snapshot.policy,), snapshot) for snapshot in snapshots]),
+        *(durations, handle_info, worker_info),
+    ]
 
 
 def _flag(value: bool) -> str:

@@ -98,11 +98,7 @@ def as_json(targets: Iterable[Target]) -> str:
 
 
 def from_json(text: str | bytes, where: object) -> list[Target]:
-    """Read targets in Prometheus' format.
-
-    Raises:
-        PlacementError: the text has another format; the message names `where`.
-    """
+    """Read targets in Prometheus' format. The error for another format names `where`."""
     try:
         groups = json.loads(text)
         return [Target(address=str(address), labels=dict(group["labels"])) for group in groups for address in group["targets"]]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import PlacementError
 from placement.observe.discovery import Target, as_json, from_json, targets_in
-from placement.observe.http import JSON, TIMEOUT_SECONDS, HttpServer, Response, status_pages
+from placement.observe.server import JSON, STATUS_PAGES, TIMEOUT_SECONDS, HttpServer, Response
 
 if TYPE_CHECKING:
     from wsgiref.types import WSGIEnvironment
@@ -33,8 +33,6 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
     Raises:
         PlacementError: no worker answers at the URL; the message has the reason.
     """
-    if not url.startswith(("http://", "https://")):
-        raise PlacementError(f"{url!r} is not an http address; write http://host:port")
     try:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
@@ -56,13 +54,11 @@ def find_targets(places: Iterable[str]) -> list[Target]:
     """
     found: list[Target] = []
     for place in places:
-        if place.startswith(("http://", "https://")):
-            url = place.rstrip("/")
-            if url.endswith("/targets"):
-                found += from_json(ask(url), url)
-            else:
-                address = url.removeprefix("http://").removeprefix("https://")
-                found.append(Target(address=address, labels={}))
+        url = place.rstrip("/")
+        if url.startswith(("http://", "https://")) and url.endswith("/targets"):
+            found += from_json(ask(url), url)
+        elif url.startswith("http://"):  # a worker serves no TLS
+            found.append(Target(address=url.removeprefix("http://"), labels={}))
         elif Path(place).is_dir():
             found += targets_in(place)
         else:
@@ -74,11 +70,9 @@ def find_targets(places: Iterable[str]) -> list[Target]:
 
 
 _FRESH_SECONDS = 1.0
-_WATCHED_SECONDS = 15.0
-"""How long the workers are polled after the last request. When nobody looks, polling stops."""
-_AT_ONCE = 16
-_PASSING = (PlacementError, OSError, RuntimeError, concurrent.futures.CancelledError)
-"""Errors of a folder that is being written, and of requests at shutdown."""
+"""How long the views of the workers are given to everybody who asks."""
+_AT_ONCE = 64
+"""The number of workers that are asked at once: so many may hang before a page waits longer than `ASK_SECONDS`."""
 
 
 def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> list[dict[str, Any]]:
@@ -108,18 +102,13 @@ class DiscoveryServer(HttpServer):
     ) -> None:
         self._find = find
         self._views = b"[]"
-        self._asked_for = threading.Event()
-        self._last_asked = 0.0
-        self._is_ending = False
+        self._seen_seconds = -_FRESH_SECONDS
+        self._asking = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "placement-fleet")
         pages = {"/targets": self._targets, "/workers": self._workers, "/healthz": self._healthz}
-        super().__init__(pages | status_pages(), port=port, address=address, timeout_seconds=timeout_seconds)
-        self._asker = threading.Thread(target=self._keep_asking, name="placement-fleet", daemon=True)
-        self._asker.start()
+        super().__init__(pages | STATUS_PAGES, port=port, address=address, timeout_seconds=timeout_seconds)
 
     def close(self) -> None:
-        self._is_ending = True
-        self._asked_for.set()
         super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -130,19 +119,11 @@ class DiscoveryServer(HttpServer):
         return Response(HTTPStatus.OK, b"ok\n")
 
     def _workers(self, _: WSGIEnvironment) -> Response:
-        """The last views of the workers. The first request starts the polling, so it may get an empty list."""
-        self._last_asked = time.monotonic()
-        self._asked_for.set()
-        return Response(HTTPStatus.OK, self._views, JSON)
-
-    def _keep_asking(self) -> None:
-        # A thread of its own: a worker that hangs must not block the server.
-        while not self._is_ending:
-            self._asked_for.wait()
-            try:
-                self._views = json.dumps(views_of(self._find(), self._pool)).encode()
-            except _PASSING as error:
-                self._views = json.dumps([{"name": "discovery", "labels": {}, "error": str(error)}]).encode()
-            if time.monotonic() - self._last_asked > _WATCHED_SECONDS:
-                self._asked_for.clear()
-            time.sleep(_FRESH_SECONDS)
+        with self._asking:  # on the thread of one connection, for all that wait
+            if time.monotonic() - self._seen_seconds >= _FRESH_SECONDS:
+                try:
+                    views = views_of(self._find(), self._pool)
+                except (PlacementError, OSError) as error:  # of a folder that is being written
+                    views = [{"name": "discovery", "labels": {}, "error": str(error)}]
+                self._views, self._seen_seconds = json.dumps(views).encode(), time.monotonic()
+            return Response(HTTPStatus.OK, self._views, JSON)

@@ -17,7 +17,7 @@ ASK_SECONDS = 5.0
 
 
 class OtherProcesses:
-    """Device bytes of all other processes, as last measured.
+    """Device bytes of all other processes, as last measured. The measuring thread ends with this object.
 
     Args:
         uuid: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
@@ -25,68 +25,55 @@ class OtherProcesses:
     """
 
     def __init__(self, uuid: str, nvml: Any = None) -> None:
-        self.nbytes: int | None = None
-        """The last measurement; None while unknown."""
-        self._then: Callable[[int | None], None] | None = None
-        self._wake = _Wake()
+        self._shared = _Shared()
         nvml = _library() if nvml is None and uuid else nvml
         if nvml is not None and uuid:
-            wake = self._wake
-            me = weakref.ref(self, lambda _: wake.end())
-            threading.Thread(target=_watch, args=(me, wake, nvml, uuid), name="placement-nvml", daemon=True).start()
+            weakref.finalize(self, self._shared.end)
+            threading.Thread(target=_watch, args=(self._shared, nvml, uuid), name="placement-nvml", daemon=True).start()
+
+    @property
+    def nbytes(self) -> int | None:
+        """The last measurement; None while unknown."""
+        return self._shared.nbytes
 
     def ask(self, then: Callable[[int | None], None]) -> None:
         """Measure soon, in place of what was asked before and has not begun. `then` gets the bytes, on the measuring thread."""
-        self._then = then
-        self._wake.now.set()
-
-    def asked(self) -> Callable[[int | None], None] | None:
-        """Take over what waits for a measurement that begins now. Called by the measuring thread."""
-        then, self._then = self._then, None
-        return then
-
-    def close(self) -> None:
-        """Stop measuring."""
-        self._wake.end()
+        self._shared.then = then
+        self._shared.wake.set()
 
 
-class _Wake:
-    """When the measuring thread has to go on before its interval is over."""
+class _Shared:
+    """What the measuring thread shares with the object that it must not keep alive."""
 
     def __init__(self) -> None:
-        self.now = threading.Event()
+        self.nbytes: int | None = None
+        self.then: Callable[[int | None], None] | None = None
+        self.wake = threading.Event()
         self.is_over = False
 
     def end(self) -> None:
         self.is_over = True
-        self.now.set()
+        self.wake.set()
 
 
-def _watch(me: weakref.ref[OtherProcesses], wake: _Wake, nvml: Any, uuid: str) -> None:
+def _watch(shared: _Shared, nvml: Any, uuid: str) -> None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return
     try:
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        while not wake.is_over:
-            if (watcher := me()) is None:
-                return
-            then = watcher.asked()
-            del watcher
+        while not shared.is_over:
+            then, shared.then = shared.then, None
             nbytes = _others(nvml, device)
             if then is not None:  # before anybody sees the number that it subtracts
                 then(nbytes)
                 del then
-            if (watcher := me()) is None:
-                return
-            watcher.nbytes = nbytes
-            del watcher
-            wake.now.wait(ASK_SECONDS)
-            wake.now.clear()
+            shared.nbytes = nbytes
+            shared.wake.wait(ASK_SECONDS)
+            shared.wake.clear()
     except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
-        if (watcher := me()) is not None:
-            watcher.nbytes = None
+        shared.nbytes = None
     finally:
         nvml.nvmlShutdown()
 

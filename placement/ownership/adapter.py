@@ -73,7 +73,8 @@ class Adapter(abc.ABC):
         """An object that stands for the last `owned()`, if nothing that comes with a training has come since: no gradient, no new entry of
         an optimizer's state. None proves nothing. It is equal to that of an earlier call if there was no walk between the two.
 
-        It is asked of an object that stays on the device, so nothing else is looked at: an offload looks at every tensor.
+        It is asked of an object that stays on the device, where it decides what is counted and no more: a few tensors are looked at, and
+        all of them when the object leaves.
         """
         return None
 

@@ -131,7 +131,7 @@ class OptimizerAdapter(Adapter):
         return None if self._steady is None else self._steady.look(self.optimizers())
 
     def standing(self) -> object | None:
-        return self._steady if self._steady is not None and self._steady.has_no_new_entries(self.optimizers()) else None
+        return self._steady if self._steady is not None and self._steady.has_no_new_entries() else None
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""

@@ -215,12 +215,13 @@ class Unborn:
         self._stepped = stepped
         self._missing = list(sizes)
         """The stepped parameters that had no state at the last look."""
-        self._num_entries = -1
+        self._num_entries = self._num_parameters = -1
+        """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
 
     def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen.
 
-        Once all state exists, and as long as the same parameters are stepped, only their identities are looked at.
+        Once all parameters in the groups have state, only its entries and they are counted.
 
         Args:
             compute_device: see `unborn_state`, as for `given`.
@@ -229,7 +230,9 @@ class Unborn:
             Whether others have no state than at the last look.
         """
         optimizer = self._optimizer()
-        if optimizer is None or ((stepped := stepped_by(optimizer, given)) == self._stepped and self._is_all_born):
+        if optimizer is None or (self._is_all_born and _num_parameters(optimizer) == self._num_parameters):
+            return False
+        if (stepped := stepped_by(optimizer, given)) == self._stepped and self._is_all_born:
             return False
         if stepped == self._stepped and self.num_entries < self._num_entries:
             return False  # state was taken away: until the next offload takes note of that, its place counts
@@ -272,6 +275,8 @@ class Unborn:
         """Find the stepped parameters that have no state, in the order of the groups."""
         born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
         awaited = {*self._stepped} - born
+        everything = itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
+        self._num_parameters = _num_parameters(optimizer) if not awaited and born.issuperset(map(id, everything)) else -1
         parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))) if awaited else []
         parameters = list(itertools.compress(parameters, map(awaited.__contains__, map(id, parameters))))
         missing = dict(zip(_forms(parameters), parameters, strict=True))
@@ -293,6 +298,10 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
     parameters = [each for group in optimizer.param_groups for each in group["params"] if id(each) in each_once]
     sizes = _predicted(optimizer, compute_device, parameters)
     return None if sizes is None else Unborn(optimizer, sizes, stepped)
+
+
+def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def stepped_by(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list[int]:

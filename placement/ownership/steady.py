@@ -19,7 +19,7 @@ import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.ownership.adapter import Seen
-from placement.tensors.plain import OBJECT_LEVELS, nested_tensors, version_of
+from placement.tensors.plain import OBJECT_LEVELS, nested_tensors, reference, version_of
 
 MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
@@ -36,6 +36,8 @@ _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _VALUES = operator.methodcaller("values")
 _ALIVE: Any = weakref.ref.__call__
+_FEW = 8
+"""The number of parameters that tell whether there are gradients."""
 
 
 class Steady:
@@ -65,7 +67,8 @@ class Steady:
         self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
         self._versions: Sequence[int] = ()
         """The versions of the owned tensors at the last look."""
-        self._parameters = list(map(id, _parameters(fields)))
+        self._watched: tuple[list[weakref.ref[torch.nn.Module]], list[str]] | None = None
+        """The modules and names of a few parameters that are trained, spread over the tree."""
 
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
@@ -93,15 +96,22 @@ class Steady:
         return seen
 
     def has_no_gradients(self) -> bool:
-        """Whether the modules of the last walk have the same parameters, none of which has a gradient."""
+        """Whether no parameter has a gradient. Reads all the first time, then a few: `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
-            parameters = _parameters(map(_FIELDS, map(_ALIVE, self._modules)))
+            if self._watched is not None:
+                found = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
+                return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
+            modules = list(map(_ALIVE, self._modules))
+            own = [(module, name, each) for module in modules for name, each in module._parameters.items() if each is not None]
         except AttributeError:  # a module is gone
             return False
-        if list(map(id, parameters)) != self._parameters:
+        parameters = [each for *_, each in own]
+        if not _are_leaves(parameters) or _has_gradient(parameters):
             return False
-        present = list(itertools.compress(parameters, map(operator.is_not, parameters, itertools.repeat(None))))
-        return _are_leaves(present) and not _has_gradient(present)
+        trained = [(weakref.ref(module), name) for module, name, each in own if each.requires_grad]
+        few = trained[:: -(-len(trained) // _FEW) or 1]
+        self._watched = [module for module, _ in few], [name for _, name in few]
+        return True
 
     def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, and the types of what lies under that name. And every parameter, buffer,
@@ -128,6 +138,7 @@ class SteadyState:
     """
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
+        self._optimizers = list(map(reference, optimizers))
         self._counts = _counts(optimizers)
         self._holders, values = _state(optimizers)
         self._ids = list(map(id, values))
@@ -136,10 +147,11 @@ class SteadyState:
         moved = map({*map(id, owned)}.__contains__, self._ids)
         self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
 
-    def has_no_new_entries(self, optimizers: Sequence[Any]) -> bool:
-        """Whether the same optimizers have as many parameters and as many entries as at the last walk, and the first of each still has the
+    def has_no_new_entries(self) -> bool:
+        """Whether the optimizers of the last walk have as many parameters and as many entries as then, and the first of each still has the
         same state: steps make entries, and whoever loads state replaces all of them."""
-        return _counts(optimizers) == self._counts
+        optimizers = [alive() for alive in self._optimizers]
+        return None not in optimizers and _counts(optimizers) == self._counts
 
     def look(self, optimizers: Sequence[Any]) -> Seen | None:
         """The present tensors, if nothing changed and every state tensor that stayed on the CPU is still a number there; else None."""
@@ -212,11 +224,6 @@ def seen_now(tensors: list[torch.Tensor]) -> Seen:
     except RuntimeError:  # one of them is an inference tensor
         versions = list(map(version_of, tensors))
     return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
-
-
-def _parameters(fields: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    """The parameters of modules with these attributes, each module's own; None in place of one that a module leaves out."""
-    return list(itertools.chain.from_iterable(map(_VALUES, filter(None, map(_OWN, fields)))))
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:

@@ -38,7 +38,7 @@ from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import WrittenWhileOffloaded
 
 if TYPE_CHECKING:
-    from placement.engines.residency import Residency
+    from placement.engines.tagged import Residency
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
@@ -101,9 +101,9 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
-def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
+def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
+    return all([handle.is_at(target_of(handle, plan)) for handle in handles.values()])
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
@@ -160,6 +160,12 @@ class Mover:
         """Chunks of the phase transition under way; between two, those that the next one begins with."""
         return self._transition.chunk_pool
 
+    def stay(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
+        """End a phase transition in which every handle is at its target."""
+        self._finish(handles.values())
+        if ahead is not NOTHING_AHEAD or self.chunk_pool.held_bytes:
+            self._begin_ahead(ahead)
+
     # --- all or nothing
 
     def advance(
@@ -187,10 +193,6 @@ class Mover:
             Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
                 back, in its target state.
         """
-        if agree is None and _is_there(handles, plan):
-            self._finish(handles.values())
-            self._begin_ahead(ahead)
-            return
         for error in self._settle_all(handles.values()):
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
@@ -284,10 +286,6 @@ class Mover:
         Args:
             while_copying: called once while bytes are being copied to the host, if any are.
         """
-        if _is_there(handles, plan):
-            self._finish(handles.values())
-            self._begin_ahead(ahead)
-            return []
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying)
@@ -401,8 +399,9 @@ class Mover:
             if holding in holdings and holdings[holding].state is not State.TRAINING and holding.on_device:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
-        for holding in holdings:
-            holding.adopt_dropped()
+        for holding, handle in holdings.items():
+            if handle.kind == "optimizer":
+                holding.adopt_dropped()
         self._verifier.note(holdings)
 
     def _complete(self, handles: Iterable[Handle]) -> None:

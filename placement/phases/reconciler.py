@@ -19,11 +19,11 @@ from placement.devices.base import Device
 from placement.devices.inspection import Outside
 from placement.group.vote import Agree, GroupVote
 from placement.phases.findings import WrongWrites
-from placement.phases.moves import Mover, wanted_tags
+from placement.phases.moves import Mover, is_there, wanted_tags
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.planning.host_tier import host_tier_for
 from placement.planning.planner import Planner, check_fits, handle_view, meant, still_meant, with_kept, without_surplus
-from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
@@ -39,8 +39,8 @@ class PhaseRequest(NamedTuple):
 
     name: str
     only: tuple[str, ...] | None
-    enclosing: Plan
-    """The plan for the handles that `only` leaves out, without kept handles."""
+    enclosing: Plan | None
+    """The plan for the handles that `only` leaves out, without kept handles; None where it leaves out none."""
     around: tuple[OpenPhase, ...]
     """The enclosing phases, outermost first."""
     kept: frozenset[str]
@@ -105,17 +105,19 @@ class Reconciler:
             self._journal.decisions["refuse"] += 1
             raise
         self._refuse_stale(name, plan)
-        decisions = [_decision(handle, plan) for handle in handles.values()]
+        stays = is_there(handles, plan)
+        decisions = ["keep"] * len(handles) if stays else [_decision(handle, plan) for handle in handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
         self.prefetcher.hold()
-        # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
-        self.writes.look(wait=leaves)
+        if leaves or "load" in decisions:
+            # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
+            self.writes.look(wait=leaves)
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        self._carry_out(name, plan, room_bytes, self._vote.agreement)
+        self._carry_out(name, plan, room_bytes, self._vote.agreement, stays=stays)
         return plan
 
     def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
@@ -139,20 +141,24 @@ class Reconciler:
         self.measure()
         self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        self._carry_out(name, plan, room_bytes, agree)
+        self._carry_out(name, plan, room_bytes, agree, stays=is_there(self._handles, plan))
 
-    def _carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None) -> None:
+    def _carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None, *, stays: bool) -> None:
         """Move every handle where a plan wants it that fits the budget, all or nothing.
 
         Args:
             room_bytes: the device bytes that the budget leaves beside those in use now.
+            stays: whether all are there already. A group agrees on that, too.
         """
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
-        before = self._journal.num_changes
+        before = self._journal.num_moves
         try:
-            self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
+            if stays and agree is None:
+                self._mover.stay(self._handles, ahead)
+            else:
+                self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
@@ -171,45 +177,56 @@ class Reconciler:
         Returns:
             The errors; empty if every handle is where the plan wants it.
         """
-        leaves = bool(self._left_behind(plan))
+        stays = is_there(self._handles, plan)
+        leaves = not stays and bool(self._left_behind(plan))
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
         self.prefetcher.hold()
         within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
-        ahead, before = NOTHING_AHEAD, self._journal.num_changes
+        ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
             self.host_tier.prepare(within)
             ahead, _ = self.prefetcher.look_ahead(name, within, self._mover.chunk_pool)
         except Exception as error:  # the device failed
             failures.append(error)
-        try:
-            self.writes.look_at_gradients()
-        except Exception as error:
-            failures.append(error)
-        failures += self._mover.retreat(self._handles, within, while_copying=self._device.compare_poison, ahead=ahead)
-        if vote is None:
-            failures += self._mover.complete(self._handles)
-        for failure in failures:
-            if isinstance(failure, WrittenWhileOffloaded):
-                self.writes.count(failure)
-        self.left_behind = self._left_behind(plan)  # a failed load may have brought one there
+        if stays:
+            self._mover.stay(self._handles, ahead)
+        else:
+            failures += self._retreat(within, ahead, and_complete=vote is None)
+        self.left_behind = () if stays else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
             self.lease_client.trim()
         self._settle(name, before)
-        self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
+        if not stays:
+            self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures if vote is None else vote(failures) + self._mover.complete(self._handles)
+
+    def _retreat(self, plan: Plan, ahead: Ahead, *, and_complete: bool) -> list[Exception]:
+        """Move every handle as far towards a plan as possible, and count the writes that are found. Returns the errors."""
+        failures: list[Exception] = []
+        try:
+            self.writes.look_at_gradients()
+        except Exception as error:
+            failures.append(error)
+        failures += self._mover.retreat(self._handles, plan, while_copying=self._device.compare_poison, ahead=ahead)
+        if and_complete:
+            failures += self._mover.complete(self._handles)
+        for failure in failures:
+            if isinstance(failure, WrittenWhileOffloaded):
+                self.writes.count(failure)
+        return failures
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition into the phase `name`: measure what it has changed, and give back the memory that it does not need.
 
         Args:
-            before: the number of state changes before it. Measuring is a large part of the time of a phase transition that moves nothing.
+            before: `Journal.num_moves` before it. Measuring is a large part of the time of a phase transition that moves nothing.
         """
-        if self.lease is not None or self._journal.num_changes != before:
+        if self.lease is not None or self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
         self.lease_client.settle(name)
@@ -240,14 +257,18 @@ class Reconciler:
         self.planner.memory = self._device.memory()
         held_bytes = 0
         for handle in self._handles.values():
-            handle.storage.measure()
-            held_bytes += handle.storage.resident_bytes
+            storage = handle.storage
+            if handle.kind == "optimizer" or handle.external:
+                storage.measure()
+            held_bytes += storage.resident_bytes
         self.planner.measure_state()
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
+        if held_bytes > self.peak_bytes:
+            self.peak_bytes = held_bytes
 
     def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
         handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
         held_bytes = sum(each.resident_bytes for each in self._handles.values())
         self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)
@@ -256,7 +277,7 @@ class Reconciler:
     def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
         chosen = meant(wanted.only, self._handles)
-        if chosen is None:
+        if chosen is None or wanted.enclosing is None:
             return view, plan
         taken_over = [name for name in wanted.kept if plan.on_device(name)]
         plan = plan.limited_to(chosen, with_kept(wanted.enclosing, taken_over, self._handles))
@@ -425,7 +446,7 @@ class LeaseClient:
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
         windows = sum(
-            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is given up when a step begins
+            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is a part of the window
             for each in self._handles.values()
             if each.is_streaming and each.streamed is not None
         )

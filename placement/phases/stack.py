@@ -103,7 +103,7 @@ class PhaseStack:
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
             stalled, around, kept = self.reconciler.stopwatch(), phases.all[:-1], phases.kept
-            enclosing = phases.plan_of(around)
+            enclosing = None if only is None else phases.plan_of(around)
             self._finish(phase)
             phases.kept |= self._worth_keeping(phase)
             wanted = PhaseRequest(name, only, enclosing, around, phases.kept)

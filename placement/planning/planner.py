@@ -16,7 +16,7 @@ from placement.core.settings import Settings
 from placement.core.snapshot import mib
 from placement.core.states import IDLE, HandleView, Plan, State, View, bytes_under
 from placement.devices.memory import DeviceMemory
-from placement.group.protocol import LeastBudget
+from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
 from placement.planning.host_tier import PhaseHistory
 from placement.registration.handle import Handle
@@ -61,7 +61,7 @@ class Planner:
         """Bytes of optimizer state that was created since the optimizers were last looked through. The handles hold them already."""
         self._state_bytes = 0
         """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into a range at the next offload."""
-        self.least: LeastBudget | None = None
+        self.least: Basis | None = None
         """The least budget of all ranks of the group, from the last phase transition. All ranks use it, so that they make the same plan."""
         self._views: dict[str, View] = {}
         """The view from which the last plan of each phase was made."""
@@ -110,7 +110,7 @@ class Planner:
             enclosing=enclosing,
             upcoming=self.history.upcoming(phase),
             handles=handles,
-            budget_bytes=budget_bytes if self.least is None else min(budget_bytes, self.least.nbytes),
+            budget_bytes=budget_bytes if self.least is None else min(budget_bytes, self.least.budget_bytes),
             worker_role=self._settings.worker_role,
             phases=self._settings.phases,
         )
@@ -164,7 +164,7 @@ class Planner:
 
     def other_rank(self, phase: str) -> int | None:
         """The rank of the group whose budget the plan for a phase must fit; None if it is this process's own budget."""
-        return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
+        return None if self.least is None or self.budget_bytes(phase) <= self.least.budget_bytes else self.least.budget_rank
 
     def room_bytes(self, phase: str, plan: Plan) -> int:
         """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. 0 under leases: others wait for it."""
@@ -218,30 +218,34 @@ def _follow_groups(handles: Iterable[Handle]) -> bool:
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage, streamed = handle.storage, handle.streamed
-    facts: dict[str, Any] = {
-        "name": handle.name,
-        "kind": handle.kind,
-        "role": handle.role,
-        "state": handle.state,
-        "num_bytes": storage.num_bytes,
-        "resident_bytes": storage.resident_bytes,
-        "prefetched_bytes": storage.prefetched_bytes,
-        "can_prefetch": storage.can_prefetch,
-        "owners": tuple([owner.name for owner in handle.owners]),
-        "readonly": handle.readonly,
-        "external": handle.external,
-        "gathers": handle.gathers is not None,
-        "built": handle.is_built,
-        "kept": handle.name in kept,
-        "tags": storage.bytes_by_tag(),
-        "resident_tags": storage.resident_tags,
-        "streaming": handle.is_streaming,
-        "window_bytes": 0 if streamed is None else streamed.window_bytes,
-        "unstreamable": None if streamed is None else streamed.refusal,
-    }
-    if handle.last_view is None or handle.last_view[0] != facts:
-        handle.last_view = facts, HandleView(**facts)
-    return handle.last_view[1]
+    tags, window_bytes = storage.bytes_by_tag(), 0 if streamed is None else streamed.window_bytes
+    sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, storage.resident_tags)
+    facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
+    if (last := handle.last_view) is not None and last[0] == facts:
+        return last[1]
+    view = HandleView(
+        name=handle.name,
+        kind=handle.kind,
+        role=handle.role,
+        state=handle.state,
+        num_bytes=storage.num_bytes,
+        resident_bytes=storage.resident_bytes,
+        prefetched_bytes=storage.prefetched_bytes,
+        can_prefetch=storage.can_prefetch,
+        owners=tuple([owner.name for owner in handle.owners]),
+        readonly=handle.readonly,
+        external=handle.external,
+        gathers=handle.gathers is not None,
+        built=handle.is_built,
+        kept=handle.name in kept,
+        tags=tags,
+        resident_tags=storage.resident_tags,
+        streaming=handle.is_streaming,
+        window_bytes=window_bytes,
+        unstreamable=None if streamed is None else streamed.refusal,
+    )
+    handle.last_view = facts, view
+    return view
 
 
 def ask_policy(policy: Any, view: View) -> Plan:

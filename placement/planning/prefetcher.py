@@ -29,8 +29,9 @@ from placement.planning.planner import Planner
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, Pages, Part, fill, runs
-from placement.storage.range import Range
+from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.streamed import page_runs
 
 BURST_CHUNKS = 4
 """The bytes of a burst, in full chunks: 1 GiB on CUDA, which takes 19 ms at 55 GB/s. A Python thread that has to wait 5 ms for each of
@@ -91,7 +92,7 @@ class Prefetcher:
         Returns:
             What is done ahead, and the device bytes given up.
         """
-        if not plan.prefetch and not self._has_any:
+        if not (plan.prefetch or plan.streamed or self._has_any):
             return NOTHING_AHEAD, 0
         shares, given = self._shares(plan, self._room_bytes(name, plan)), 0
         for handle in self._handles.values():
@@ -138,13 +139,15 @@ class Prefetcher:
             chunk_pool: chunks that the phase transition freed, and that would go back to the driver now.
         """
         try:
-            if plan.prefetch:
-                self._bring(name, plan, chunk_pool)
+            streamed = [handle.streamed for handle in self._handles.values() if handle.is_streaming and handle.streamed is not None]
+            firsts = {each.storage: each.first_chunks for each in streamed if each.first_chunks}
+            if plan.prefetch or firsts:
+                self._bring(name, plan, firsts, chunk_pool)
         except Exception as error:
             self.hold()
             logger.warning("nothing more comes early in phase %s: %s", name, str(error))  # whoever keeps the record keeps no frames
 
-    def _bring(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
+    def _bring(self, name: str, plan: Plan, firsts: Mapping[ManagedStorage, Sequence[RangeChunk]], chunk_pool: ChunkPool) -> None:
         memory = self._device.memory()
         early_bytes = sum(handle.storage.prefetched_bytes for handle in self._handles.values())
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
@@ -153,6 +156,9 @@ class Prefetcher:
         self._has_any = True  # state that was born in the phase before has a place only now
         shares = self._shares(plan, room_bytes)
         bursts: deque[_Burst] = deque()
+        for storage, chunks in firsts.items():
+            spare_bytes -= self._put_first_aside(storage, chunks, spare_bytes, chunk_pool)
+            bursts.extend(_bursts(storage))
         for storage, share in shares.items():
             try:
                 self._put_aside(storage, share.first_bytes - storage.prefetched_bytes, chunk_pool)
@@ -162,6 +168,17 @@ class Prefetcher:
                 bursts.extend(_bursts(storage))
         bursts.extend(_successive(shares))
         self._copies.start(bursts)
+
+    def _put_first_aside(self, storage: ManagedStorage, chunks: Sequence[RangeChunk], room_bytes: int, chunk_pool: ChunkPool) -> int:
+        """Put memory aside for the first buckets of a streamed step, whose window the plan counts. Returns the bytes: all, or 0."""
+        self._reserve(storage)
+        lacking = [(r, index) for r, index in chunks if r.pages.can_be_aside and _claim(storage, r) and r.pages.table[index].memory is None]
+        nbytes = sum(r.chunk_sizes[index] for r, index in lacking)
+        if nbytes > room_bytes:
+            return 0
+        for r, run in page_runs(lacking):
+            r.pages.put(run, chunk_pool.take([r.chunk_sizes[index] for index in run]), chunk_pool, Behind.ASIDE)
+        return nbytes
 
     def _put_aside(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
         """Put memory aside for the first pages of a storage that have none, as far as there is room."""

@@ -6,6 +6,7 @@ and goes behind fixed addresses, or go on using memory that is no longer there.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import deque
@@ -26,6 +27,8 @@ from placement.frameworks.known import has_own_export
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.ownership.module import ModuleAdapter
 from placement.publish import lora
+from placement.publish.ahead import Ahead, plainly
+from placement.publish.changes import Changes, Publication, Published
 from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
@@ -169,6 +172,7 @@ class Publisher(Protocol):
     counters: HandleCounters
     storage: Storage
     phase_now: Callable[[], str]
+    published: Published | None
 
     @property
     def object(self) -> Any: ...
@@ -224,9 +228,7 @@ def weights(
     handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
-    bucket_bytes = bytes_of("bucket_bytes", bucket_bytes)
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+    bucket_bytes = _positive(bucket_bytes)
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
     _require_syncing(handle)
@@ -235,6 +237,38 @@ def weights(
         check_publishable(root, handle.name, found)
     announced = _announced(found, dtype)
     return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, transform, _times_begun(handle))
+
+
+def weight_changes(
+    handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+) -> Iterator[Changes]:
+    """See `Handle.weight_changes`."""
+    bucket_bytes = _positive(bucket_bytes)
+    _require_syncing(handle)
+    found = _found(handle, adapters, names)
+    for root in handle.modules():
+        check_publishable(root, handle.name, found)
+    infos = _announced(found, dtype)
+    last = handle.published if handle.published is not None and handle.published.version == since else None
+    wanted = [(info.name, weight, info.dtype) for info, (_, weight) in zip(infos, found, strict=True)]
+    with plainly():
+        publication = Publication(handle.storage, wanted, last)
+    return _changes(handle, publication, bucket_bytes, _times_begun(handle))
+
+
+def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, begun: int) -> Iterator[Changes]:
+    handle.published = None  # until it is complete, nobody knows what the receivers have
+    for bucket in publication.buckets(handle.module_adapters()[0].compute_device, bucket_bytes):
+        _require_syncing(handle, begun)
+        yield bucket
+    handle.published = publication.published
+
+
+def _positive(bucket_bytes: int | str) -> int:
+    nbytes = bytes_of("bucket_bytes", bucket_bytes)
+    if nbytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
+    return nbytes
 
 
 def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
@@ -298,20 +332,25 @@ def _buckets(
     seen: set[str] = set()
     known = announced if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0
+    reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
+    ahead = Ahead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
     try:
         while waiting or pieces:
             _require_syncing(handle, begun)
             if transform is not None and not pieces:
                 info, weight = waiting.popleft()
-                value = _whole(handle, weight, info.dtype)
+                with plainly():
+                    ahead.fetch()
+                    value = weight.whole(reader, info.dtype)
+                ahead.used(_nbytes(info))
                 try:
                     pieces.extend(_named_once(_transformed(transform, info.name, value), seen))
                 except Exception:
-                    _take_part(handle, waiting, begun)
+                    _take_part(handle, reader, waiting, begun)
                     raise
                 del value  # not kept while buckets of its pieces are out
                 continue
-            nbytes = pieces[0][1].nbytes if pieces else waiting[0][1].shape.numel() * waiting[0][0].dtype.itemsize
+            nbytes = pieces[0][1].nbytes if pieces else _nbytes(waiting[0][0])
             if bucket and size + nbytes > bucket_bytes:
                 yield bucket
                 bucket.end()
@@ -321,30 +360,34 @@ def _buckets(
                 bucket.append(pieces.popleft())
             else:
                 info, weight = waiting.popleft()
-                bucket.append((info.name, _whole(handle, weight, info.dtype)))
+                with plainly():
+                    if not bucket:
+                        ahead.fetch()
+                    bucket.append((info.name, weight.whole(reader, info.dtype)))
+                ahead.used(nbytes)
             size += nbytes
         if bucket:
             bucket.is_last = True
             yield bucket  # the last one is not emptied, because nothing needs its memory
     except GeneratorExit:
-        _take_part(handle, waiting, begun)
+        _take_part(handle, reader, waiting, begun)
         raise
+    finally:
+        ahead.end()
 
 
-def _take_part(handle: Publisher, waiting: Iterable[tuple[WeightInfo, Weight]], begun: int) -> None:
+def _nbytes(info: WeightInfo) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def _take_part(handle: Publisher, reader: Reader, waiting: Iterable[tuple[WeightInfo, Weight]], begun: int) -> None:
     """Take part in the remaining collectives after an early end on this rank, so that ranks that go on are not left waiting."""
     for info, weight in waiting:
         if handle.state is not State.SYNCING or begun != _times_begun(handle):
             break
         if weight.is_collective:
-            _whole(handle, weight, info.dtype)
-
-
-def _whole(handle: Publisher, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight's full value in torch's own memory on the device, read from where the valid values are now (device or host copy)."""
-    reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
-    with without_modes(), torch.inference_mode(False), torch.no_grad():
-        return weight.whole(reader, dtype)
+            with plainly():
+                weight.whole(reader, info.dtype)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

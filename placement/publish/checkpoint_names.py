@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -100,6 +100,10 @@ class ConvertedWeight(Weight):
     @property
     def problem(self) -> str | None:
         return next((problem for weight in self._conversion.parts.values() if (problem := weight.problem) is not None), None)
+
+    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        for weight in self._conversion.parts.values():
+            yield from weight.sources(weight.dtype)
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         return self._conversion.value(self._name, reader).to(dtype).contiguous()

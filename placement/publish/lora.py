@@ -227,6 +227,10 @@ class MergedWeight(Weight):
             return f"is stored as {self.dtype}, into which PEFT cannot merge; publish adapters='base', then adapters='separate'"
         return next((problem for weight in self._merge.weights() if (problem := weight.problem) is not None), None)
 
+    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        for weight in self._merge.weights():
+            yield from weight.sources(weight.dtype)
+
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         return self._merge.value(self._name, reader).to(dtype)
 

@@ -25,8 +25,8 @@ class VllmWeightSource:
     """A `vllm.distributed.weight_transfer.WeightSource`, from which vLLM's trainer-side engines (`nccl`, `ipc`) send.
 
     Give it to `trainer_init(source=...)`, in any state. Call `send_weights()` inside `manager.phase("weight_sync")`, on every rank.
-    Every rank gathers and holds every weight: `owned_names()` has all, and before 0.33 `held_names()` is None. Each weight is in new
-    memory of torch, one at a time, and stays valid as long as vLLM keeps it.
+    Every rank gathers and holds every weight: `owned_names()` has all, and before 0.33 `held_names()` is None. Each weight is in memory
+    of torch, and stays valid as long as vLLM keeps it.
 
     Args:
         handle: the handle of the module to publish.
@@ -34,6 +34,7 @@ class VllmWeightSource:
             dtypes and shapes before it reads values.
         names: as in `Handle.weights`. vLLM's loaders expect the names of a checkpoint; "module" is for a module that is not of
             transformers 5, and has those names.
+        bucket_bytes: as in `Handle.weights`: what is on the device beside the buffers of vLLM.
 
     Raises:
         ImportError: there is no vLLM here, or one without weight sources.
@@ -60,8 +61,9 @@ class VllmWeightSource:
         adapters: Adapters = "merged",
         names: Names = "checkpoint",
         transform: Transform | None = None,
+        bucket_bytes: int | str = 64 << 20,
     ) -> None:
-        self._handle = handle
+        self._handle, self._bucket_bytes = handle, bucket_bytes
         self._options: dict[str, Any] = {"dtype": dtype, "adapters": adapters, "names": names, "transform": transform}
 
     def _described(self) -> list[Any]:
@@ -73,8 +75,23 @@ class VllmWeightSource:
         return [describe(info.name, info.dtype, info.shape) for info in infos]
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A fresh pass over the values. One weight a bucket: vLLM packs them itself, and holds no more of them than it wants."""
-        pairs = itertools.chain.from_iterable(buckets.weights(self._handle, bucket_bytes=1, **self._options))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # vLLM reads on streams of its own, which wait for no load and no optimizer step
-        return pairs
+        """A fresh pass over the values."""
+        pairs = itertools.chain.from_iterable(buckets.weights(self._handle, **self._options, bucket_bytes=self._bucket_bytes))
+        if not torch.accelerator.is_available():
+            return pairs
+        torch.accelerator.synchronize()  # vLLM's streams wait for no load, and for no optimizer step
+        return _handed_over(pairs)
+
+
+def _handed_over(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, all made on one stream, each for the stream on which it is asked for: vLLM packs one buffer after the other on another."""
+    making = torch.accelerator.current_stream()
+    while True:
+        asking = torch.accelerator.current_stream()
+        with making:
+            pair = next(pairs, None)
+        if pair is None:
+            return
+        asking.wait_stream(making)
+        pair[1].record_stream(asking)
+        yield pair

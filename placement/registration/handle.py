@@ -14,7 +14,7 @@ from placement.core.machine import HandleMachine, Node
 from placement.core.states import HandleView, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
-from placement.engines.residency import Residency
+from placement.engines.tagged import Residency
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import no_initial_step
@@ -25,6 +25,7 @@ from placement.storage.scan import lasting_stray_references
 if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter
     from placement.publish.buckets import Cast, Transform, WeightInfo
+    from placement.publish.changes import Changes, Published
     from placement.publish.checkpoint_names import Names
     from placement.publish.lora import Adapters
     from placement.registration.streamed_optimizer import StreamedOptimizer
@@ -66,6 +67,8 @@ class Handle:
         self.guards: list[Any] = []
         self.streamed: StreamedOptimizer | None = None
         """For an optimizer whose state placement moves: its steps that stream the state; None for other handles."""
+        self.published: Published | None = None
+        """The last complete publication of `weight_changes`."""
         self.phase_now: Callable[[], str] = str
         self.call_deadline_seconds = 0.0
         self.broken: str | None = None
@@ -78,7 +81,7 @@ class Handle:
         self.stray_names = ""
         """Names of the storages to which others held references at the last offload."""
         self.drift_bytes = 0
-        self.last_view: tuple[dict[str, Any], HandleView] | None = None
+        self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
         """The view of this handle that a policy was shown last, with the facts from which it was made."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
@@ -164,7 +167,7 @@ class Handle:
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
-        return None if reason is None or self.external else reason
+        return reason if reason is None or not self.external else None
 
     @property
     def is_built(self) -> bool:
@@ -269,6 +272,38 @@ class Handle:
         from placement.publish import buckets
 
         return buckets.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names, transform=transform)
+
+    def weight_changes(
+        self,
+        *,
+        since: int | None,
+        bucket_bytes: int | str = 512 << 20,
+        dtype: Cast = None,
+        adapters: Adapters = "merged",
+        names: Names = "module",
+    ) -> Iterator[Changes]:
+        """Publish what has changed since a version that the receivers have: lists of `WeightChange`, valid until the next iteration.
+
+        Each rank publishes its own part of a sharded weight, as positions and values, with the part's offset; nothing is gathered.
+        Compared are the bits of the published dtype. A list has the `version` that receivers have afterwards, to be given as `since` the
+        next time, and the `base` that they must have before, None if they need none because everything is whole.
+
+        A weight is whole where the host copy does not have the version published last: the first time, after an early end, where the
+        model was trained on between that publication and its offload, where it was offloaded between its training and this publication
+        (switch from "train" to "weight_sync" without leaving the phase), and where `dtype`, the names or the shards are others than then.
+        So it is where more would be sent otherwise, and where it is computed (merged adapters, converted names, quantised).
+
+        Args:
+            since: the `version` that the receivers have; None if they have none. Any other version than that of the last complete
+                publication makes everything whole.
+            bucket_bytes, dtype, adapters, names: see `weights`.
+
+        Raises:
+            PhaseError, RegistrationError, ValueError, TypeError: see `weights`.
+        """
+        from placement.publish import buckets
+
+        return buckets.weight_changes(self, since=since, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names)
 
     def __repr__(self) -> str:
         return f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the device>"

@@ -39,7 +39,7 @@ from placement.registration.method_call import MethodCall
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, window_of
+from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, first_chunks, window_of
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
 
@@ -85,13 +85,15 @@ class StreamedOptimizer:
         self, handle: SteppedHandle, holding: ManagedStorage, adapter: OptimizerAdapter, streaming: Streaming, *, is_predictable: bool
     ) -> None:
         self._handle = weakref.ref(handle)
-        self._holding = holding
+        self.storage = holding
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._parts = StepParts(holding, adapter, self._bucket_bytes)
-        self._window: tuple[tuple[Range, ...], tuple[int, int, int], int] | None = None
-        """The last `window_bytes`, with what it was computed from."""
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
+        """The last `window_bytes` and first chunks, with what they were computed from."""
+        self._has_stepped = True
+        """Whether it has made a step since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one."""
         self._is_installed = False
         self._tells_scheduler = False
         """Whether a learning rate scheduler had replaced the method before."""
@@ -107,15 +109,20 @@ class StreamedOptimizer:
     @property
     def window_bytes(self) -> int:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
-        if self.refusal is not None:
-            return 0
-        count = sum(len(group["params"]) for each in self._adapter.optimizers() for group in each.param_groups)
-        ranges, known = self._holding.ranges, (self._adapter.num_entries(), count, self._holding.unborn_bytes)
+        return 0 if self.refusal is not None else self._measured()[0]
+
+    @property
+    def first_chunks(self) -> tuple[RangeChunk, ...]:
+        """The chunks to bring before the coming step, while the forward and backward pass leave the link idle; empty where none is sure."""
+        return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self._measured()[1]
+
+    def _measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
+        ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
             pieces = [part.piece for optimizer, p in parameters for part in self._parts.of(optimizer, p)]
-            self._window = ranges, known, window_of(pieces, self._bucket_bytes)
-        return self._window[2]
+            self._window = ranges, known, window_of(pieces, self._bucket_bytes), first_chunks(pieces, self._bucket_bytes)
+        return self._window[2:]
 
     def begin(self) -> None:
         """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy.
@@ -125,7 +132,7 @@ class StreamedOptimizer:
         """
         handle = self._handle()
         assert handle is not None
-        self.is_running = False
+        self.is_running = self._has_stepped = False
         for optimizer in self._adapter.optimizers():
             if not self._is_installed:
                 self._refuse(replaced_step(optimizer))
@@ -136,7 +143,7 @@ class StreamedOptimizer:
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step of the user's, with its hooks. Returns what the closure returned; None without one."""
         self._refuse(refusal_now(optimizer))
-        self.is_running = True
+        self.is_running = self._has_stepped = True
         try:
             return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
         finally:
@@ -164,21 +171,21 @@ class StreamedOptimizer:
             step = PartialStep(optimizer)
             if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
                 with without_modes():
-                    self._holding.nan_check.refuse_gradients(step.parameters)
+                    self.storage.nan_check.refuse_gradients(step.parameters)
             parts = [part for parameter in step.parameters for part in self._parts.of(optimizer, parameter)]
 
             def step_some(first: int, last: int) -> None:
                 step.run([part.stepped for part in parts[first:last]])
 
             pieces = [part.piece for part in parts]
-            streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step_some).run()
+            streamed = StreamedStep(self.storage, pieces, self._bucket_bytes, self.window_bytes, step_some).run()
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
         return loss
 
     def _make_sound(self) -> None:
         """Finish what an interrupted step has left, and report values that were written while they were offloaded."""
-        holding, chunk_pool = self._holding, ChunkPool(self._holding.device)
+        holding, chunk_pool = self.storage, ChunkPool(self.storage.device)
         if self._adapter.follow_groups():
             holding.look_at_unborn()
         try:
@@ -228,7 +235,7 @@ class StepParts:
     """
 
     def __init__(self, holding: ManagedStorage, adapter: OptimizerAdapter, bucket_bytes: int) -> None:
-        self._holding = holding
+        self.storage = holding
         self._adapter = adapter
         self._bucket_bytes = bucket_bytes
         self._found_in: tuple[Range, ...] = ()
@@ -247,8 +254,8 @@ class StepParts:
 
     def _chunks_of(self, entry: Any) -> tuple[RangeChunk, ...]:
         """The chunks that have bytes of a parameter's state."""
-        if self._found_in is not self._holding.ranges:
-            self._found_in, self._chunks = self._holding.ranges, {}
+        if self._found_in is not self.storage.ranges:
+            self._found_in, self._chunks = self.storage.ranges, {}
         tensors = [*_tensors_in(entry)]
         addresses = tuple([each.data_ptr() for each in tensors])
         if addresses not in self._chunks:
@@ -259,7 +266,7 @@ class StepParts:
 
     def _between(self, tensor: torch.Tensor, address: int, nbytes: int) -> Iterator[RangeChunk]:
         """The chunks behind bytes of a tensor's storage; none where it has its bytes in torch's own memory."""
-        found = self._holding.by_address.find(tensor)
+        found = self.storage.by_address.find(tensor)
         if found is None or not nbytes:
             return
         r, base = found[0], found[0].layout.addresses.base

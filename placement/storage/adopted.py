@@ -94,23 +94,23 @@ class AdoptedStorage(Storage):
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to put memory behind every range."""
-        return sum([r.device_bytes for r in self.ranges])
+        return sum([r.device_bytes for r in self.by_address.all])
 
     @property
     def num_bytes(self) -> int:
-        return self.device_bytes + self.unadopted_bytes + self.unborn_bytes
+        return self.device_bytes + (self._unadopted_bytes if self.on_device else 0) + self._unborn_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        return sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.ranges])
+        return sum([pages.own_bytes + pages.aside_bytes for r in self.by_address.all for pages in (r.pages,)])
 
     @property
     def resident_bytes(self) -> int:
-        return self.chunk_bytes + self.unadopted_bytes
+        return self.chunk_bytes + (self._unadopted_bytes if self.on_device else 0)
 
     @property
     def prefetched_bytes(self) -> int:
-        return sum([r.pages.aside_bytes for r in self.ranges])
+        return sum([r.pages.aside_bytes for r in self.by_address.all])
 
     @property
     def unadopted_bytes(self) -> int:
@@ -154,6 +154,8 @@ class AdoptedStorage(Storage):
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
+        if self.scanner.stands():  # a policy that never offloads asks often
+            return
         self._unadopted_bytes = self.scanner.unadopted_bytes()
         self.look_at_unborn()
         self.look_at_framework_memory()
@@ -188,7 +190,7 @@ class AdoptedStorage(Storage):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        return self.is_consistent and (self._may_stream(state) or self.on_device is (state is not State.CPU_OFFLOADED))
+        return self.is_consistent and (self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state))
 
     def _may_stream(self, state: State) -> bool:
         """Whether a handle in this state may be used from its host copy: published, or stepped by an optimizer."""

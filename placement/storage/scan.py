@@ -137,7 +137,7 @@ class Versions(NamedTuple):
 
     def written_since(self, before: Versions) -> set[int]:
         """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
-        if self.sums == before.sums:  # the common case, and fast for tens of thousands of storages
+        if self.sums is before.sums or self.sums == before.sums:  # the common case, and fast for tens of thousands of storages
             return set()
         known, counts = before.sums, before.counts
         return {key for key, now in self.sums.items() if now > known.get(key, now) and self.counts[key] == counts[key]}
@@ -224,8 +224,8 @@ class StorageScanner:
         """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
-        self._known_unadopted: tuple[tuple[Range, ...], object, int] | None = None
-        """The last answer of `unadopted_bytes`, with the ranges and what stood for the adapter's walk."""
+        self._stood: tuple[tuple[Range, ...], object] | None = None
+        """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
         self._unadopted: tuple[list[int], list[int], list[int]] | None = None
         """The last measurement of what lies in torch's own memory, if a quick look can tell that it holds: each tensor's storage and
         address, and which of them lie there, by number."""
@@ -357,13 +357,16 @@ class StorageScanner:
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
+    def stands(self) -> bool:
+        """Whether nothing that comes with a training has come since the last `unadopted_bytes`, see `Adapter.standing`."""
+        if self._stood is None or self._stood[0] is not self.ranges.all or (standing := self.adapter.standing()) is None:
+            return False
+        return standing == self._stood[1]
+
     def unadopted_bytes(self) -> int:
-        """Bytes of the object's storages in torch's own memory. Quick where nothing changed: a policy that never offloads asks often."""
-        known, standing = self._known_unadopted, self.adapter.standing()
-        if known is not None and known[0] is self.ranges.all and standing is not None and standing == known[1]:
-            return known[2]
+        """Bytes of the object's storages in torch's own memory. Quicker where nothing changed."""
         nbytes = self._measured_unadopted()
-        self._known_unadopted = self.ranges.all, self.adapter.standing(), nbytes
+        self._stood = self.ranges.all, self.adapter.standing()
         return nbytes
 
     def _measured_unadopted(self) -> int:

@@ -94,20 +94,6 @@ def test_every_mark_is_above_a_python_block() -> None:
     assert used == set(CONTEXTS)
 
 
-@pytest.mark.parametrize(
-    ("code", "missing"),
-    [
-        ("import placement.ray\nplacement.ray.Flet([])", "Flet"),
-        ("import placement.ray\nfleet = placement.ray.Fleet([])\nfleet.joyn()", "joyn"),
-        ("import placement.ray\nclass A(placement.ray.Worker):\n    def f(self):\n        self.placement_joyn()", "placement_joyn"),
-        ("from placement.observe.fleet import Discovery", "Discovery"),
-    ],
-)
-def test_a_name_that_does_not_exist_is_found(code: str, missing: str) -> None:
-    with pytest.raises(AttributeError, match=missing):
-        resolve_all(ast.parse(code))
-
-
 # --- what a block names
 
 

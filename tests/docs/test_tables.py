@@ -127,12 +127,6 @@ def test_participants_of_the_drawings_are_classes() -> None:
     assert named - {name for room in ROOMS for name in classes(room)} == set()
 
 
-def test_the_questions_that_a_maintainer_asks_first_are_answered() -> None:
-    asked = [row[0] for row in rows(_WHERE)]
-    for words in ("bytes are clean", "failed load roll back", "new framework added", "metric defined", "ranks vote"):
-        assert any(words in question for question in asked), words
-
-
 # --- errors
 
 
@@ -181,25 +175,6 @@ def test_the_figures_are_those_of_the_result_files() -> None:
     for page, text in ((DOCS / "performance.md", report.table(results)), (README, report.headline(results))):
         shown = page.read_text(encoding="utf-8").partition(report.BEGIN)[2].partition(report.END)[0]
         assert shown.strip() == text.strip()
-
-
-def test_the_headline_is_short() -> None:
-    assert len(rows(report.headline(read(FOLDER)))) == len(report.HEADLINE) <= 5
-
-
-def test_a_report_writes_both_pages_and_nothing_else(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra bench) draws the chart")
-    page, readme, chart = tmp_path / "page.md", tmp_path / "README.md", tmp_path / "chart.png"
-    for each in (page, readme):
-        each.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
-    report.main(["--page", str(page), "--readme", str(readme), "--chart", str(chart)])
-    assert "| weights, bf16: load |" in page.read_text()
-    assert len(page.read_text()) > len(readme.read_text())
-    for each in (page, readme):
-        assert each.read_text().startswith("before\n")
-        assert each.read_text().endswith("\nafter\n")
-        assert "old" not in each.read_text().splitlines()
-    assert chart.read_bytes().startswith(b"\x89PNG")
 
 
 # --- reference

@@ -34,46 +34,35 @@ def start(kind: Any, shared: Path, started: list[StandIn], weights: str = "disca
 
 @every_server
 @pytest.mark.parametrize("weights", ["keep", "discard"])
-def test_three_steps(kind: Any, weights: str, shared: Path, started: list[StandIn]) -> None:
+def test_each_transition_has_on_the_device_what_it_says(kind: Any, weights: str, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, weights)
-    handle = job.register()
-    assert handle.state is State.CPU_OFFLOADED
+    handle, sizes = job.register(), {tag: TAG_BYTES[tag] for tag in job.engine.residency.tags}
+    assert (handle.state, handle.num_bytes) == (State.CPU_OFFLOADED, sum(sizes.values()))  # measured
     assert job.server.memory.tags == set()
-    for _ in range(3):
-        assert job.step() == "actor"
-        assert job.server.memory.tags == set()
+    for _ in range(2):
+        with job.manager.phase("weight_sync") as step:
+            assert job.server.memory.tags == {"weights"}
+            assert (handle.state, job.actor.state) == (State.GPU_RESIDENT, State.SYNCING)
+            assert handle.resident_bytes == TAG_BYTES["weights"]
+            job.publish()
+            step.switch("rollout")
+            assert job.server.generate() == "actor"
+            assert (job.actor.resident_bytes, job.server.is_paused) == (0, False)
+            step.switch("weight_sync")  # the KV cache goes, the weights stay or come back
+            assert job.server.memory.tags == {"weights"}
+            job.publish()
+            step.switch("rollout")
+            assert job.server.generate() == "actor"
+            step.switch("train")
+            assert job.server.memory.tags == set()
+            assert job.actor.state is State.TRAINING
         assert handle.resident_bytes == 0
-    assert_nothing_resident(job.manager)
+        assert_nothing_resident(job.manager)
+    assert job.engine.residency.bytes_by_tag() == sizes
     assert job.manager.audit().ok
-
-
-@every_server
-def test_each_transition_has_on_the_device_what_it_says(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started, tag_bytes={tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")})
-    handle = job.register()
-    with job.manager.phase("weight_sync") as step:
-        assert job.server.memory.tags == {"weights"}
-        assert (handle.state, job.actor.state) == (State.GPU_RESIDENT, State.SYNCING)
-        assert handle.resident_bytes == TAG_BYTES["weights"]
-        job.publish()
-        step.switch("rollout")
-        assert {"weights", "kv_cache"} <= job.server.memory.tags
-        assert job.actor.resident_bytes == 0
-        assert not job.server.is_paused
-        step.switch("train")
-        assert job.server.memory.tags == set()
-        assert job.actor.state is State.TRAINING
-    assert_nothing_resident(job.manager)
-
-
-@every_server
-def test_sizes_are_measured_where_they_are_not_given(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started)
-    handle = job.register()
-    whole = sum(TAG_BYTES[tag] for tag in job.engine.residency.tags)
-    assert handle.num_bytes == whole
-    job.step()
-    assert job.engine.residency.bytes_by_tag() == {tag: TAG_BYTES[tag] for tag in job.engine.residency.tags}
+    if weights == "keep":  # then an evaluation needs no sync
+        with job.manager.phase("eval"):
+            assert job.server.generate() == "actor"
 
 
 @every_server
@@ -91,15 +80,6 @@ def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, sha
 
 
 @every_server
-def test_an_eval_after_training_needs_no_sync_while_the_weights_are_kept(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started, "keep")
-    job.register()
-    job.step()
-    with job.manager.phase("eval"):
-        assert job.server.generate() == "actor"
-
-
-@every_server
 def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
     job.register()
@@ -114,22 +94,19 @@ def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(ki
     assert job.step() == "actor"
 
 
-@every_server
+@pytest.mark.parametrize("kind", [Vllm033, Sglang0523])
 def test_a_sync_that_stops_half_way_spoils_weights_that_are_kept_too(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, "keep")
     job.register()
-    job.step()
     with job.manager.phase("weight_sync") as step:
-        for bucket in job.actor.weights(bucket_bytes=1):
-            job.engine.update_weights(bucket)
-            break
+        job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
         with pytest.raises(EngineError, match="a sync has begun and was not finished"):
             step.switch("rollout")
         job.publish(bucket_bytes=1)
         step.switch("rollout")
 
 
-@every_server
+@pytest.mark.parametrize("kind", [Vllm033, Sglang0523])
 def test_weights_that_come_by_another_way_count_when_it_is_said(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
     job.register()
@@ -138,22 +115,6 @@ def test_weights_that_come_by_another_way_count_when_it_is_said(kind: Any, share
     with job.manager.phase("weight_sync") as step:
         job.engine.weights_filled()
         step.switch("rollout")
-
-
-@every_server
-@pytest.mark.parametrize("weights", ["keep", "discard"])
-def test_from_a_rollout_straight_into_a_sync(kind: Any, weights: str, shared: Path, started: list[StandIn]) -> None:
-    """The KV cache goes, the weights stay or come back; what the sync fills is what the next rollout generates with."""
-    job = start(kind, shared, started, weights)
-    job.register()
-    with job.manager.phase("weight_sync") as step:
-        for _ in range(2):
-            job.publish()
-            step.switch("rollout")
-            assert job.server.generate() == "actor"
-            step.switch("weight_sync")
-            assert job.server.memory.tags == {"weights"}
-    assert job.server.memory.tags == set()
 
 
 @every_server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import EngineError, EngineLost, Manager, NotResidentError, State, TorchEngine
+from placement import EngineError, EngineLost, Manager, State, TorchEngine
 from placement.engines.sglang import SglangInProcess
 from placement.engines.tagged import TaggedEngine
 from placement.engines.vllm import VllmInProcess
@@ -158,21 +158,9 @@ def test_steps_of_vllm(weights: Any, shared: Path) -> None:
     assert_nothing_resident(manager)
 
 
-def test_vllm_with_requests_that_nobody_finishes(shared: Path) -> None:
-    llm = LLM(shared)
-    manager, _, handle = job(VllmInProcess(llm), shared)
-    with manager.phase("rollout") as step:
-        llm.unfinished = 2
-        with pytest.raises(EngineError, match="has unfinished requests"):
-            step.switch("train")
-        assert handle.state is State.GPU_RESIDENT
-        llm.unfinished = 0
-    assert handle.state is State.CPU_OFFLOADED
-
-
 def test_vllm_that_fails(shared: Path) -> None:
     llm = LLM(shared)
-    manager, _, handle = job(VllmInProcess(llm), shared)
+    manager, actor, handle = job(engine := VllmInProcess(llm), shared)
     llm.failing["wake_up"] = RuntimeError("CUDA Error: out of memory")
     with pytest.raises(EngineError, match=r"wake_up\(tags=\['weights'\]\) of vLLM failed: .*out of memory"):
         manager.phase("rollout").__enter__()
@@ -184,7 +172,20 @@ def test_vllm_that_fails(shared: Path) -> None:
         with pytest.raises(EngineLost, match="Memory usage increased"):
             manager.phase("train").__enter__()
         assert handle.broken is not None
-        handle.object.assume(offloaded=[])
+        engine.assume(offloaded=[])
+    with manager.phase("weight_sync") as step:
+        publish(actor, engine)
+        step.switch("rollout")
+        llm.unfinished = 2
+        with pytest.raises(EngineError, match="has unfinished requests"):
+            step.switch("train")
+        assert handle.state is State.GPU_RESIDENT
+        llm.unfinished = 0
+        llm.failing["release_kv_cache_memory"] = RuntimeError("an illegal memory access")
+        with pytest.raises(EngineLost, match="illegal memory access"):
+            step.switch("weight_sync")
+        assert handle.broken is not None  # not the open engine of before: it schedules nothing any more
+        engine.assume(offloaded=[])
 
 
 def test_vllm_that_was_made_without_sleep_mode(shared: Path) -> None:
@@ -198,37 +199,7 @@ def test_vllm_that_was_made_without_sleep_mode(shared: Path) -> None:
     assert handle.state is State.CPU_OFFLOADED
 
 
-def test_vllm_whose_kv_cache_is_not_released_may_be_paused(shared: Path) -> None:
-    llm = LLM(shared)
-    manager, actor, handle = job(engine := VllmInProcess(llm), shared)
-    with manager.phase("weight_sync") as step:
-        publish(actor, engine)
-        step.switch("rollout")
-        llm.failing["release_kv_cache_memory"] = RuntimeError("an illegal memory access")
-        with pytest.raises(EngineLost, match="illegal memory access"):
-            step.switch("weight_sync")
-        assert handle.broken is not None  # not the open engine of before: it schedules nothing any more
-        engine.assume(offloaded=[])
-
-
-def test_an_engine_that_has_made_itself_a_new_model(shared: Path) -> None:
-    engine = TorchEngine(torch.nn.Linear(64, 64))
-    manager, _, handle = job(engine, shared)  # type: ignore[arg-type]
-    with manager.phase("rollout"):
-        engine.module = torch.nn.Sequential(engine.module, torch.nn.Linear(64, 64))
-        values = engine.state_dict()["1.weight"].clone()
-    assert handle.resident_bytes == 0
-    assert handle.host_bytes >= 2 * 64 * 64 * 4
-    with pytest.raises(NotResidentError):
-        engine.module(torch.ones(1, 64))
-    with manager.phase("rollout"):
-        assert torch.equal(engine.state_dict()["1.weight"], values)
-        assert engine.module(torch.ones(1, 64)).isfinite().all()
-    manager.check_integrity()
-    assert_nothing_resident(manager)
-
-
-def test_what_is_no_vllm(shared: Path) -> None:
+def test_what_is_no_engine_of_its_kind(shared: Path) -> None:
     class Asynchronous(LLM):
         async def sleep(self, level: int = 1, mode: str = "abort") -> None:  # type: ignore[override]
             pass
@@ -239,6 +210,8 @@ def test_what_is_no_vllm(shared: Path) -> None:
         VllmInProcess(Asynchronous(shared))
     with pytest.raises(ValueError, match=r"not an sglang\.Engine: it has no release_memory_occupation"):
         SglangInProcess(object())
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not a LLM; placement\.engines has the engines for vLLM and SGLang"):
+        TorchEngine(LLM(shared))  # type: ignore[arg-type]
 
 
 def test_steps_of_sglang(shared: Path) -> None:
@@ -268,23 +241,19 @@ def test_sglang_that_refuses_a_bucket_or_has_no_saver(shared: Path) -> None:
         job(SglangInProcess(SglEngine(shared.with_name("other"), saver=False)), shared.with_name("other"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_real_vllm_has_this_shape() -> None:
-    import vllm
-
-    for name in ("sleep", "wake_up", "apply_model", "reset_prefix_cache"):
-        ours = inspect.signature(getattr(LLM, name)).parameters
-        assert set(inspect.signature(getattr(vllm.LLM, name)).parameters) >= {key for key in ours if key != "mode"}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
-def test_the_real_sglang_has_this_shape() -> None:
-    from sglang.srt.entrypoints.engine import Engine
-
-    for name in ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor"):
-        assert [*inspect.signature(getattr(Engine, name)).parameters] == [*inspect.signature(getattr(SglEngine, name)).parameters]
-
-
-def test_a_torch_engine_of_no_module_is_told_of_the_other_engines(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not a LLM; placement\.engines has the engines for vLLM and SGLang"):
-        TorchEngine(LLM(tmp_path / "shared"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("package", "module", "name", "ours", "methods"),
+    [
+        ("vllm", "vllm", "LLM", LLM, ("sleep", "wake_up", "apply_model", "reset_prefix_cache")),
+        (
+            "sglang", "sglang.srt.entrypoints.engine", "Engine", SglEngine,
+            ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_real_one_has_this_shape(package: str, module: str, name: str, ours: type, methods: tuple[str, ...]) -> None:
+    pytest.importorskip(package, reason="the engine is not installed")
+    real = getattr(importlib.import_module(module), name)
+    for method in methods:
+        wanted = {each for each in inspect.signature(getattr(ours, method)).parameters if each != "mode"}
+        assert set(inspect.signature(getattr(real, method)).parameters) >= wanted

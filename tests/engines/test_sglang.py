@@ -35,32 +35,10 @@ def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandI
         pause,
         release,
     ]
-
-
-@every_sglang
-def test_it_stays_paused_until_every_tag_is_back(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    """sglang#24123: a prefill after the release touched memory that was given away. A paused server lets none through."""
-    job = start(kind, shared, started)
-    job.register()
-    assert job.server.is_paused
-    with job.manager.phase("weight_sync") as step:
-        assert job.server.is_paused
-        job.publish()
-        assert job.server.is_paused
-        step.switch("rollout")
-        assert not job.server.is_paused
-    assert job.server.is_paused
-
-
-@every_sglang
-def test_a_sync_without_a_rollout_releases_the_weights_alone(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started)
-    job.register()
     with job.manager.phase("weight_sync"):
         job.publish()
+        assert job.server.is_paused  # until every tag is back: a prefill in between would touch memory that was given away (sglang#24123)
     assert job.server.sent[-1] == 'POST /release_memory_occupation {"tags": ["weights"]}'
-    assert job.server.memory.tags == set()
-    assert job.step() == "actor"
 
 
 @every_sglang
@@ -127,23 +105,6 @@ def test_the_trainer_goes_on_without_a_server_that_has_ended(kind: Any, shared: 
     assert_nothing_resident(job.manager)
 
 
-@every_sglang
-def test_a_server_that_dies_of_a_release(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    """A request that came past the pause: the scheduler's assertion takes the parent down, and the connection breaks."""
-    job = start(kind, shared, started)
-    handle = job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
-        job.server.is_dead = True
-        with pytest.raises(EngineLost, match="the connection broke"):
-            step.switch("train")
-        assert handle.broken is not None
-        job.server.is_dead = False
-        job.engine.assume(offloaded=[])
-    assert_nothing_resident(job.manager)
-
-
 @pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])
 @pytest.mark.parametrize("trap", ["500", "hang"])
 def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path, started: list[StandIn]) -> None:
@@ -187,15 +148,3 @@ def test_a_refusal_changes_nothing(kind: Any, shared: Path, started: list[StandI
         del job.server.failing["/release_memory_occupation"]
         step.switch("train")
     assert job.server.memory.tags == set()
-
-
-def test_half_a_sync_is_half_a_sync_for_the_next_manager_too(shared: Path, started: list[StandIn]) -> None:
-    job = start(Sglang0523, shared, started, "keep")
-    job.register()
-    with job.manager.phase("weight_sync"):
-        job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
-    job.manager.unregister("rollout")
-    job.register()
-    with pytest.raises(EngineError, match="has begun and was not finished"):
-        job.manager.phase("rollout").__enter__()
-    assert job.step() == "actor"

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from placement import BrokenHandleError, EngineError, EngineLost, NotResidentError, State
+from placement import BrokenHandleError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmServer
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job
@@ -19,79 +18,12 @@ from tests.engines.test_choreography import start
 every_vllm = pytest.mark.parametrize("kind", [Vllm033, VllmBetween, Vllm011])
 
 
-def test_what_is_sent_for_one_step(shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm033, shared, started)
-    job.register()
-    job.server.sent.clear()
-    job.step()
-    assert job.server.sent == [
-        "POST /wake_up?tags=weights",
-        "POST /wake_up?tags=kv_cache",
-        "POST /pause?mode=wait",
-        "POST /sleep?level=2&mode=wait",
-    ]
-
-
-def test_the_oldest_gets_what_it_knows(shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm011, shared, started, "keep")
-    job.register()
-    assert job.server.sent == ["POST /sleep?level=1&mode=wait"]  # it takes no mode, and FastAPI drops what a route does not take
-
-
-def test_a_pause_that_a_wake_does_not_end_is_ended(shared: Path, started: list[StandIn]) -> None:
-    job = start(VllmBetween, shared, started)
-    job.register()
-    job.server.sent.clear()
-    job.step()
-    assert job.server.sent[:3] == ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache", "POST /resume"]
-
-
-@every_vllm
-def test_an_engine_that_sleeps_is_not_put_to_sleep_again(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started)
-    job.register()
-    sent = [*job.server.sent]
-    for _ in range(2):
-        with job.manager.phase("train"):
-            pass
-    assert job.server.sent == sent
-
-
-@every_vllm
-def test_a_sync_without_a_rollout_leaves_nothing_behind(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    """A partial wake, then sleep: 0.11 takes itself for asleep already, answers 200, and keeps the weights on the device."""
-    job = start(kind, shared, started)
-    handle = job.register()
-    with job.manager.phase("weight_sync"):
-        job.publish()
-    assert job.server.memory.tags == set()
-    assert (handle.state, handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
-
-
-def test_without_development_mode(shared: Path, started: list[StandIn]) -> None:
-    server = Vllm033(shared)
-    started.append(server)
-    server.routes = {"/metrics": Vllm033.metrics}
-    job = Job(server, shared)
-    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-        job.register()
-    assert "rollout" not in job.manager.handles
-
-
 def test_without_sleep_mode_it_answers_200_and_nothing_moves(shared: Path, started: list[StandIn]) -> None:
     job = start(Vllm011, shared, started, deadline_seconds=0.6, tag_bytes=dict.fromkeys(("weights", "kv_cache"), 8 * CHUNK))
     job.server.memory.is_moving = False
     with pytest.raises(EngineError, match=r"they hold 65,536\. vLLM moves its memory only with --enable-sleep-mode"):
         job.register()
     assert "rollout" not in job.manager.handles
-
-
-def test_one_that_lies_on_other_devices_is_taken_at_its_word(shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm033, shared, started, verify="answer", tag_bytes={"weights": "32KiB", "kv_cache": 24 * CHUNK})
-    job.server.memory.is_moving = False
-    handle = job.register()
-    assert job.step() == "actor"
-    assert handle.num_bytes == 32 * CHUNK
 
 
 def test_asleep_before_it_is_registered(shared: Path, started: list[StandIn]) -> None:
@@ -106,6 +38,72 @@ def test_asleep_before_it_is_registered(shared: Path, started: list[StandIn]) ->
     awake = start(Vllm033, shared.with_name("other"), started, offloaded=["weights", "kv_cache"])
     with pytest.raises(EngineError, match="is awake, but the engine was made with offloaded="):
         awake.register()
+
+
+@every_vllm
+def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    handle = job.register()
+    asleep = "POST /sleep?level=2&mode=wait"  # 0.11 takes no mode, and FastAPI drops what a route does not take
+    pause = [] if kind is Vllm011 else ["POST /pause?mode=wait"]
+    assert job.server.sent == [*pause, asleep]
+    job.server.sent.clear()
+    with job.manager.phase("train"):
+        assert job.server.sent == []  # it sleeps already
+    job.step()
+    resume = ["POST /resume"] if kind is VllmBetween else []  # its wake does not end a pause
+    assert job.server.sent == ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache", *resume, *pause, asleep]
+    with job.manager.phase("weight_sync"):  # then to sleep: 0.11 takes itself for asleep already, and would keep the weights
+        job.publish()
+    assert job.server.memory.tags == set()
+    assert (handle.state, handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
+
+
+@pytest.mark.parametrize(
+    ("routes", "failing", "message"),
+    [
+        ({"/metrics": Vllm011.metrics}, {}, "VLLM_SERVER_DEV_MODE=1"),
+        (Vllm011.routes, {"/metrics": (200, "# nothing\n")}, "--disable-log-stats"),
+    ],
+)
+def test_a_server_that_was_started_otherwise(routes: Any, failing: Any, message: str, shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm011, shared, started)
+    job.server.routes, job.server.failing = routes, failing
+    with pytest.raises(EngineError, match=message):
+        job.register()
+    assert "rollout" not in job.manager.handles
+    assert job.server.memory.tags == {"weights", "kv_cache"}
+
+
+def test_one_that_lies_on_other_devices_is_taken_at_its_word(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started, verify="answer", tag_bytes={"weights": "32KiB", "kv_cache": 24 * CHUNK})
+    job.server.memory.is_moving = False
+    assert job.register().num_bytes == 32 * CHUNK
+    assert job.step() == "actor"
+
+
+@pytest.mark.parametrize("in_a_rollout", [False, True])
+def test_a_server_that_is_gone(in_a_rollout: bool, shared: Path) -> None:
+    """Nobody can offload it any more. Once the user has said that its memory is gone with it, the others go on."""
+    job = Job(Vllm033(shared), shared)
+    handle = job.register()
+    if in_a_rollout:
+        with job.manager.phase("weight_sync") as step:
+            job.publish()
+            step.switch("rollout")
+            job.server.close()
+            with pytest.raises(EngineLost, match="nobody answers there"):
+                step.switch("train")
+            assert handle.broken is not None
+            job.engine.assume(offloaded=["weights", "kv_cache"])
+            step.switch("train")
+    else:
+        job.server.close()
+        with pytest.raises(EngineError, match="nobody answers there"):
+            job.manager.phase("weight_sync").__enter__()
+        with job.manager.phase("train"):
+            pass
+    assert_nothing_resident(job.manager)
 
 
 @every_vllm
@@ -177,36 +175,6 @@ def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[Sta
     assert_nothing_resident(job.manager)
 
 
-def test_a_server_that_is_gone(shared: Path, started: list[StandIn]) -> None:
-    server = Vllm033(shared)
-    job = Job(server, shared)
-    job.register()
-    server.close()
-    with pytest.raises(EngineError, match="nobody answers there"):
-        job.manager.phase("weight_sync").__enter__()
-    with job.manager.phase("train"):
-        pass
-    assert_nothing_resident(job.manager)
-
-
-def test_a_server_that_ends_during_a_rollout(shared: Path, started: list[StandIn]) -> None:
-    """Nobody can offload it any more. Once the user has said that its memory is gone with it, the others go on."""
-    server = Vllm033(shared)
-    job = Job(server, shared)
-    handle = job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
-        server.close()
-        with pytest.raises(EngineLost, match="nobody answers there"):
-            step.switch("train")
-        assert handle.broken is not None
-        job.engine.assume(offloaded=["weights", "kv_cache"])
-        step.switch("train")
-        assert job.actor.state is State.TRAINING
-    assert_nothing_resident(job.manager)
-
-
 @every_vllm
 def test_a_wake_after_one_that_failed_half_way(kind: Any, shared: Path, started: list[StandIn]) -> None:
     """What the first one brought back cannot be mapped a second time."""
@@ -256,16 +224,6 @@ def test_a_release_of_the_kv_cache_that_is_refused(shared: Path, started: list[S
         job.engine.assume(offloaded=[])
 
 
-def test_who_tells_it_nothing_about_what_is_in_flight(shared: Path, started: list[StandIn]) -> None:
-    server = Vllm011(shared)
-    started.append(server)
-    server.failing["/metrics"] = 200, "# nothing\n"
-    job = Job(server, shared)
-    with pytest.raises(EngineError, match="--disable-log-stats"):
-        job.register()
-    assert server.memory.tags == {"weights", "kv_cache"}
-
-
 def test_bytes_count_against_the_budget_before_anything_is_sent(shared: Path, started: list[StandIn]) -> None:
     job = start(Vllm033, shared, started, tag_bytes=TAG_BYTES_OF_VLLM, manager={"budget_bytes": 20 * CHUNK})
     job.register()
@@ -278,20 +236,6 @@ def test_bytes_count_against_the_budget_before_anything_is_sent(shared: Path, st
 
 
 TAG_BYTES_OF_VLLM = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
-
-
-def test_the_handle_keeps_what_stands_for_the_server(shared: Path, started: list[StandIn]) -> None:
-    server = Vllm033(shared)
-    started.append(server)
-    job = Job(server, shared)
-    handle = job.manager.register("rollout", VllmServer(server.url, send=job.send), role="rollout")
-    with job.manager.phase("rollout"):
-        assert server.memory.tags == {"weights", "kv_cache"}
-    with pytest.raises(NotResidentError):
-        job.module(torch.ones(1, 64))
-    assert handle.object is not None
-    job.manager.close()
-    assert server.memory.tags == set()  # it is given back as it is
 
 
 @pytest.mark.parametrize("weights", ["keep", "discard"])

@@ -65,6 +65,50 @@ def test_both_channels_agree_with_what_is_published_and_each_pass_is_fresh(versi
     assert_nothing_resident(manager)
 
 
+class Stream:
+    """Notes what is made on it, and which streams have waited for another."""
+
+    current: Stream
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def __enter__(self) -> None:
+        self._before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._before
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+def test_weights_are_made_on_one_stream_and_used_on_those_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM asks that packs every other buffer on another stream."""
+    stand_in(monkeypatch, Source033)
+    manager = make_manager()
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    made: list[Stream] = []
+    used: list[Stream] = []
+    source: Any = VllmWeightSource(actor, names="module", transform=lambda _, tensor: made.append(Stream.current) or tensor)
+    Stream.current, second = first, _ = Stream(), Stream()
+    accelerator = {"is_available": lambda: True, "synchronize": lambda: None, "current_stream": lambda: Stream.current}
+    with manager.phase("weight_sync"):
+        for name, given in accelerator.items():
+            monkeypatch.setattr(torch.accelerator, name, given)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used.append(stream))
+        values = source.iter_full()
+        for stream in (first, second, first, second):
+            with stream:
+                next(values)
+        values.close()
+        monkeypatch.undo()
+    assert used == [first, second, first, second]
+    assert set(made) == {first}
+    assert second.waited_for == [first, first]
+
+
 def test_a_transform_is_described_and_sent(version: str) -> None:
     manager = make_manager()
     model = net()

@@ -6,18 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.group.lease_processes import Processes
-
-
-@pytest.fixture(scope="session")
-def _forking() -> Iterator[Processes]:
-    forking = Processes()
-    yield forking
-    forking.close()
+from tests.group.processes import Processes
 
 
 @pytest.fixture
-def processes(_forking: Processes) -> Iterator[Processes]:
-    """Forks processes; those that a test leaves are killed."""
-    yield _forking
-    _forking.clear()
+def processes() -> Iterator[Processes]:
+    """Starts processes; those that a test leaves are killed."""
+    started = Processes()
+    yield started
+    started.clear()

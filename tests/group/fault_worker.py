@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +14,6 @@ from placement.core.errors import CoordinatorLost, PlacementError
 from placement.group import Board, BoardLost, Group, StoreGroup
 from placement.testing import assert_nothing_resident
 from tests.support.boards import STEPS, FailingBoard
-from tests.support.forked import processes
 from tests.support.trainer import Trainer
 
 START_SECONDS = 60.0
@@ -43,58 +36,28 @@ class Case(NamedTuple):
 
 
 class Unreliable(FailingBoard):
-    """A board that also carries one message wrongly: twice, not at all, without an answer, or late."""
+    """A board that also carries one message wrongly: twice, or without an answer."""
 
     def __init__(self, board: Board, case: Case) -> None:
         super().__init__(board)
         self._case = case
         self.is_armed = False
-        self._late: list[Callable[[], object]] = []
-        self._calls_to_go = 0
 
     def put(self, key: str, value: bytes) -> None:
-        self._carry(key, lambda: super(Unreliable, self).put(key, value), is_heard=False)
+        self._carry(key, lambda: super(Unreliable, self).put(key, value))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        stands: bytes = self._carry(key, lambda: super(Unreliable, self).claim(key, value), is_heard=True)
+        stands: bytes = self._carry(key, lambda: super(Unreliable, self).claim(key, value))
         return stands
 
-    def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        self._deliver()
-        return super().look(keys)
-
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        self._deliver()
-        return super().wait(key, seconds)
-
-    def _carry(self, key: str, send: Callable[[], Any], *, is_heard: bool) -> Any:
-        """`is_heard`: the caller learns that there was no answer."""
-        self._deliver()
-        names = key.split("/")
-        if not self.is_armed or self.has_happened or self._case.step not in names:
-            return send()
-        self.has_happened = True
-        fault = self._case.fault
-        if fault == "twice":
-            send()
-            return send()
-        if fault == "unanswered":
-            send()
-        if fault == "late":
-            self._late.append(send)
-            self._calls_to_go = 12
-        if fault == "unanswered" or is_heard:
-            raise BoardLost(f"{key}: no answer")
-        return None
-
-    def _deliver(self, at_once: bool = False) -> None:
-        self._calls_to_go -= 1
-        if self._late and (at_once or self._calls_to_go <= 0):
-            self._late.pop()()
-
-    def finish(self) -> None:
-        with suppress(BoardLost):
-            self._deliver(at_once=True)
+    def _carry(self, key: str, send: Callable[[], Any]) -> Any:
+        answer = send()
+        if self.is_armed and not self.has_happened and self._case.step in key.split("/"):
+            self.has_happened = True
+            if self._case.fault == "unanswered":
+                raise BoardLost(f"{key}: no answer")
+            answer = send()
+        return answer
 
 
 class Rank(Trainer):
@@ -125,9 +88,10 @@ class Rank(Trainer):
             self.learn()
             self.expected = self.values()
 
-    def transition(self, move: Callable[[], Any], send: Callable[[Any], None]) -> Exception | None:
-        """Make one phase transition, and say what became of every epoch on the way. Returns what it raised."""
+    def transition(self, move: Callable[[], Any]) -> Exception | None:
+        """Make one phase transition, and note what became of every epoch on the way. Returns what it raised."""
         before, states = self.group.epoch, self.states()
+        is_inside = bool(self.manager.snapshot().phases)
         error: Exception | None = None
         try:
             move()
@@ -136,39 +100,40 @@ class Rank(Trainer):
             if not isinstance(raised, CoordinatorLost) and self.manager.snapshot().phases and (now := self.states()) != states:
                 self.problems.append(f"{type(raised).__name__} in epoch {before}, but {states} is {now}")
         after = max(self.group.epoch, before + 1)
-        self.events += [(epoch, "commit") for epoch in range(before, after - 1)]
+        # In a phase its fault came after its vote, and the others have committed; outside it has passed over what they gave up.
+        self.events += [(epoch, "commit" if is_inside else "abort") for epoch in range(before, after - 1)]
         # Any other error than these is its own: it went back, and where the others could not be told, they find out at their deadline.
         verdict = "commit" if error is None else "doubt" if isinstance(error, CoordinatorLost) else "abort"
         self.events.append((after - 1, verdict))
-        send(("transition", self.events, str(error)))
         return error
 
-    def step(self, send: Callable[[Any], None], before_switch: Callable[[], None]) -> None:
+    def step(self, before_switch: Callable[[], None] = lambda: None) -> None:
         """Train and switch; an exception ends the phase on its way out, as in the user's `with`."""
         phase = self.manager.phase("train")
-        if self.transition(phase.__enter__, send) is not None:
+        if self.transition(phase.__enter__) is not None:
             return
         self.train()
         before_switch()
-        error = self.transition(lambda: phase.switch("log_prob"), send)
+        error = self.transition(lambda: phase.switch("log_prob"))
         if error is None:
-            self.transition(lambda: phase.__exit__(None, None, None), send)
+            self.transition(lambda: phase.__exit__(None, None, None))
         else:
             phase.__exit__(type(error), error, None)
 
-    def run(self, send: Callable[[Any], None], meet: Callable[[], None]) -> None:
+    def run(self) -> None:
         def before_switch() -> None:
-            self.group.deadline_seconds = self.deadline_seconds
-            if self.group.rank == self.case.rank:
+            """Go into the phase transition of the fault together."""
+            group = self.group
+            group.exchange_texts("met", "")
+            group.deadline_seconds = self.deadline_seconds
+            if group.rank == self.case.rank:
                 self.arm()
-            meet()
 
-        self.step(send, before_switch)
+        self.step(before_switch)
         if len(self.events) < 2:
             self.problems.append("the ranks did not meet before the fault")
         elif self.case.fault != "kill" and not self.group.is_in_doubt:
-            self.step(send, lambda: None)
-        self.board.finish()
+            self.step()
         self.look_after()
 
     def arm(self) -> None:
@@ -189,99 +154,29 @@ class Rank(Trainer):
             self.problems.append(f"{type(error).__name__}: {error}")
 
 
-def run_ranks(connection: Connection) -> None:
-    """A rank of each case that comes, until one leaves something behind: nobody may be in doubt because of an earlier case."""
-    with suppress(EOFError):  # the test needs no more of it
-        while run_rank(connection, *connection.recv()):
-            connection.send(("next",))
+class Member:
+    """A process that is a rank of one case after the other."""
 
+    def run(self, case: Case, deadline_seconds: float, *place: Any) -> tuple[list[tuple[int, str]], list[str], bool, bool]:
+        """What became of each epoch; what went wrong; whether the fault has happened; whether the process may be in the next case.
 
-def run_rank(connection: Connection, case: Case, deadline_seconds: float, *place: Any) -> bool:
-    """`join_store(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met. Whether all is as before."""
-    try:
-        member = Rank(join_store(*place), case, deadline_seconds)
-    except Exception as error:
-        connection.send(("end", [], [f"did not join: {type(error).__name__}: {error}"], False))
-        return False
-    try:
-        member.run(connection.send, connection.recv)
-        if is_well := not (member.problems or member.group.is_in_doubt):
-            member.manager.close()
-    except Exception as error:
-        member.problems.append(f"{type(error).__name__}: {error}")
-        is_well = False
-    connection.send(("end", member.events, member.problems, member.board.has_happened))
-    return is_well
-
-
-class RankProcess:
-    """A process that is a rank of one case after the other, as long as it comes out of each alive and well; and the way to it."""
-
-    def __init__(self) -> None:
-        self.connection: Connection
-        self.connection, theirs = processes.Pipe()
-        self.process: Any = processes.Process(target=run_ranks, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
-# --- the store
+        `join_store(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met.
+        """
+        try:
+            group = join_store(*place)
+        except Exception as error:
+            return [], [f"did not join: {type(error).__name__}: {error}"], False, False
+        rank = Rank(group, case, deadline_seconds)
+        try:
+            rank.run()
+            if is_well := not (rank.problems or group.is_in_doubt):  # nobody may be in doubt because of an earlier case
+                rank.manager.close()
+        except Exception as error:
+            rank.problems.append(f"{type(error).__name__}: {error}")
+            is_well = False
+        return rank.events, rank.problems, rank.board.has_happened, is_well
 
 
 def join_store(port: int, rank: int, world_size: int, deadline_seconds: float, generation: int) -> Group:
     store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
     return StoreGroup(store, rank, world_size, deadline_seconds, generation=generation)
-
-
-class StoreService:
-    """A TCPStore in a process of its own."""
-
-    def __init__(self) -> None:
-        self._connection, theirs = processes.Pipe()
-        self._process = processes.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.port: int = self._connection.recv()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def stop(self) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        wait_until_stopped(self._process.pid)
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.join()
-
-
-def _serve(connection: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    connection.send(store.port)
-    with suppress(EOFError):
-        connection.recv()
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether each of its threads is: one that still runs may answer."""
-    stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
-def wait_until_stopped(pid: int, seconds: float = 30.0) -> bool:
-    """Whether the process was stopped; False when it ended first."""
-    deadline = time.monotonic() + seconds
-    with suppress(FileNotFoundError, ProcessLookupError):
-        while not is_stopped(pid):
-            assert time.monotonic() < deadline, f"process {pid} neither stopped nor ended"
-            time.sleep(0.01)  # the system tells a process's state only when asked
-        return True
-    return False

@@ -6,16 +6,14 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from placement import Handle, Manager, State, checkpoint
-from placement.core.errors import IntegrityError, PlacementError
+from placement.core.errors import PlacementError
 from placement.group import StoreGroup
 from placement.storage.replicated import ReplicatedStorage, SharedRange
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, Metered, as_bytes, told
 
@@ -196,33 +194,6 @@ def unfreezes(generation: int) -> bool:
     return seen
 
 
-def moves_away(generation: int) -> tuple[str, bool]:
-    """A frozen tensor gets other memory on the device and is written there: it keeps its newest values.
-
-    Returns what was raised, and whether the host copy is shared still.
-    """
-    rank = Rank(generation)
-
-    def double(model: Actor) -> None:
-        with torch.no_grad():
-            model.layers[0].base.weight *= 2
-
-    def share() -> None:
-        with rank.manager.phase("weight_sync"):
-            rank.actor.layers[0].base.weight.share_memory_()
-            double(rank.actor)
-
-    double(rank.twin)
-    with pytest.raises(IntegrityError) as caught:
-        share()
-    rank.check()
-    rank.look()
-    rank.step()
-    seen = str(caught.value), rank.frozen.is_shared
-    _end(rank)
-    return seen
-
-
 def saves_and_restores(generation: int, directory: str) -> bool:
     """A checkpoint of the state after one step is loaded after the second: both are as they were. Returns whether it is shared still."""
     rank = Rank(generation, seed=0)
@@ -283,35 +254,6 @@ def faults(generation: int, failing: int) -> int:
             cases += 1
     _end(rank)
     return cases
-
-
-def stranded(generation: int) -> bool:
-    """An offload breaks off when it has given up two clean chunks, and others take their memory: changed chunks are still on the device.
-
-    Returns whether the host copy is shared still.
-    """
-    rank = Rank(generation)
-    rank.step()
-    rank.twin.layers[-1].merge()
-    with rank.manager.phase("weight_sync"):
-        rank.actor.layers[-1].merge()
-        chunk_pool = ChunkPool(rank.device)
-        rank.storage.begin_move(chunk_pool)
-        rank.storage.adopt_new()
-        rank.storage.vacate(rank.frozen, [0, 1], chunk_pool)
-        chunk_pool.release()
-        rank.device.fail("create", forever=True)
-        rank.storage.make_consistent(chunk_pool)
-        chunk_pool.release()
-        rank.device.clear()
-        assert not rank.storage.on_device
-        assert as_bytes(rank.actor) == as_bytes(rank.twin)
-    rank.check()
-    rank.look()
-    rank.step()
-    seen = rank.frozen.is_shared
-    _end(rank)
-    return seen
 
 
 def _merge(rank: Rank, where: str) -> None:

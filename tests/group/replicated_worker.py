@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,25 +190,6 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
     del holding
     assert not _shared_mappings()
     return seen
-
-
-def comes_back_at_the_second_attempt(generation: int) -> tuple[str | None, bool]:
-    """The end of an inner phase brings handles back, and one rank's device fails once meanwhile. Why it loads alone; whether in time."""
-    rank, in_time = Rank(generation), True
-    rank.register()
-    for at in range(1, 9):
-        with rank.manager.phase("log_prob"):
-            with rank.manager.phase("train", only=["actor", "ref"]):
-                if rank.rank == 1:
-                    rank.device.fail("copy", at=at)
-                began = time.monotonic()
-            in_time &= time.monotonic() - began < rank.group.deadline_seconds / 2
-            rank.device.clear()
-            rank.check_values()
-    rank.load()
-    answer = rank.alone, in_time
-    rank.manager.close()
-    return answer
 
 
 def joins(generation: int, cuda: bool) -> None:
@@ -428,24 +408,6 @@ def leaves(generation: int) -> list[Any]:
     return [crossed, reason]
 
 
-def forked(generation: int) -> int:
-    """A forked child has no host copy, and is told so. Returns its exit status."""
-    rank = Rank(generation)
-    handle = rank.register()
-    tensor = next(iter(handle.state_dict().values()))
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.sum(tensor)
-        except PlacementError:
-            os._exit(3)
-        finally:
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    rank.load()
-    return os.waitstatus_to_exitcode(status)
-
-
 def loads_behind_work(generation: int) -> bool:
     """Whether a load returned while kernels that were queued before it were still running (on a GPU)."""
     rank = Rank(generation, cuda=True)
@@ -496,23 +458,15 @@ def in_doubt(generation: int, deaf: int) -> list[Any]:
     return [told, rank.device.crossed["to_host"]]
 
 
-def rejoins(generation: int) -> Any:
-    """The bytes over the link, before and after the ranks have made their group anew."""
+def rejoins(generation: int, together: bool) -> Any:
+    """The bytes over the link, before and after the ranks have made their group anew, or each a group of its own."""
     rank = Rank(generation)
     rank.register()
     crossed = [rank.load()]
-    store = dist.distributed_c10d._get_default_store()
-    rank.manager.rejoin(StoreGroup(store, rank.rank, rank.world_size, 20.0, generation=generation + 10_000))
-    crossed.append(rank.load())
-    return crossed, rank.alone, sum(len(each) for each in as_storages(rank.ref))
-
-
-def rejoins_alone(generation: int) -> Any:
-    """Each rank goes on in a group of its own."""
-    rank = Rank(generation)
-    rank.register()
-    crossed = [rank.load()]
-    rank.manager.rejoin(StoreGroup(dist.HashStore(), 0, 1, 20.0, generation=generation))
+    store, place = dist.distributed_c10d._get_default_store(), (rank.rank, rank.world_size)
+    if not together:
+        store, place = dist.HashStore(), (0, 1)
+    rank.manager.rejoin(StoreGroup(store, *place, 20.0, generation=generation + 10_000))
     crossed.append(rank.load())
     return crossed, rank.alone, sum(len(each) for each in as_storages(rank.ref))
 

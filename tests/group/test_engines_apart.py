@@ -19,7 +19,6 @@ from tests.support.threads import in_threads
 
 WORLD = 2
 TAGS = ("weights", "kv_cache")
-POLICIES = ("colocated", "cyclic", "resident")
 _WEIGHTS, _KV_CACHE = 1 << 20, 4 << 20
 _WIDTH = 512
 
@@ -119,52 +118,6 @@ def go_on(ranks: list[Rank], steps: int = 3) -> None:
         assert on_all(ranks, Rank.step) == ["done"] * WORLD
 
 
-@pytest.mark.parametrize("lost", range(WORLD))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_engine_of_one_rank_has_ended(policy: str, lost: int) -> None:
-    """Its user says so: one rank has nothing to offload then, and the other has."""
-
-    def ends(rank: Rank, _: Phase) -> None:
-        if rank.rank == lost:
-            rank.engine.assume(offloaded=TAGS)
-
-    with made(policy) as ranks:
-        go_on(ranks)
-        assert on_all(ranks, lambda rank: rank.step(ends)) == ["done"] * WORLD
-        go_on(ranks)
-
-
-@pytest.mark.parametrize("policy", ["cyclic", "resident"])
-def test_engines_of_different_sizes(policy: str) -> None:
-    """As KV caches that each engine has sized by the memory that it found: on one rank both parts stay beside the training."""
-    with made(policy, budget_bytes=6_310_000, more_bytes=1 << 16) as ranks:
-        go_on(ranks, 5)
-
-
-@pytest.mark.parametrize("method", ["drain", "offload", "load"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_engine_that_refuses_while_the_other_has_nothing_to_do(policy: str, method: str) -> None:
-    """In the phase transition that the rank with the engine makes in more stages than the other rank."""
-
-    def apart(rank: Rank, phase: Phase) -> None:
-        if rank.rank == 1:
-            phase.done_with("rollout")
-        elif method != "load":
-            rank.engine.refuses = method, EngineError("requests are in flight")
-
-    def comes_back(rank: Rank, phase: Phase) -> None:
-        if method == "load" and rank.rank == 1:
-            rank.engine.refuses = method, EngineError("out of memory")
-
-    with made(policy) as ranks:
-        go_on(ranks)
-        for within in (apart, comes_back):
-            answers = on_all(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
-            assert answers == ["done"] * WORLD or all("Error" in answer for answer in answers), answers
-        assert on_all(ranks, Rank.sync) == ["done"] * WORLD  # weights that came half-way count as lost until then
-        go_on(ranks)
-
-
 def _happens(event: str, chance: random.Random) -> Callable[[Rank, Phase], None]:
     """What happens in the rollout of one rank. Faults come later, in one of the phase transitions of the step."""
     method, operation, at = chance.choice(["drain", "offload", "load"]), chance.choice(["create", "map", "copy"]), chance.randint(1, 6)
@@ -194,7 +147,7 @@ def _mended(rank: Rank) -> str:
 @pytest.mark.parametrize("seed", range(16))
 def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> None:
     chance = random.Random(seed)
-    policy = chance.choice([*POLICIES, "colocated('streamed')", "resident(optimizer_in='streamed')"])
+    policy = chance.choice(["colocated", "cyclic", "resident", "colocated('streamed')", "resident(optimizer_in='streamed')"])
     settings = {"budget_bytes": chance.choice([None, 6_310_000, 8_500_000]), "more_bytes": chance.choice([0, 1 << 16, 1 << 19])}
     with made(policy, **settings) as ranks:
         for _ in range(8):

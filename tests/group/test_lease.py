@@ -15,7 +15,8 @@ from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.group.lease import Claim, Ledger
-from tests.group.lease_processes import Doomed, Holder, Process, Processes
+from tests.group.lease_processes import Doomed, Holder
+from tests.group.processes import Process, Processes
 
 
 @pytest.fixture
@@ -96,10 +97,12 @@ def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Proces
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_the_dead_hold_nothing(processes: Processes, folder: str, end: signal.Signals) -> None:
-    holder, waiter = processes.start(Holder, folder), processes.start(Holder, folder)
+    holder, dies_waiting, waiter = (processes.start(Holder, folder) for _ in range(3))
     holder.call("grow", 100)
-    wait_for(folder, waiter, 100)
-    os.kill(holder.pid, end)
+    for process in (dies_waiting, waiter):
+        wait_for(folder, process, 100)
+    for process in (dies_waiting, holder):
+        os.kill(process.pid, end)
     assert waiter.answer() == 100
     assert held(folder) == {waiter.pid: 100}
 
@@ -118,26 +121,6 @@ def test_killed_at_every_line(processes: Processes, folder: str, counted: Callab
         other.settle(0)
     assert lines > 100
     counted(f"leases: killed at each of {lines} lines of taking and giving back, the bytes free at once")
-
-
-@pytest.mark.parametrize("death", ["die_in_turn", "die_while_writing"])
-def test_death_in_the_middle_of_a_change_is_harmless(processes: Processes, folder: str, death: str) -> None:
-    dying, other = processes.start(Holder, folder), processes.start(Holder, folder)
-    dying.call("grow", 60)
-    other.call("grow", 40)
-    dying.begin(death)
-    assert other.call("wait", 100) == 100
-    assert processes.start(Holder, folder).call("grow", 1) is False
-
-
-def test_who_died_waiting_is_waited_for_by_nobody(processes: Processes, folder: str) -> None:
-    holder, first, second = (processes.start(Holder, folder) for _ in range(3))
-    holder.call("grow", 50)
-    wait_for(folder, first, 100)
-    second.begin("wait", 50)
-    assert second.is_busy()
-    first.kill()
-    assert second.answer() == 50
 
 
 def test_a_stopped_holder_is_not_dead(processes: Processes, folder: str) -> None:
@@ -175,7 +158,7 @@ def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_bac
     assert mine.grow(50)
     stopped = processes.start(Holder, folder)
     stopped.begin("stop_in_turn")
-    stopped.until_stopped()
+    assert stopped.is_stopped()
     with pytest.raises(PlacementError, match=rf"process {stopped.pid} has kept .* locked for .* and may be stopped"):
         mine.grow(60)
     mine.settle(20)
@@ -310,49 +293,6 @@ def test_holding_waits_and_gives_back_also_on_an_error(folder: str) -> None:
         lease.close()
         raise ZeroDivisionError
     assert claims(folder) == []
-
-
-def test_an_interrupted_wait_is_no_wait(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
-    first.grow(100)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(leases.interrupts, "check", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            second.wait(50)
-    assert [claim.note.wanted_bytes for claim in claims(folder) if claim.note] == [0, 0]
-    first.settle(90)
-    assert first.grow(100)
-
-
-def test_a_lease_that_moves_in_the_middle_of_anothers_turn_breaks_neither(processes: Processes, folder: str) -> None:
-    """A collection may drop a manager's phase at any moment, and with it that manager leaves, in the thread whose turn it is."""
-    first, second = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
-    elsewhere = processes.start(Holder, folder)
-    granted: list[bool] = []
-
-    def is_free() -> bool:
-        granted.append(second.grow(60))  # what the first is about to take counts on it
-        second.settle(10)  # what is used is used
-        elsewhere.begin("grow", 50)
-        assert elsewhere.is_busy()  # it is still the first one's turn
-        return True
-
-    assert first.grow(60, is_free=is_free)
-    assert granted == [False]
-    assert not elsewhere.answer()
-    assert [claim.held_bytes for claim in claims(folder)] == [60, 10, 0]
-    assert elsewhere.call("grow", 30)
-
-
-def test_swapping_places_never_waits_for_itself(processes: Processes, folder: str) -> None:
-    workers = [processes.start(Holder, folder) for _ in range(4)]
-    for worker in workers:
-        worker.begin("swap", 70, 50)
-    assert [worker.answer() for worker in workers] == [50] * 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ from placement import Manager, PlacementError, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.memory import DeviceMemory
 from placement.devices.simulated.device import _LAYOUT, _Record, _start_time
-from placement.engines import TaggedEngine
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.group.lease import Ledger
 from placement.observe.collector import make_registry
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
-from tests.engines.standin import TAG_BYTES, Memory
-from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer, Process, Processes
+from tests.engines.standin import TAG_BYTES
+from tests.engines.test_tagged import Own
+from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer
+from tests.group.processes import Process, Processes
 
 ACTOR = 33 * CHUNK
 """The actor of a `GpuSharer`: its weights, and a chunk for the bias."""
@@ -337,40 +338,16 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
     manager.close()
 
 
-class Tagged(TaggedEngine):
-    """An engine that places its own memory, and forgets its weights when they are offloaded."""
-
-    def __init__(self, shared: Path) -> None:
-        super().__init__(weights="discard", tag_bytes={tag: nbytes for tag, nbytes in TAG_BYTES.items() if tag != "cuda_graph"})
-        self.memory = Memory(shared, ("weights", "kv_cache"))
-
-    def drain(self) -> None:
-        pass
-
-    def offload(self, tags: Collection[str]) -> None:
-        for tag in tags:
-            self.memory.give(tag)
-
-    def load(self, tags: Collection[str]) -> None:
-        for tag in tags:
-            self.memory.take(tag)
-
-    def admit(self) -> None:
-        pass
-
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        pass
-
-
 def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_path: Path) -> None:
     shared = tmp_path / "capacity"
-    engine, model = Tagged(shared), nn.Linear(8, 8)
+    sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
+    engine, model = Own(shared, weights="discard", tag_bytes=sizes), nn.Linear(8, 8)
     device = SimulatedDevice(ENGINES_CAPACITY, chunk_bytes=CHUNK, shared_with=shared)
     manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.0, lease_deadline_seconds=20.0)
     actor = manager.register("actor", model, role="actor")
     manager.register("rollout", engine, role="rollout")
     other = Lease(f"simulated{shared}", ENGINES_CAPACITY, folder=tmp_path / "leases")
-    both = TAG_BYTES["weights"] + TAG_BYTES["kv_cache"]
+    both = sum(sizes.values())
 
     def leased() -> int:
         lease = manager.snapshot().lease

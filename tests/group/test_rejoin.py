@@ -16,9 +16,9 @@ from placement.group import BoardLost, StoreGroup
 from placement.group.protocol import Reached
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.fault_worker import StoreService, join_store
-from tests.group.lease_processes import Processes
-from tests.group.manager_ranks import Rank, meet, on_all, ranks_of
+from tests.group.fault_worker import join_store
+from tests.group.manager_ranks import Rank, on_all
+from tests.group.processes import Processes, StoreService
 from tests.support.threads import in_threads
 
 DEADLINE_SECONDS = 20.0
@@ -62,7 +62,7 @@ class Member:
 def service() -> Iterator[StoreService]:
     made = StoreService()
     yield made
-    made.close()
+    made.kill()
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -109,10 +109,13 @@ class Cut(StoreBoard):
 
 
 class CutAtTheDecision(StoreGroup):
-    """After its vote."""
+    """After its vote, or only after one for a plan that wants nothing on the device."""
+
+    only_empty = False
 
     def agree(self, plan: Plan, *stage: Any) -> Reached:
-        self._board.__class__, self._board.is_cut = Cut, True  # type: ignore[attr-defined, assignment]
+        is_cut = not (self.only_empty and any(map(plan.on_device, plan.targets)))
+        self._board.__class__, self._board.is_cut = Cut, is_cut  # type: ignore[attr-defined, assignment]
         return super().agree(plan, *stage)
 
 
@@ -181,21 +184,19 @@ def test_managers_that_were_alone_join_their_first_group() -> None:
         assert "train" in str(error)
 
 
+def test_a_rank_in_doubt_that_leaves_its_phase_keeps_nothing_on_the_device() -> None:
+    """Everything was off the device when the decision was lost, and leaving had nothing to move."""
+    rank = Rank(CutAtTheDecision(dist.HashStore(), 0, 1, 0.5))
+    rank.group.only_empty = True  # type: ignore[attr-defined]
+    with pytest.raises(CoordinatorLost), rank.manager.phase("log_prob") as phase:
+        phase.switch("reward")
+    assert_nothing_resident(rank.manager)
+    assert rank.group.abort(ValueError("anything")) is None
+
+
 def test_a_group_that_is_in_doubt_is_none_to_go_on_with() -> None:
     rank = Rank(CutAtTheDecision(dist.HashStore(), 0, 1, 0.5))
     with pytest.raises(CoordinatorLost):
         rank.manager.enter("train")
     with pytest.raises(ValueError, match="is unusable"):
         rank.manager.rejoin(rank.group)
-
-
-def test_ranks_that_are_apart_go_on_together_in_a_new_generation() -> None:
-    """One has left the others in the middle of a change, and every epoch and note of the old group is void."""
-    store = dist.HashStore()
-    ranks = ranks_of(2, store=store)
-    meet(ranks)
-    ranks[0].group.abort(ValueError("of the old group"), waits=False)
-    for number, rank in enumerate(ranks):
-        rank.group = StoreGroup(store, number, 2, 30.0, generation=1)
-        rank.manager.rejoin(rank.group)
-    meet(ranks)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from placement.core.errors import CoordinatorLost
 from placement.core.states import Plan, State
 from placement.group import Board, BoardLost, Group, StoreGroup
-from placement.group.store import StoreBoard
+from placement.group.store import BoundedCalls, StoreBoard
+from tests.group.processes import Processes, StoreService
 
 PLAN = Plan({"actor": State.TRAINING})
 
@@ -27,14 +28,6 @@ def change(group: Group) -> int:
     group.propose("enter train", 1)
     group.agree(PLAN)
     return group.epoch
-
-
-SERVER = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
 
 
 AFTER_TORCH = """
@@ -49,24 +42,14 @@ dist.init_process_group("gloo")  # without torchrun its rank 0 serves the store
 group = from_environment(deadline_seconds=30)
 other = from_environment("critic", deadline_seconds=30)
 dist.destroy_process_group()
-print(group.propose("enter train", 7).nbytes, other.propose("enter values", 8).nbytes)
+print(group.propose("enter train", 7).budget_bytes, other.propose("enter values", 8).budget_bytes)
 """
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], dist.TCPStore]]:
-    """A TCPStore in a process of its own, and a client of it."""
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), None, False, timeout=timedelta(seconds=30))
-    yield process, store
-    process.kill()
-    process.communicate()
-
-
-def test_a_store_that_is_stopped_holds_nobody_past_the_deadline(server: tuple[subprocess.Popen[str], dist.TCPStore]) -> None:
+def test_a_store_that_is_stopped_holds_nobody_past_the_deadline() -> None:
     """torch's client waits for an answer without a limit, whatever timeout it was given."""
-    process, store = server
+    service = StoreService()
+    store = dist.TCPStore("127.0.0.1", service.port, None, False, timeout=timedelta(seconds=30))
     asking: dict[str, Callable[[Board], Any]] = {
         "look": lambda board: board.look(["a"]),
         "claim": lambda board: board.claim("b", b"x"),
@@ -76,8 +59,7 @@ def test_a_store_that_is_stopped_holds_nobody_past_the_deadline(server: tuple[su
     boards = {name: StoreBoard(store, answer_seconds=0.5) for name in asking}
     group = StoreGroup(store, 0, 1, 0.5)
     change(group)
-    os.kill(process.pid, signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)  # until its last thread has stopped
+    service.stop()
     for name, call in asking.items():
         with pytest.raises(BoardLost, match=r"no answer within 0\.5 s"):
             call(boards[name])
@@ -87,8 +69,8 @@ def test_a_store_that_is_stopped_holds_nobody_past_the_deadline(server: tuple[su
         group.propose("enter train", 1)
     with pytest.raises(CoordinatorLost, match="join"):
         StoreGroup(store, 0, 1, 0.5, generation=1)
-    os.kill(process.pid, signal.SIGCONT)
-    os.kill(process.pid, signal.SIGKILL)
+    service.go_on()
+    service.kill()
     with pytest.raises(CoordinatorLost):
         StoreGroup(store, 0, 1, 0.5, generation=2)
 
@@ -133,21 +115,19 @@ def test_every_store_of_torch_is_a_board(kind: str, tmp_path: Any) -> None:
     assert board.claim("a", b"anew") == b"anew"
 
 
-STOPPED = """
-import os, signal, sys
-from placement.group.store import BoundedCalls
-sys.exit(BoundedCalls("test", 1.0)(lambda: os.kill(os.getpid(), signal.SIGSTOP) or 42))
-"""
+class StopsInACall:
+    def call(self) -> int:
+        return BoundedCalls("test", 1.0)(lambda: os.kill(os.getpid(), signal.SIGSTOP) or 42)
 
 
-def test_a_process_that_is_stopped_during_a_call_hears_the_answer() -> None:
+def test_a_process_that_is_stopped_during_a_call_hears_the_answer(processes: Processes) -> None:
     """Stopped for longer than it would have waited: the time was its own, and the answer has come."""
-    child = subprocess.Popen([sys.executable, "-c", STOPPED])
-    _, status = os.waitpid(child.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
+    process = processes.start(StopsInACall)
+    process.begin("call")
+    assert process.is_stopped()
     time.sleep(2.0)  # the stop itself, longer than the call may take
-    os.kill(child.pid, signal.SIGCONT)
-    assert child.wait(30) == 42
+    process.go_on()
+    assert process.answer() == 42
 
 
 def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group() -> None:

@@ -100,27 +100,10 @@ def test_settings_come_from_the_environment(folder: str, tmp_path: Path, monkeyp
     assert_nothing_resident(ours.manager)
 
 
-def test_a_wrong_variable_is_named(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the error itself, or in its note where only the manager finds out."""
-    monkeypatch.setenv("PLACEMENT_DEVICE", "gpu")
-    with pytest.raises(ValueError, match="device 'gpu' is not known") as raised:
-        make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder)
-    assert raised.value.__notes__ == ["placement: set in the environment: PLACEMENT_DEVICE='gpu'"]
-    monkeypatch.setenv("PLACEMENT_BUDGET_BYTES", "much")
-    with pytest.raises(ValueError, match=r"PLACEMENT_BUDGET_BYTES: .*'much' is not a number of bytes"):
-        make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder)
-
-
 @pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
 def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     """With gradients of an unfinished step around, which must not be dropped."""
-    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", steps_per_generation=1, num_iterations=1, max_steps=2), folder)
-    own.train()
-    manager = manager_for(policy=policy)
-    config = grpo_config(tmp_path / "ours", steps_per_generation=1, num_iterations=1, max_steps=2)
-    ours = make(placed.PlacedGRPOTrainer, config, folder, manager=manager)
-    ours.train()
-    assert_same(ours, own)
+    train_both(folder, tmp_path, manager=manager_for(policy=policy), steps_per_generation=1, num_iterations=1, max_steps=2)
 
 
 def test_rloo(folder: str, tmp_path: Path) -> None:

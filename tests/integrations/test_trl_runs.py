@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -212,19 +211,3 @@ def test_continuous_batching_is_refused(folder: str, tmp_path: Path) -> None:
     config = grpo_config(tmp_path, use_transformers_continuous_batching=True)
     with pytest.raises(ValueError, match="use_transformers_continuous_batching is not covered"):
         make(placed.PlacedGRPOTrainer, config, folder, manager=manager_for())
-
-
-# --- the benchmark
-
-
-def test_the_benchmark_of_a_step(tmp_path: Path) -> None:
-    """It writes a result file. The models that take turns need fewer bytes than those that are all there; the results are the same."""
-    from bench import trl_step
-
-    trl_step.main(["--device", "simulated", "--size", "tiny", "--out", str(tmp_path)])
-    rows = json.loads((tmp_path / "trl_step_simulated.json").read_text(encoding="utf-8"))["rows"]
-    found = {(row["system"], row["metric"]): row["value"] for row in rows}
-    assert {metric for _, metric in found} >= {"step", "bit-exact", "bytes to the host, a step"}
-    assert all(value == 1 for (_, metric), value in found.items() if metric == "bit-exact")
-    for phase in ("rollout", "log_prob", "train", "optimizer_step", "between steps"):
-        assert found["placement, colocated", f"peak bytes, {phase}"] < found["TRL", f"peak bytes, {phase}"]

@@ -83,7 +83,7 @@ bool fence = true;        /* no epoch is entered after a member's successor has 
 #ifdef SKIPS
 byte skips;
 byte ended[PLACES];   /* who has made this attempt, or has skipped it */
-byte missed[EPOCHS];  /* Decision.missed: for whom the others have waited in vain */
+byte missed[EPOCHS];  /* Decision.failures, where it is_silent: for whom the others have waited in vain */
 bool meet = true;     /* the last attempt of every rank succeeds: ranks that were apart have found each other */
 #endif
 
@@ -312,7 +312,7 @@ obey: /* Group._obey; or the loop of Group.abort */
 #ifdef SKIPS
         if
 #ifndef BEHIND
-        :: stands == ABORT && (missed[e - 1] & ME) != 0 -> /* Group._pass_over */
+        :: stands == ABORT && (missed[e - 1] & ME) != 0 -> /* Group.propose, which passes over it */
 #ifdef TWICE
             e++;
 #endif

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from torch import nn
 
 import placement
-from placement.observe.http import MAX_CONNECTIONS
+from placement.observe.server import MAX_CONNECTIONS
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 IDLE = 100

@@ -224,17 +224,6 @@ def test_shares_of_time_agree_with_the_journal(run: Run) -> None:
         assert of_prometheus["actor", "SYNCING"] > 0.02  # which a sampled gauge hardly ever sees
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
-@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-def test_promtool_finds_nothing_to_say_of_the_metrics(run: Run, accept: str) -> None:
-    request = urllib.request.Request(f"{run.urls[0]}/metrics", headers={"Accept": accept})
-    page = urllib.request.urlopen(request, timeout=10).read()
-    if accept == "text/plain":  # promtool reads this form only
-        done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    assert b"_created" not in page
-
-
 def test_a_worker_that_is_killed_while_it_holds_bytes(run: Run) -> None:
     """The last of this file: it costs the run a worker."""
     until(lambda: "GPU_RESIDENT" in str(get(f"{run.urls[2]}/state")["handles"]), "the worker holds bytes", 10)

@@ -58,16 +58,6 @@ def test_alert(case: Case, tmp_path: Path) -> None:
 
 
 @needs_promtool
-@pytest.mark.parametrize("moment", ["9m", "12m"])
-def test_a_wrong_expectation_is_noticed(moment: str, tmp_path: Path) -> None:
-    (case,) = (case for case in CASES if case.name == "PlacementWorkerGone-is_down")
-    fires, silent = (("9m",), ()) if moment == "9m" else ((), ("12m",))
-    wrong = Case(case.alert, case.what, case.series, fires=fires, silent=silent)
-    with pytest.raises(AssertionError, match="FAILED"):
-        run_scenarios(tmp_path, scenario(wrong))
-
-
-@needs_promtool
 def test_what_is_said_of_a_worker_that_is_gone(tmp_path: Path) -> None:
     case = Case("", "", holding(f"{4 * GIB}x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"))
     annotations = said_of(case, "PlacementWorkerGone", "12m", tmp_path)

@@ -24,8 +24,7 @@ import placement
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.observe.discovery import Identity
-from placement.observe.http import MAX_CONNECTIONS
-from placement.observe.server import MetricsServer
+from placement.observe.server import MAX_CONNECTIONS, MetricsServer
 from placement.testing import SimulatedDevice
 
 MakeHandle = Callable[..., HandleSnapshot]
@@ -221,22 +220,28 @@ def test_close_frees_the_port_and_ends_everything(snapshot: Snapshot) -> None:
         assert request(again, "/healthz")[0] == 200
 
 
+class StuckRead:
+    """A `read` that begins and does not end until it is let."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.entered, self.leave, self._snapshot = threading.Event(), threading.Event(), snapshot
+
+    def __call__(self) -> Snapshot:
+        self.entered.set()
+        self.leave.wait()
+        return self._snapshot
+
+
 def test_close_does_not_wait_for_ever_for_a_stuck_read(snapshot: Snapshot) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def read() -> Snapshot:
-        entered.set()
-        leave.wait()
-        return snapshot
-
+    read = StuckRead(snapshot)
     server = MetricsServer(read, timeout_seconds=0.1)
     with connect(server) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-        assert entered.wait(60)
+        assert read.entered.wait(60)
         server.close()
         with MetricsServer(lambda: snapshot, port=server.port) as again:
             assert request(again, "/healthz")[0] == 200
-        leave.set()
+        read.leave.set()
         server._thread.join(60)
         assert not server._thread.is_alive()
     server.close()
@@ -311,18 +316,12 @@ def test_closing_the_manager_closes_every_server_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/state", "/workers"])
 def test_a_page_that_is_being_made_when_its_manager_closes_is_none(snapshot: Snapshot, path: str) -> None:
-    entered, leave, over = threading.Event(), threading.Event(), threading.Event()
-
-    def read() -> Snapshot:
-        entered.set()
-        leave.wait()
-        return snapshot
-
+    read, over = StuckRead(snapshot), threading.Event()
     with MetricsServer(read, is_over=over.is_set) as server, connect(server) as client:
         client.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
-        assert entered.wait(60)
+        assert read.entered.wait(60)
         over.set()
-        leave.set()
+        read.leave.set()
         assert read_to_end(client).startswith(b"HTTP/1.0 503 ")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import placement
 from placement.cli import main
 from placement.core.errors import PlacementError
-from placement.core.journal import HandleCounters, Journal, Record
-from placement.core.states import State, Trigger
 from placement.observe.trace import encoded_trace
 from placement.testing import SimulatedDevice
 
@@ -110,44 +107,6 @@ def test_on_one_time_with_a_torch_profiler_trace(manager: Any, tmp_path: Path) -
         assert outer["ts"] - slack <= inner["ts"]
         assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + slack
     assert len(events_of(both, "X")) > len(events_of(theirs, "X"))
-
-
-def long_journal(length: int) -> Journal:
-    journal, counters = Journal(length), HandleCounters()
-    for index in range(length):
-        load = index % 2 == 0
-        states = (State.CPU_OFFLOADED, State.GPU_RESIDENT) if load else (State.GPU_RESIDENT, State.CPU_OFFLOADED)
-        journal.record(
-            counters,
-            Record(
-                at_seconds=index * 0.01,
-                timestamp_seconds=1.7e9 + index * 0.01,
-                handle="actor",
-                kind="module",
-                trigger=Trigger.LOAD if load else Trigger.OFFLOAD,
-                source=states[0],
-                target=states[1],
-                phase="train",
-                nbytes=1 << 30,
-                skipped_bytes=0,
-                seconds=0.005,
-            ),
-        )
-    return journal
-
-
-@pytest.mark.slow
-def test_a_long_trace_is_made_in_bounded_memory() -> None:
-    journal = long_journal(25_000)  # bench/observe.py writes 100,000: watched by tracemalloc, that takes ten times as long
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        nbytes = sum(len(piece) for piece in encoded_trace(journal))
-        peak = tracemalloc.get_traced_memory()[1] - before
-    finally:
-        tracemalloc.stop()
-    assert nbytes > 8 << 20
-    assert peak < 2 << 20
 
 
 def test_only_the_last_seconds(manager: placement.Manager) -> None:

@@ -1,4 +1,4 @@
-"""One Ray cluster of two nodes for all tests of this folder."""
+"""One Ray cluster for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -12,22 +12,15 @@ import pytest
 
 @pytest.fixture(scope="session")
 def ray() -> Iterator[Any]:
-    """Ray, with a head and a second node on this machine, and this process connected to them."""
+    """Ray on this machine, with this process connected to it."""
     ray = pytest.importorskip("ray", reason="ray is not installed here")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
     # Ray's workers are nice to others by default: beside other tests they would get a thirtieth of a core, and miss every deadline.
     os.environ |= {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
-    from ray.cluster_utils import Cluster
-
-    cluster = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
-            cluster.add_node(num_cpus=8)
-            ray.init(address=cluster.address, namespace="tests", log_to_driver=False, logging_level="error")
+            ray.init(num_cpus=16, namespace="tests", include_dashboard=False, log_to_driver=False, logging_level="error")
         yield ray
     finally:
         ray.shutdown()
-        if cluster is not None:
-            cluster.shutdown()

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from placement import Manager, WeightInfo
 from placement.policies import Colocated
-from placement.publish import buckets
+from placement.publish import ahead
 from placement.storage.layout import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
@@ -198,7 +198,7 @@ class Live(TorchDispatchMode):
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> Live:
-        self._left_alone = mock.patch.object(buckets, "without_modes", nullcontext)  # publishing leaves the modes of its caller
+        self._left_alone = mock.patch.object(ahead, "without_modes", nullcontext)  # publishing leaves the modes of its caller
         self._left_alone.start()
         return super().__enter__()
 

@@ -5,6 +5,8 @@ Real torch wrappers on two ranks (bodies in publish_worker.py), resident and str
 
 from __future__ import annotations
 
+import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -67,12 +69,72 @@ def _publish_after_training(build: str) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
 @pytest.mark.parametrize("build", ["plain", "fsdp2", "fsdp2_external", "fsdp2_rows", "fsdp1_flat", "fsdp1_whole"])
 def test_the_device_holds_one_bucket_and_what_makes_one_weight(two_ranks: Ranks, build: str, dtype: torch.dtype | None) -> None:
-    """One more tensor of the largest weight's size; cut along another dimension than the first, its local part as well."""
+    """One more tensor of the largest weight's size; cut along another dimension than the first, its local part as well. Streamed, also the
+    next bucket, which comes meanwhile."""
     bucket_bytes = 40_000
     for streams in (False, True):
         for peak, largest in two_ranks.run(worker.peak, build, streams, bucket_bytes, dtype):
             assert largest <= bucket_bytes
-            assert largest < peak <= bucket_bytes + largest + (largest // 2 if build == "fsdp2_rows" else 0)
+            ahead = bucket_bytes if streams else 0
+            assert largest < peak <= bucket_bytes + largest + ahead + (largest // 2 if build == "fsdp2_rows" else 0)
+
+
+def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used_and_an_early_end_lets_go_of_it() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
+    manager = manager_of(streams=True)
+    actor = manager.register("actor", model, role="actor")
+    one = 64 * 64 * 4
+    with manager.phase("weight_sync"), worker.Live(actor) as live:
+        buckets = actor.weights(bucket_bytes=2 * one)
+        for count in range(3):
+            bucket = next(buckets)
+            assert len(bucket) == 2
+            assert live.now == 4 * one, count  # this bucket and the next
+        buckets.close()  # type: ignore[attr-defined]
+        del bucket
+        assert live.now == 0
+    assert_nothing_resident(manager)
+
+
+def _change_some(module: Any, by: int) -> None:
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            getattr(parameter.data, "_local_tensor", parameter.data).view(-1)[: 1 + index % 3] += by
+
+
+def _changes(build: str) -> list[int]:
+    """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync."""
+    torch.manual_seed(0)
+    module = BUILDS[build](worker.Model())
+    manager = manager_of()
+    actor = manager.register("actor", module, role="actor")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    manager.register("sgd", optimizer)  # a phase "train" loads what is trained
+    received = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info()}
+    version, sent = None, list[int]()
+    for step in range(3):
+        with manager.phase("train") as phase:
+            _change_some(module, step)
+            phase.switch("weight_sync")
+            mine = []
+            for bucket in actor.weight_changes(since=version, bucket_bytes=20_000):
+                mine += copy.deepcopy(list(bucket))
+                version = bucket.version
+            sent.append(sum(change.nbytes for change in mine))
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, mine)
+            for change in itertools.chain.from_iterable(of_ranks):
+                change.write_into(received[change.name])
+            assert_same(received, read(actor))
+    assert_nothing_resident(manager)
+    return sent
+
+
+@pytest.mark.parametrize("build", ["plain", "fsdp2", "fsdp2_rows", "fsdp2_external", "fsdp1_flat"])
+def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Ranks, build: str) -> None:
+    for first, *later in two_ranks.run(_changes, build):
+        is_computed = build in ("fsdp2_external", "fsdp1_flat")  # no host copy of ours, or no block of the weight: whole each time
+        assert min(later) > first / 2 if is_computed else max(later) < first / 4
 
 
 # --- ranks that do not do the same

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 
 processes = multiprocessing.get_context("forkserver")
-_IMPORTED = ("tests.support.warm", "tests.group.fault_worker")
+_IMPORTED = ("tests.support.warm", "tests.group.fault_worker", "tests.group.lease_processes")
 processes.set_forkserver_preload([*_IMPORTED])
 
 

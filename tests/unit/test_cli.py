@@ -12,7 +12,7 @@ import torch
 import placement
 from placement.cli import COMMANDS, main
 from placement.cli.demo import PhaseRow, phase_table
-from placement.cli.grpo import Characters, Recipe, grpo_loss, judge, positions_of
+from placement.cli.grpo import Recipe, grpo_loss
 from placement.core.states import State
 
 
@@ -96,20 +96,6 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     finally:
         os.close(write)
     assert (ended.returncode, ended.stderr) == (1, "")
-
-
-def test_characters_pad_on_the_left_and_come_back() -> None:
-    tokenizer = Characters()
-    ids, mask = tokenizer.encode(["12+7=", "1+2="])
-    assert mask.tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
-    assert [tokenizer.decode(row) for row in ids.tolist()] == ["12+7=", "1+2="]
-    assert positions_of(mask).tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
-
-
-def test_reward_prefers_right_to_well_formed_to_noise() -> None:
-    assert judge("12", ended=True, target=12) == 1.0
-    assert judge("12", ended=False, target=12) < judge("13", ended=True, target=12) < 1.0
-    assert judge("", ended=False, target=12) == 0.0
 
 
 def test_loss_of_an_unchanged_policy_is_minus_the_mean_advantage() -> None:

@@ -422,9 +422,7 @@ def test_integers_computed_from_poison_come_back_and_others_are_taken_over(dtype
 
 @pytest.mark.parametrize("computed", [lambda t: t.clone(), lambda t: t.float(), lambda t: t[3:].clone()], ids=["clone", "float", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_poison_is_found_in_added_and_replaced_tensors(
-    dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_float8_poison_is_found_in_added_and_replaced_tensors(dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """One element of float8 poison in eight is a number."""
     manager, model = make_manager(), net()
     model.register_buffer("scale", torch.randn(5, 9).to(dtype))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
-from placement.group.protocol import LeastBudget, Reached, Stage
+from placement.group.protocol import Basis, Reached, Stage
 from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -236,8 +236,8 @@ class LeastOfAll:
         self.least_bytes = least_bytes
         self.agreed: list[Plan] = []
 
-    def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> LeastBudget:
-        return LeastBudget(min(self.least_bytes, budget_bytes), 1)
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> Basis:
+        return Basis(budget_bytes=min(self.least_bytes, budget_bytes), budget_rank=1)
 
     def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
         self.agreed.append(plan)

@@ -128,7 +128,7 @@ def test_the_wheel_works_where_it_lies(wheel: zipfile.ZipFile, tmp_path: Path) -
 import sys, urllib.request
 from pathlib import Path
 import placement
-from placement.observe.dashboards import Deployment, export
+from placement.observe.dashboards import export
 from placement.testing import SimulatedDevice
 
 assert placement.__file__.startswith({str(tmp_path)!r}), placement.__file__
@@ -136,7 +136,7 @@ manager = placement.Manager(device=SimulatedDevice(1 << 20), policy="resident")
 server = manager.serve()
 print("<html" in urllib.request.urlopen(server.url, timeout=60).read().decode().lower())
 manager.close()
-print(len(export(Path("dashboards"), Deployment(), overwrite=False)))
+print(len(export(Path("dashboards"))))
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

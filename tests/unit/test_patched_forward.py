@@ -66,7 +66,6 @@ def _forget_precision(accelerate: types.ModuleType) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-
 def _net(leaf: bool) -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(4, 4) if leaf else nn.Sequential(nn.Linear(4, 4), nn.Tanh())

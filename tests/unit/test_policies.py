@@ -196,6 +196,7 @@ class TestResident:
         training = after(view("train", *WORKER), Resident().plan(view("train", *WORKER)))
         assert used(Resident().plan(replace(training, phase="log_prob"))) == dict.fromkeys(TRAINED, GPU) | {"ref": GPU}
 
+
 class TestAsyncRollout:
     @pytest.mark.parametrize("phase", PHASES)
     def test_a_rollout_worker_never_touches_a_trainer(self, phase: str) -> None:
@@ -237,6 +238,7 @@ class TestEveryPolicy:
         for role in WORKER_ROLES:
             with pytest.raises(PolicyError, match="unknown phase 'nap'"):
                 policy.plan(view("nap", *WORKER, worker_role=role))
+
 
 class KeepReference(placement.policies.Colocated):
     """Colocated, but the reference model stays on the GPU whenever it fits."""

@@ -84,10 +84,13 @@ class Pair:
     def step(self, step: int, used: Sequence[int] | None = None) -> None:
         """One step of both, the placed one in a phase."""
         with self.manager.phase("train"):
-            for net, optimizer in self.both():
-                optimizer.zero_grad()
-                net(words(step), used).backward()
-                optimizer.step()
+            self.step_both(step, used)
+
+    def step_both(self, step: int, used: Sequence[int] | None = None) -> None:
+        for net, optimizer in self.both():
+            optimizer.zero_grad()
+            net(words(step), used).backward()
+            optimizer.step()
 
     def check(self) -> None:
         assert_same(dict(self.actor.state_dict()), dict(self.plain.state_dict()))
@@ -164,8 +167,9 @@ def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
     for step in range(3):
         pair.device.peak_bytes = 0
         with pair.manager.phase("train"):
-            held = pair.device.memory().chunk_bytes
-            assert pair.handle.resident_bytes == 0
+            early = pair.handle.resident_bytes  # the first buckets
+            assert 0 < early <= 3 * BUCKET if step else early == 0
+            held = pair.device.memory().chunk_bytes - early
             for net, optimizer in pair.both():
                 optimizer.zero_grad()
                 net(torch.ones(2, WIDTH) * step).square().mean().backward()
@@ -402,6 +406,62 @@ def test_nothing_is_kept_alive_by_the_call_that_stands_in() -> None:
     pair.manager.close()
 
 
+class TestFirstBuckets:
+    """They come while the forward and backward pass leave the link idle, and are shown when the step begins."""
+
+    def test_they_are_there_before_the_step_and_are_not_fetched_again(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        loaded, fetched = pair.handle.counters.loaded_bytes, list[int]()
+        with pair.manager.phase("train"):
+            early = pair.handle.prefetched_bytes
+            copy_all = pair.device.copy
+
+            def watched(copies: Any, to: str) -> None:
+                fetched.extend(each.nbytes for each in copies if to == "to_device")
+                copy_all(copies, to)
+
+            pair.device.copy = watched
+            pair.step_both(1)
+            assert early >= 2 * BUCKET
+            assert pair.handle.counters.loaded_bytes - loaded - sum(fetched) == pair.handle.counters.prefetch_used_bytes == early
+            assert pair.handle.prefetched_bytes == 0  # nobody knows whether there is another step
+            pair.step_both(2)
+        pair.check()
+
+    def test_a_phase_without_a_step_gives_them_back_and_says_that_they_came_in_vain(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        with pair.manager.phase("train"):
+            early = pair.handle.prefetched_bytes
+        assert pair.manager.snapshot().prefetch_discarded_bytes == early > 0
+        pair.step(1)
+        pair.check()
+
+    def test_torch_gets_their_memory_when_it_finds_none(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        with pair.manager.phase("train"):
+            assert pair.handle.prefetched_bytes
+            pair.device.run_out_of_memory()
+            assert pair.handle.resident_bytes == 0
+            pair.step_both(1)
+        pair.check()
+
+    @pytest.mark.parametrize("how", ["state of one parameter", "step of some layers"])
+    def test_state_that_changes_after_they_came_is_what_the_step_uses(self, how: str) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        with pair.manager.phase("train"):
+            assert pair.handle.prefetched_bytes
+            if how == "state of one parameter":
+                for net, optimizer in pair.both():
+                    optimizer.state[net.embed.weight]["exp_avg"] = torch.ones_like(net.embed.weight)
+            pair.step_both(1, used=[0, 5] if how == "step of some layers" else None)
+        pair.step(2)
+        pair.check()
+
+
 class TestMemory:
     def test_a_plan_counts_the_window(self) -> None:
         pair = Pair(adamw)
@@ -426,8 +486,9 @@ class TestMemory:
         pair = Pair(adamw)
         pair.step(0)
         with pair.manager.phase("train"):
+            pair.step_both(1)  # the first buckets of this one have come before it
             for net, _ in pair.both():
-                net(words(1)).backward()
+                net(words(2)).backward()
             free = pair.device.memory().free_bytes
             pair.device.outside_bytes = free - 4 * CHUNK  # the largest bucket, with two chunks that the one before has, too
             for _, optimizer in pair.both():
@@ -441,9 +502,10 @@ class TestMemory:
     def test_a_device_without_room_for_a_bucket_stops_there(self) -> None:
         pair = Pair(adamw)
         pair.step(0)
-        before = copy.deepcopy(pair.handle.state_dict())
         with pair.manager.phase("train"):
-            pair.net(words(1)).backward()
+            pair.step_both(1)
+            before = copy.deepcopy(pair.handle.state_dict())
+            pair.net(words(2)).backward()
             pair.device.outside_bytes = pair.device.memory().free_bytes
             with pytest.raises(placement.DeviceMemoryError) as caught:
                 pair.optimizer.step()

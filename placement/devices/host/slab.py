@@ -54,16 +54,21 @@ def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
-def upload(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`target.copy_(source)` for a source in a slab, split at registrations, because the driver refuses a copy across two of them."""
-    is_plain = type(source) is type(target) is torch.Tensor and source.dtype == target.dtype
-    if not is_plain or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
+def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+    """`target.copy_(source, non_blocking)` for a source in a slab. A cast is made on the device.
+
+    The copy is split at registrations, because the driver refuses one across two of them.
+    """
+    is_plain = type(source) is type(target) is torch.Tensor
+    if is_plain and source.dtype != target.dtype and target.device.type != "cpu":
+        return target.copy_(upload(torch.empty_like(source, device=target.device), source, non_blocking=non_blocking))
+    if not is_plain or source.dtype != target.dtype or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
         return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
     into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
     for address, nbytes in cut_at(SPAN_BYTES, source.data_ptr(), source.nbytes):
         start = address - source.data_ptr()
-        into[start : start + nbytes].copy_(out_of[start : start + nbytes])
+        into[start : start + nbytes].copy_(out_of[start : start + nbytes], non_blocking=non_blocking)
     return target
 
 

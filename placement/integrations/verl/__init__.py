@@ -5,6 +5,6 @@ verl finds this package by the entry point `placement` in the group `verl.plugin
 
 from __future__ import annotations
 
-from placement.integrations.verl.managers import close_manager, manager, use_manager
+from placement.integrations.verl.placed import close_manager, manager, use_manager
 
 __all__ = ["close_manager", "manager", "use_manager"]

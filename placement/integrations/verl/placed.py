@@ -1,9 +1,13 @@
-"""`PlacedEngine` comes before one of verl's FSDP engines among the bases of a class and lets placement do what verl's offloading does."""
+"""The manager that verl's engines of a process share, and `PlacedEngine`, under which placement does what verl's offloading does."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
+import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -11,31 +15,118 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from placement.core.errors import PlacementError
+from placement.core.errors import PhaseError, PlacementError
 from placement.core.states import State
 from placement.core.weak_set import WeakIdSet
-from placement.integrations.verl import managers
-from placement.integrations.verl.managers import logger
+from placement.group import Group, StoreGroup
+from placement.manager import Manager
 from placement.phases.phase import Hold
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
-    from placement.manager import Manager
     from placement.registration.handle import Handle
 
     _Engine = Any
 else:
     _Engine = object
 
+logger = logging.getLogger("placement.integrations.verl")
+logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))  # verl sets the root logger to WARNING
+
+_lock = threading.Lock()
+_made: list[Manager] = []
+_numbers = itertools.count()
+_joined: list[Group] = []
+"""The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
+_ended: list[weakref.WeakMethod[Callable[[], None]]] = []
+"""Methods that end the rollout's phase, called when an engine begins one."""
+
+
+def manager() -> Manager:
+    """The manager that verl's engines in this process share, made at the first call with the settings in `PLACEMENT_*`.
+
+    All ranks of the worker group change phase together. With `PLACEMENT_DISCOVERY` set it serves its metrics, too.
+
+    Raises:
+        ValueError: a `PLACEMENT_*` variable is wrong.
+        PlacementError: the device does not exist, there is no such policy, or the folder of `PLACEMENT_DISCOVERY` cannot be written.
+    """
+    with _lock:
+        if not _made:
+            made = Manager.from_settings(group=_group())
+            if made.settings.discovery is not None:
+                try:
+                    made.serve()
+                except BaseException:
+                    made.close()  # else the next call would give one that nobody can read
+                    raise
+            _made.append(made)
+        return _made[0]
+
+
+def current_manager() -> Manager | None:
+    """The manager of this process, if there is one already."""
+    return _made[0] if _made else None
+
+
+def on_next_phase(end: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call `end` before an engine of this process begins a phase, each time."""
+    _ended.append(end)
+
+
+def next_phase() -> None:
+    """An engine of this process is about to begin a phase in which the rollout is not needed."""
+    for end in _ended:
+        method = end()
+        if method is not None:
+            method()
+
+
+def use_manager(made: Manager) -> None:
+    """Let verl's engines in this process use a manager of your own: with a policy object, or a device that no variable can name.
+
+    Raises:
+        PhaseError: this process has a manager already.
+    """
+    with _lock:
+        if _made:
+            raise PhaseError("verl's engines in this process have a manager; call use_manager() before the first one is built")
+        _made.append(made)
+
+
+def close_manager() -> None:
+    """Close the manager of this process, so that the next call of `manager` makes a new one. Every rank does so, or none.
+
+    Raises:
+        PhaseError: a phase is open.
+    """
+    with _lock:
+        if _made:
+            next_phase()
+            _made[0].close()
+            _made.clear()
+            _ended.clear()
+        _joined.clear()
+
+
+def _group() -> Group | None:
+    """The ranks of verl's worker group, over the store of their process group. A number keeps the keys of each manager apart."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if not _joined:
+        store = PrefixStore(f"verl/{next(_numbers)}", _get_default_store())
+        _joined.append(StoreGroup(store, dist.get_rank(), dist.get_world_size()))
+    return _joined[0]
+
+
+# --- weights on their way to a rollout
+
 
 class Publication(Iterator[tuple[Any, ...]]):
-    """An engine's weights, with the hold under which they are read. It ends like `Hold.around`, and when the sync fails.
-
-    Args:
-        hold: the phase in which the model is held.
-        weights: a generator of weights.
-    """
+    """An engine's weights, from a generator, with the hold under which they are read. It ends like `Hold.around`, and if the sync fails."""
 
     def __init__(self, hold: Hold, weights: Iterator[tuple[Any, ...]]) -> None:
         self._hold, self._weights = hold, weights
@@ -75,12 +166,7 @@ _publications: WeakIdSet[Publication] = WeakIdSet()
 
 
 def cut_off_all(weights: Any, error: BaseException) -> None:
-    """End all publications of this process because a sync has failed. Failures of ending become notes on its error.
-
-    Args:
-        weights: what the sync was reading: a publication, or somebody's generator around one.
-        error: the error of the sync.
-    """
+    """End all publications of this process because a sync of these weights (a publication, or a generator around one) has failed."""
     if not isinstance(weights, Publication) and hasattr(weights, "close"):
         with noted(error):
             weights.close()
@@ -163,11 +249,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return bool(self.engine_config.strategy == "fsdp2" and self.engine_config.offload_policy)
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module under FSDP, under a CPU offload policy only if placement is not to place it.
-
-        verl puts every `forward_only` model under one, which copies each layer to the device for each micro-batch. placement loads the
-        model once a phase.
-        """
+        """verl puts a `forward_only` model under a CPU offload policy, which copies each layer for each micro-batch: not a placed one."""
         if self._reason_to_leave_it() is not None:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
         config, forward_only = self.engine_config, self.engine_config.forward_only
@@ -178,26 +260,23 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             config.forward_only = forward_only
 
     def _register(self) -> None:
-        """Register the module and the optimizer. What the configuration does not offload is external: tracked, never moved.
-
-        So is what FSDP2's policy places, which `register` finds.
-        """
+        """Register the module and the optimizer. What is not offloaded, or by FSDP2's policy, is external: tracked, never moved."""
         config, is_left = self.engine_config, self._is_left_to_fsdp2
-        self._manager = manager = managers.manager()
-        name = self._model_handle.name if self._model_handle is not None else _free_name(manager, self._role)
+        self._manager = shared = manager()
+        name = self._model_handle.name if self._model_handle is not None else _free_name(shared, self._role)
         is_fixed = self.optimizer is None
         if config.strategy == "fsdp2" and not is_left:  # else `to` would move the buffers to where the parameters are
             # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to` later, and the audit would find them stray.
             self.module.to(next(self.module.parameters()).device)
         external = not (config.param_offload or is_left)
-        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True)
+        model = shared.register(name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True)
         try:
             if self.optimizer is not None:
                 external = not (config.optimizer_offload or is_left)
-                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=external, replace=True)
+                shared.register(f"{name}.optimizer", self.optimizer, owner=model, external=external, replace=True)
         except BaseException:
             self._model_handle = None
-            manager.unregister(model)
+            shared.unregister(model)
             raise
         self._model_handle = model
         if is_left:
@@ -220,7 +299,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _hold(self, phase: str) -> AbstractContextManager[Any]:
         if self._manager is None or self._model_handle is None:
             return nullcontext()
-        managers.next_phase()
+        next_phase()
         return self._manager.hold(phase, only=[self._model_handle])
 
     # --- phases
@@ -286,11 +365,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return bool(self.engine_config.strategy == "fsdp" or self._is_lora)
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
-        """The same weights; one that lies in the model's own memory is copied.
-
-        On one rank, and for what is not sharded, verl yields aliases. The model's memory cannot go through CUDA IPC, and it is gone when
-        the phase ends.
-        """
+        """The same weights. Aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
         own = {part.untyped_storage().data_ptr() for each in _tensors_of(self.module) for part in _parts(each)}
         try:
             for name, weight, *rest in weights:
@@ -315,7 +390,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         has_model = "model" in parts or self._model_handle.external
         phase = "train" if has_model and "optimizer" in parts else self._reading_phase if "model" in parts else None
         if phase is not None:
-            managers.next_phase()
+            next_phase()
         following = None if phase is None else self._manager.hold(phase, only=[self._model_handle])
         self._end_manual()
         self._manual, self._manual_parts = following, parts
@@ -359,11 +434,7 @@ _NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not na
 
 
 def register(vendor: str) -> str:
-    """Register the engines under a vendor's name and return what was registered, as text.
-
-    Raises:
-        PlacementError: verl's engines lack what is overridden here, or its registry knows no vendors.
-    """
+    """Register the engines under a vendor's name and return what was registered, as text. PlacementError if this verl lacks something."""
     import verl
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead

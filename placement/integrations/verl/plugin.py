@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from placement.core.errors import PlacementError
-from placement.integrations.verl.managers import logger
+from placement.integrations.verl.placed import logger, register
 
 VENDOR = "placement"
 
@@ -62,14 +62,8 @@ def is_chosen() -> bool:
 
 
 def register_engines() -> None:
-    """Register placement's engines with verl.
-
-    Raises:
-        PlacementError: this version of verl lacks something that they need, and they were asked for.
-    """
+    """Register placement's engines with verl. If this version lacks what they need, that is an error where they were asked for."""
     try:
-        from placement.integrations.verl.placed import register
-
         names = register(VENDOR)
     except (ImportError, AttributeError, TypeError, PlacementError) as error:
         if is_chosen():

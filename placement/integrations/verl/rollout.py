@@ -22,11 +22,8 @@ import torch
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
-from placement.engines.residency import Residency
-from placement.engines.tagged import TaggedEngine, Weights
-from placement.integrations.verl import managers
-from placement.integrations.verl.managers import logger
-from placement.integrations.verl.placed import cut_off_all, noted
+from placement.engines.tagged import Residency, TaggedEngine, Weights
+from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, on_next_phase
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -120,7 +117,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        manager = managers.current()
+        manager = current_manager()
         reason = self._reason_to_leave_it(manager)
         if manager is None or reason is not None:
             logger.info("the rollout is no handle of placement: %s", reason)
@@ -135,7 +132,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         )
         manager.register("rollout", self._colocated, role="rollout", replace=True)
         self._manager = manager
-        managers.on_next_phase(weakref.WeakMethod(self.ended))
+        on_next_phase(weakref.WeakMethod(self.ended))
         logger.info("placement knows the rollout as 'rollout' (%s)", type(self).__name__)
 
     def _reason_to_leave_it(self, manager: Manager | None) -> str | None:
@@ -239,15 +236,7 @@ class PlacedSglang(PlacedRollout):
 
 
 def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:
-    """Let verl use a placed adapter for the rollouts of this name, in this process.
-
-    Args:
-        name: verl's name of the rollout.
-        kind: the class that comes before verl's adapter.
-
-    Raises:
-        KeyError: verl knows no such rollout.
-    """
+    """Let verl use an adapter of this kind for the rollouts of this name, in this process. KeyError if it knows none of the name."""
     from verl.workers.rollout import base
 
     key = name, "async"
@@ -272,9 +261,7 @@ def __getattr__(attribute: str) -> Any:
 def _done(method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
     """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one.
 
-    Raises:
-        EngineError: the server refused it by an HTTP status below 500, so that nothing was done.
-        EngineLost: it failed otherwise, so that its effect is unknown.
+    It raises EngineError where the server refused it by an HTTP status below 500, so that nothing was done, else EngineLost.
     """
     try:
         with ThreadPoolExecutor(1) as thread:

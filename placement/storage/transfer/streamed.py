@@ -2,7 +2,8 @@
 
 The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets ahead, is stepped there, and goes back
 to the host behind the step, so that the link is busy both ways beside the kernels. At most three buckets are on the device: one that
-leaves or is stepped, and two that come. No tensor is touched, because the state keeps its addresses.
+leaves or is stepped, and two that come. The first ones may have come aside before the step (`Prefetcher`). No tensor is touched, because
+the state keeps its addresses.
 
 The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes
 are on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings
@@ -94,6 +95,12 @@ def most_buckets(nbytes: int, bucket_bytes: int) -> int:
     return 2 * (nbytes // bucket_bytes) + 1
 
 
+def first_chunks(pieces: Sequence[Piece], bucket_bytes: int) -> tuple[RangeChunk, ...]:
+    """The chunks of the buckets that a step fetches before it steps the first one."""
+    buckets = buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]
+    return tuple(dict.fromkeys(each for bucket in buckets for each in bucket.chunks))
+
+
 def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
     """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
     pieces = list(pieces)
@@ -122,6 +129,8 @@ class Streamed(NamedTuple):
     """The result of a streamed step."""
 
     to_device_bytes: int
+    early_bytes: int
+    """The part of them that came before the step."""
     to_host_bytes: int
     peak_bytes: int
     """The most device bytes of the state at a time."""
@@ -157,6 +166,7 @@ class StreamedStep:
     _is_tight: bool = False
     """Whether the device lacks memory for buckets ahead."""
     _to_device_bytes: int = 0
+    _early_bytes: int = 0
     _to_host_bytes: int = 0
     _peak_bytes: int = 0
 
@@ -181,7 +191,7 @@ class StreamedStep:
         holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:
-                r.pages.discard(aside)  # it would not count as a part of the window
+                r.pages.discard_unusable(aside)
             aside.release()
             holding.is_consistent = False
             holding.is_stepping = True
@@ -212,7 +222,7 @@ class StreamedStep:
             with without_modes():
                 holding.count_uses()
             device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
-        return Streamed(self._to_device_bytes, self._to_host_bytes, self._peak_bytes)
+        return Streamed(self._to_device_bytes + self._early_bytes, self._early_bytes, self._to_host_bytes, self._peak_bytes)
 
     # --- coming
 
@@ -258,6 +268,8 @@ class StreamedStep:
                 self._to_device_bytes += fill(device, [(r.pages, run)])
         finally:
             chunk_pool.give(chunks)
+        for r, run in page_runs(bucket.chunks):
+            self._early_bytes += r.pages.show(run)
         bucket.arrived = device.mark("to_device")
         self._fetched += 1
         self._peak_bytes = max(self._peak_bytes, self._live_bytes())
@@ -316,7 +328,7 @@ class StreamedStep:
     def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
         """Take the chunks away that stay for buckets after this one, which has no room beside them."""
         device, wanted = self.holding.device, {*bucket.chunks}
-        kept = [(r, index) for r in self.holding.ranges for index in r.pages.at(Behind.OWN) if (r, index) not in wanted]
+        kept = [(r, index) for r in self.holding.ranges for index in r.pages.at(Behind.OWN, Behind.ASIDE) if (r, index) not in wanted]
         if not kept:
             return
         device.order()  # the copies come behind the steps: nothing else waits for a bucket of which no chunk has left

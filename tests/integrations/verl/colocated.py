@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -206,36 +207,28 @@ def too_little_budget(rollout: str, model: Path, file: Path) -> tuple[str, list[
     job.sync()  # measures them
     job.sleep()
     job.actor.infer_batch(batch(0))
-    try:
+    with pytest.raises(DeviceMemoryError) as refused:  # 8 MiB, and the budget is 6 MiB
         job.sync()
-    except DeviceMemoryError as error:
-        return str(error), job.replica.calls, job.states()["rollout"]
-    raise AssertionError("8 MiB were loaded although the budget is 6 MiB")
+    return str(refused.value), job.replica.calls, job.states()["rollout"]
 
 
 def failure(model: Path, file: Path) -> str:
     """The error of a rollout that cannot wake."""
     job = Job("vllm", model, file)
     job.replica.fails = True
-    try:
+    with pytest.raises(PlacementError) as failed:
         job.sync()
-    except PlacementError as error:
-        return str(error)
-    raise AssertionError("a rollout that failed to wake was taken for awake")
+    return str(failed.value)
 
 
 def refused_weights(model: Path, file: Path) -> tuple[str, dict[str, str], list[str]]:
     """A rollout that fails while it reads the weights, and somebody who keeps the error: the states then, and the tags of the next sync."""
     job = Job("vllm", model, file)
-    with _refusing():
-        try:
-            job.sync()
-            raise AssertionError("a sync that failed counted as done")
-        except RuntimeError as error:
-            kept = error  # and with it the frames, which have the weights
+    with _refusing(), pytest.raises(RuntimeError) as kept:  # and with it the frames, which have the weights
+        job.sync()
     states = job.states()
     assert job.manager.phase_name == "idle"
-    return str(kept), states, job.sync()
+    return str(kept.value), states, job.sync()
 
 
 def refused_base(model: Path, file: Path) -> tuple[str, dict[str, str], str, list[str]]:
@@ -247,19 +240,12 @@ def refused_base(model: Path, file: Path) -> tuple[str, dict[str, str], str, lis
     asyncio.run(job.adapter.resume(["weights"]))
     adapters, _ = job.actor.engine.get_per_tensor_param()
     base, _ = job.actor.engine.get_per_tensor_param()
-    with _refusing():
-        try:
-            asyncio.run(job.adapter.update_weights(base))
-            raise AssertionError("a sync that failed counted as done")
-        except RuntimeError as error:
-            kept = error
+    with _refusing(), pytest.raises(RuntimeError) as kept:
+        asyncio.run(job.adapter.update_weights(base))
     states = job.states()
-    try:
+    with pytest.raises(PlacementError) as later:  # half of the weights would have counted as all
         next(adapters)
-        raise AssertionError("half of the weights would have counted as all")
-    except PlacementError as error:
-        later = str(error)
-    return str(kept), states, later, job.sync()
+    return str(kept.value), states, str(later.value), job.sync()
 
 
 def failing_ends(model: Path, file: Path) -> tuple[str, list[str]]:
@@ -276,12 +262,9 @@ def failing_ends(model: Path, file: Path) -> tuple[str, list[str]]:
         raise OSError("the phase cannot be left")
 
     job.adapter._open = SimpleNamespace(release=stuck)
-    with _refusing():
-        try:
-            asyncio.run(job.adapter.update_weights(torn()))
-            raise AssertionError("a sync that failed counted as done")
-        except RuntimeError as error:
-            return str(error), error.__notes__
+    with _refusing(), pytest.raises(RuntimeError) as failed:
+        asyncio.run(job.adapter.update_weights(torn()))
+    return str(failed.value), failed.value.__notes__
 
 
 def failed_sender(model: Path, file: Path, cancelled: bool) -> tuple[str, dict[str, str], list[str]]:
@@ -305,13 +288,9 @@ def failed_sender(model: Path, file: Path, cancelled: bool) -> tuple[str, dict[s
     async def update() -> None:
         await asyncio.wait_for(ActorRolloutRefWorker.update_weights(worker, mode="nccl"), 0.1 if cancelled else None)
 
-    with logged() as told:
-        try:
-            asyncio.run(update())
-            raise AssertionError("a sync that failed counted as done")
-        except (RuntimeError, TimeoutError) as error:
-            kept = error
-    return repr(kept), job.states(), told
+    with logged() as told, pytest.raises((RuntimeError, TimeoutError)) as kept:
+        asyncio.run(update())
+    return repr(kept.value), job.states(), told
 
 
 @contextmanager
@@ -341,10 +320,8 @@ def placed_adapters() -> dict[str, Any]:
         rollout.place("nearby")
         found = get_rollout_class("nearby")
         again = get_rollout_class("nearby")
-        try:
+        with pytest.raises(KeyError) as unknown:
             rollout.place("nowhere")
-        except KeyError as error:
-            unknown = str(error)
-        return {"bases": [base.__name__ for base in found.__bases__], "same": found is again, "unknown": unknown}
+        return {"bases": [base.__name__ for base in found.__bases__], "same": found is again, "unknown": str(unknown.value)}
     finally:
         del _ROLLOUT_REGISTRY["nearby", "async"]

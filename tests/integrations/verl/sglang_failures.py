@@ -7,6 +7,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from placement import PlacementError
 from tests.integrations.verl.colocated import Job
 from tests.integrations.verl.worker import batch
@@ -29,11 +31,10 @@ def refused(model: Path, file: Path) -> dict[str, Any]:
     job = Job("sglang", model, file)
     asyncio.run(job.adapter.resume(["weights"]))
     job.replica.refuse(True)
-    try:
+    with pytest.raises(PlacementError) as error:
         asyncio.run(job.adapter.resume(["kv_cache"]))
-        raise AssertionError("a server that refused was taken for awake")
-    except PlacementError as error:
-        found = {"error": str(error), "calls": list(job.replica.calls), "state": job.states()["rollout"], "phase": job.manager.phase_name}
+    found = {"error": str(error.value), "calls": list(job.replica.calls)}
+    found |= {"state": job.states()["rollout"], "phase": job.manager.phase_name}
     found["held"] = sorted(job.replica.server.memory.tags)
     job.replica.refuse(False)
     job.actor.train_batch(batch(0))
@@ -51,11 +52,9 @@ def cut_off(model: Path, file: Path) -> tuple[str, str, list[str], list[str]]:
         raise RuntimeError("the actor failed")
 
     asyncio.run(job.adapter.resume(["weights"]))
-    try:
+    with pytest.raises(RuntimeError) as error:
         asyncio.run(job.adapter.update_weights(torn()))
-        raise AssertionError("a sync that was cut off counted as done")
-    except RuntimeError as error:
-        found = str(error), job.states()["rollout"], list(job.replica.calls)
+    found = str(error.value), job.states()["rollout"], list(job.replica.calls)
     job.sync()
     return *found, job.replica.calls[len(found[2]) :]
 
@@ -68,9 +67,8 @@ def killed(model: Path, file: Path) -> dict[str, Any]:
     job.actor.train_batch(batch(0))
     found: dict[str, Any] = {"state": job.states()["rollout"], "errors": []}
     for _ in range(2):
-        try:
+        with pytest.raises(PlacementError) as error:
             job.sync()
-        except PlacementError as error:
-            found["errors"].append(f"{type(error).__name__}: {error}")
+        found["errors"].append(f"{type(error.value).__name__}: {error.value}")
     job.actor.train_batch(batch(1))
     return found | {"after": job.states(), "calls": job.replica.calls}

@@ -37,10 +37,3 @@ def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
     """And the next manager of both is in a group of its own."""
     assert two_ranks.run(announced.at_the_second_try, tmp_path / "first", tmp_path / "second") == [["log_prob", "log_prob"]] * 2
-
-
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLACEMENT_DEVICE", "gpu")
-    with pytest.raises(ValueError, match="device 'gpu' is not known") as raised:
-        verl.manager()
-    assert raised.value.__notes__ == ["placement: set in the environment: PLACEMENT_DEVICE='gpu'"]

@@ -1,0 +1,101 @@
+"""Bring weights from the host copy while those before them are used.
+
+In a streamed sync the host copy has the valid values. The parts that this rank has of the next weights are copied to the device on a
+stream of their own, in groups of about a bucket. Each bucket waits for its own groups alone, and the collectives that gather it run on the
+caller's stream under the copies of the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from placement.core.torch_modes import without_modes
+from placement.frameworks.weights import Reader, Weight
+
+Wanted = tuple[Weight, torch.dtype]
+_Target = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of the module, and memory on the device for its value."""
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Read values as they are, whatever modes the caller is in."""
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Ahead:
+    """Copies the weights of one publishing to the device, in the order in which they are published.
+
+    Memory is taken on the caller's stream. The copies wait for what that stream has been given before: for whoever used the memory last.
+
+    Args:
+        reader: reads from the host copy; `Reader.fetched` gets what has been brought.
+        bucket_bytes: bytes of published weights in a group; one weight where that is larger.
+    """
+
+    def __init__(self, reader: Reader, wanted: Iterable[Wanted], bucket_bytes: int) -> None:
+        self._reader = reader
+        self._wanted = deque(wanted)
+        self._bucket_bytes = bucket_bytes
+        self._groups: deque[int] = deque()
+        """The published bytes of each group that is not used up."""
+        self._seen: set[int] = set()
+        self._device: Any = torch.get_device_module(reader.device) if self._wanted and reader.device.type != "cpu" else None
+        self._stream: Any = None if self._device is None else self._device.Stream(reader.device)
+
+    def fetch(self) -> None:
+        """Start the copies of the coming bucket, if none did, and of the one after it. Called before a bucket is filled."""
+        groups = list[list[_Target]]()
+        while self._wanted and len(self._groups) < 2:
+            groups.append(self._take_group())  # all memory before any copy: the driver may let an allocation wait for copies
+        for group in groups:
+            self._start(group)
+
+    def used(self, nbytes: int) -> None:
+        """Note that so many published bytes have been handed out."""
+        while self._groups and nbytes:
+            part = min(nbytes, self._groups[0])
+            nbytes -= part
+            self._groups[0] -= part
+            if not self._groups[0]:
+                self._groups.popleft()
+
+    def _take_group(self) -> list[_Target]:
+        """Take memory for what this rank has of the next weights."""
+        group, nbytes = list[_Target](), 0
+        while self._wanted:
+            weight, dtype = self._wanted[0]
+            size = weight.shape.numel() * dtype.itemsize
+            if nbytes and nbytes + size > self._bucket_bytes:
+                break
+            self._wanted.popleft()
+            nbytes += size
+            for source, its_dtype in weight.sources(dtype):
+                if id(source) not in self._seen:
+                    self._seen.add(id(source))
+                    group.append((source, self._reader.target(source, its_dtype)))
+        self._groups.append(nbytes)
+        return group
+
+    def _start(self, group: list[_Target]) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(self._device.current_stream(self._reader.device))
+        with contextlib.nullcontext() if self._stream is None else self._device.stream(self._stream):
+            for source, target in group:
+                self._reader.fill(target, source.detach(), non_blocking=True)
+            arrived = None if self._stream is None else self._stream.record_event()
+        for source, target in group:
+            self._reader.fetched[id(source)] = source, target, arrived
+
+    def end(self) -> None:
+        """Wait for copies that nobody waits for, after the last weight or an early end. Idempotent."""
+        if self._stream is not None and self._reader.fetched:
+            self._stream.synchronize()
+        self._reader.fetched.clear()
+        self._wanted.clear()
