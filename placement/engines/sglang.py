@@ -9,6 +9,7 @@ needs `--enable-memory-saver`.
 from __future__ import annotations
 
 import abc
+import importlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine
+from placement.tensors.plain import PLAIN_TYPES
 
 _ENDED = "ended"
 """Stands for the time at which a server was started that has ended."""
@@ -152,7 +154,8 @@ class SglangInProcess(_Sglang):
 
     Args:
         engine: the `sglang.Engine`, made with `enable_memory_saver=True`.
-        send: as in `SglangServer`; None: `engine.update_weights_from_tensor`.
+        send: as in `SglangServer`; None: `engine.update_weights_from_tensor`, with one flattened tensor a bucket and dtype
+            (`load_format="flattened_bucket"`) where this SGLang has `FlattenedTensorBucket`. It takes the memory of one more bucket.
         options: options of `TaggedEngine`.
 
     Raises:
@@ -198,9 +201,24 @@ class SglangInProcess(_Sglang):
         if self._send is not None:
             self._send(bucket)
             return
-        success, message = self._call("update_weights_from_tensor", named_tensors=[*bucket], flush_cache=False)
+        formats = _flattened_format() if all(type(tensor) in PLAIN_TYPES for _, tensor in bucket) else None
+        if formats is None:
+            self._update(len(bucket), named_tensors=[*bucket])
+            return
+        flattened, serialize = formats
+        by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in bucket:
+            by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
+        for pairs in by_dtype.values():  # together, a value of a wider dtype might begin where it cannot be read
+            flat = flattened(named_tensors=pairs)
+            content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+            payloads = [serialize(content) for _ in range(getattr(self._engine.server_args, "tp_size", 1))]
+            self._update(len(pairs), named_tensors=payloads, load_format="flattened_bucket")
+
+    def _update(self, count: int, **keywords: Any) -> None:
+        success, message = self._call("update_weights_from_tensor", **keywords, flush_cache=False)
         if not success:
-            raise EngineError(f"SGLang refused a bucket of {len(bucket)} weights: {message}")
+            raise EngineError(f"SGLang refused a bucket of {count} weights: {message}")
 
     def _flush(self) -> str | None:
         answer = self._call("flush_cache")
@@ -211,3 +229,13 @@ class SglangInProcess(_Sglang):
             return getattr(self._engine, name)(**keywords)
         except Exception as error:
             raise EngineLost(f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; it is not known what it did") from error
+
+
+def _flattened_format() -> tuple[Any, Any] | None:
+    """SGLang's class of flattened buckets, and its serialiser. None: this SGLang has no such format."""
+    try:
+        bucket: Any = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+        utils: Any = importlib.import_module("sglang.srt.utils")
+    except ImportError:
+        return None
+    return bucket.FlattenedTensorBucket, utils.MultiprocessingSerializer.serialize

@@ -6,6 +6,7 @@ and goes behind fixed addresses, or go on using memory that is no longer there.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import deque
@@ -128,6 +129,8 @@ class WeightInfo:
 Dtype = torch.dtype | str | None
 Cast = Dtype | Mapping[str, Dtype] | Callable[[str, WeightInfo], Dtype]
 """One dtype for all weights that may be cast, one for each named weight, or a function of a weight's name and description."""
+Transform = Callable[[str, torch.Tensor], torch.Tensor | Sequence[tuple[str, torch.Tensor]]]
+"""A function of a weight's published name and full value, which returns what is published in its place."""
 
 
 class Bucket(list[tuple[str, torch.Tensor]]):
@@ -181,22 +184,59 @@ class Publisher(Protocol):
     def module_adapters(self) -> Sequence[ModuleAdapter]: ...
 
 
-def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names) -> list[WeightInfo]:
+def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    return _announced(_found(handle, adapters, names), dtype)
+    announced = _announced(_found(handle, adapters, names), dtype)
+    if transform is None:
+        return announced
+    pieces: list[tuple[str, torch.Tensor]] = []
+    seen: set[str] = set()
+    for info in announced:
+        try:
+            made = _transformed(transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"transform= cannot be run on {info.name!r} without values, on the meta device ({error}); weights_info() needs that, "
+                "weights() does not"
+            ) from error
+        pieces += _named_once(made, seen)
+    return [WeightInfo(name, tuple(piece.shape), piece.dtype) for name, piece in pieces]
+
+
+def _transformed(transform: Transform, name: str, value: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+    """The pieces that the user's function makes of one weight. Raises TypeError where it returns neither a tensor nor pairs."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = transform(name, value)
+    pieces = [(name, made)] if isinstance(made, torch.Tensor) else made
+    if not isinstance(pieces, list | tuple) or not all(
+        isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], torch.Tensor) for each in pieces
+    ):
+        raise TypeError(f"transform= must return a tensor, or a list of (name, tensor); for {name!r} it returned {made!r:.200}")
+    return pieces
+
+
+def _named_once(pieces: Sequence[tuple[str, torch.Tensor]], seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
+    """The pieces, whose names are added to those seen. Raises ValueError for one that was seen before."""
+    for name, _ in pieces:
+        if name in seen:
+            raise ValueError(f"transform= returned the name {name!r} twice: a receiver would take only one of the two")
+        seen.add(name)
+    return pieces
 
 
 def weights(
-    handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+    handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
     bucket_bytes = _positive(bucket_bytes)
+    if transform is not None and not callable(transform):
+        raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
     _require_syncing(handle)
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
     announced = _announced(found, dtype)
-    return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, _times_begun(handle))
+    return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, transform, _times_begun(handle))
 
 
 def weight_changes(
@@ -277,44 +317,77 @@ def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> Weigh
 
 
 def _buckets(
-    handle: Publisher, announced: list[WeightInfo], found: list[Weight], adapters: Adapters, bucket_bytes: int, begun: int
+    handle: Publisher,
+    announced: list[WeightInfo],
+    found: list[Weight],
+    adapters: Adapters,
+    bucket_bytes: int,
+    transform: Transform | None,
+    begun: int,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
     waiting = deque(zip(announced, found, strict=True))
-    bucket, size = Bucket(0, adapters, announced), 0
+    pieces: deque[tuple[str, torch.Tensor]] = deque()
+    """The transformed pieces of one weight that are in no bucket yet."""
+    seen: set[str] = set()
+    known = announced if transform is None else ()
+    bucket, size = Bucket(0, adapters, known), 0
     reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
     ahead = Ahead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
     try:
-        while waiting:
+        while waiting or pieces:
             _require_syncing(handle, begun)
-            info, weight = waiting[0]
-            nbytes = weight.shape.numel() * info.dtype.itemsize
+            if transform is not None and not pieces:
+                info, weight = waiting.popleft()
+                with plainly():
+                    ahead.fetch()
+                    value = weight.whole(reader, info.dtype)
+                ahead.used(_nbytes(info))
+                try:
+                    pieces.extend(_named_once(_transformed(transform, info.name, value), seen))
+                except Exception:
+                    _take_part(handle, reader, waiting, begun)
+                    raise
+                del value  # not kept while buckets of its pieces are out
+                continue
+            nbytes = pieces[0][1].nbytes if pieces else _nbytes(waiting[0][0])
             if bucket and size + nbytes > bucket_bytes:
                 yield bucket
                 bucket.end()
-                bucket, size = Bucket(bucket.number + 1, adapters, announced), 0
+                bucket, size = Bucket(bucket.number + 1, adapters, known), 0
                 continue
-            waiting.popleft()
-            with plainly():
-                if not bucket:
-                    ahead.fetch()
-                bucket.append((info.name, weight.whole(reader, info.dtype)))
-            ahead.used(nbytes)
+            if pieces:
+                bucket.append(pieces.popleft())
+            else:
+                info, weight = waiting.popleft()
+                with plainly():
+                    if not bucket:
+                        ahead.fetch()
+                    bucket.append((info.name, weight.whole(reader, info.dtype)))
+                ahead.used(nbytes)
             size += nbytes
         if bucket:
             bucket.is_last = True
             yield bucket  # the last one is not emptied, because nothing needs its memory
     except GeneratorExit:
-        # After an early end on this rank: take part in the remaining collectives, so that ranks that go on are not left waiting.
-        for info, weight in waiting:
-            if handle.state is not State.SYNCING or begun != _times_begun(handle):
-                break
-            if weight.is_collective:
-                with plainly():
-                    weight.whole(reader, info.dtype)
+        _take_part(handle, reader, waiting, begun)
         raise
     finally:
         ahead.end()
+
+
+def _nbytes(info: WeightInfo) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def _take_part(handle: Publisher, reader: Reader, waiting: Iterable[tuple[WeightInfo, Weight]], begun: int) -> None:
+    """Take part in the remaining collectives after an early end on this rank, so that ranks that go on are not left waiting."""
+    for info, weight in waiting:
+        if handle.state is not State.SYNCING or begun != _times_begun(handle):
+            break
+        if weight.is_collective:
+            with plainly():
+                weight.whole(reader, info.dtype)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

@@ -7,6 +7,7 @@ whose receiver knows the names of checkpoints, as loaders of rollout engines do:
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -16,10 +17,13 @@ from placement.core import is_a
 from placement.frameworks.weights import Reader, Weight
 
 Names = Literal["module", "checkpoint"]
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 def in_checkpoint(model: Any, weights: Sequence[tuple[str, Weight]]) -> list[tuple[str, Weight]]:
-    """Name and weight of everything that `save_pretrained` would write. Weights that are made together follow one another.
+    """Name and weight of everything that `save_pretrained` would write: what is in no layer, then layer by layer, as engines take it in.
+
+    In a layer, weights that are made together follow one another.
 
     Args:
         model: a copy of the model's structure without adapters, of the model's class. Its list of conversions is filled in.
@@ -54,7 +58,8 @@ def in_checkpoint(model: Any, weights: Sequence[tuple[str, Weight]]) -> list[tup
             raise ValueError(f"names='checkpoint': {quantized!r} is quantised, and its values cannot be converted; publish names='module'")
         conversion = _Conversion(loading, model, parts)
         pairs += [(name, ConvertedWeight(conversion, name, place)) for name, place in _placeholders(loading, model, parts).items()]
-    return pairs
+    layers = {name: found[0] if (found := _LAYER.match(name)) else "" for name, _ in pairs}
+    return sorted(pairs, key=lambda pair: loading.dot_natural_key(layers[pair[0]]))
 
 
 def _placeholders(loading: Any, model: Any, parts: dict[str, Weight]) -> dict[str, torch.Tensor]:

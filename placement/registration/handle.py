@@ -24,7 +24,7 @@ from placement.storage.scan import lasting_stray_references
 
 if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter
-    from placement.publish.buckets import Cast, WeightInfo
+    from placement.publish.buckets import Cast, Transform, WeightInfo
     from placement.publish.changes import Changes, Published
     from placement.publish.checkpoint_names import Names
     from placement.publish.lora import Adapters
@@ -213,17 +213,28 @@ class Handle:
                     return target.state_dict()
             return target.state_dict()
 
-    def weights_info(self, *, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module") -> list[WeightInfo]:
+    def weights_info(
+        self, *, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module", transform: Transform | None = None
+    ) -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in the same order.
 
         It works in every state. It moves nothing, reads no value and calls no collective. The list is empty while the object is not built.
+
+        Raises:
+            ValueError: an argument does not fit (see `weights`), or `transform` needs values: here it gets tensors on the meta device.
         """
         from placement.publish import buckets
 
-        return buckets.weights_info(self, dtype=dtype, adapters=adapters, names=names)
+        return buckets.weights_info(self, dtype=dtype, adapters=adapters, names=names, transform=transform)
 
     def weights(
-        self, *, bucket_bytes: int | str = 512 << 20, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module"
+        self,
+        *,
+        bucket_bytes: int | str = 512 << 20,
+        dtype: Cast = None,
+        adapters: Adapters = "merged",
+        names: Names = "module",
+        transform: Transform | None = None,
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Publish the weights, unsharded and under their clean names: lists of (name, tensor), valid until the next iteration.
 
@@ -234,10 +245,11 @@ class Handle:
 
         The device memory needed is one bucket plus the memory for making one weight. That is at most another tensor of the weight's size,
         and this rank's part of it if it is cut unevenly or along another dimension than the first. Merging adapters takes the tensors
-        with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA.
+        with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. With `transform`, what it needs and
+        makes of one weight comes on top.
 
         Args:
-            bucket_bytes: upper bound of one list, in bytes; "512MiB" works too. A larger tensor comes alone.
+            bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A larger tensor comes alone.
             dtype: the dtype to which floating-point parameters are cast, or its name ("bfloat16"); None: they keep theirs. Not cast are
                 buffers, what is stored quantised (float8, packed) with the scales beside it, and what transformers keeps in float32
                 (`_keep_in_fp32_modules`). To decide by weight: a mapping from published names to dtypes, in which a name that is left
@@ -247,16 +259,19 @@ class Handle:
             names: "module": as the module names its parameters. "checkpoint": for a model of transformers 5, names and form as
                 `save_pretrained` writes them, which loaders of rollout engines expect: one tensor an expert, where the module has
                 the experts of a layer in one parameter. Such a parameter takes up to two more of its size while its parts are made.
+            transform: a function of a published name and its full value, called for one weight after the other on every rank, after
+                `dtype`, `adapters` and `names`. What it returns is published in the weight's place: a tensor, or a list of
+                (name, tensor) such as a quantised value and its scales; an empty list leaves the weight out.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to do.
             ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no
-                dtype, has a name that is not published, or would cast what is stored quantised.
+                dtype, has a name that is not published, or would cast what is stored quantised; `transform` returned something else.
         """
         from placement.publish import buckets
 
-        return buckets.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names)
+        return buckets.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names, transform=transform)
 
     def weight_changes(
         self,

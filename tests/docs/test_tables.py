@@ -183,6 +183,7 @@ _EXTRA = {
     "placement.devices.base.Device": "the contract of who writes a device",
     **{f"placement.engines.vllm.{name}": "an engine" for name in ("VllmServer", "VllmInProcess")},
     **{f"placement.engines.sglang.{name}": "an engine" for name in ("SglangServer", "SglangInProcess")},
+    "placement.publish.VllmWeightSource": "for one engine",
 }
 
 

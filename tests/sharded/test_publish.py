@@ -20,7 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from placement import EngineError, PhaseError, RegistrationError, TorchEngine
+from placement.publish import VllmWeightSource
 from placement.testing import assert_nothing_resident
+from tests.engines.vllm_weight_transfer import Source033, stand_in
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
 from tests.support.ranks import Ranks
@@ -154,6 +156,16 @@ def _consume(kind: str) -> dict[str, Any]:
                     next(buckets)
                     buckets.close()  # type: ignore[attr-defined]
                 names = [name for bucket in buckets for name, _ in bucket]
+            elif kind == "vLLM drops it":
+                with pytest.MonkeyPatch.context() as patch:
+                    stand_in(patch, Source033)
+                    pairs = VllmWeightSource(actor, names="module").iter_full()  # type: ignore[attr-defined]
+                if dist.get_rank() == 0:
+                    next(pairs)
+                    pairs = iter(())
+                names = [name for name, _ in pairs]
+            elif kind == "its transform raises":
+                names = [name for bucket in actor.weights(bucket_bytes=1000, transform=_fails_on_rank_0) for name, _ in bucket]
             else:
                 for bucket in actor.weights(bucket_bytes=1000 * (1 + dist.get_rank())):
                     names += [name for name, _ in bucket]
@@ -171,10 +183,16 @@ def _consume(kind: str) -> dict[str, Any]:
     return {"all": len(names) == wanted, "error": error}
 
 
-@pytest.mark.parametrize("kind", ["raises", "raises, streamed", "breaks", "closes"])
+def _fails_on_rank_0(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 0:
+        raise RuntimeError("engine died")
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["raises", "raises, streamed", "breaks", "closes", "vLLM drops it", "its transform raises"])
 def test_a_rank_that_stops_half_way_lets_the_others_finish(two_ranks: Ranks, kind: str) -> None:
     first, second = two_ranks.run(_consume, kind, deadline_seconds=30.0)
-    assert first == {"all": False, "error": "engine died" if kind.startswith("raises") else ""}
+    assert first == {"all": False, "error": "engine died" if "raises" in kind else ""}
     assert second == {"all": True, "error": ""}
 
 

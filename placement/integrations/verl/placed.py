@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from placement.core.errors import PhaseError, PlacementError
+from placement.core.states import State
 from placement.core.weak_set import WeakIdSet
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
@@ -320,21 +321,28 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     # --- publishing
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-        return self._published(super().get_per_tensor_param, *args, **kwargs)
+        return self._published(partial(super().get_per_tensor_param, *args, **kwargs))
 
     def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-        return self._published(super().get_per_tensor_param_shard, *args, **kwargs)
+        """verl's own, from the host copy while the model is offloaded: a rank reads its own shards alone, so nothing is loaded."""
+        return self._published(partial(super().get_per_tensor_param_shard, *args, **kwargs), of_shards=True)
 
-    def _published(self, export: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _published(self, export: Callable[[], tuple[Any, Any]], *, of_shards: bool = False) -> tuple[Any, Any]:
         """The export's weights, with the model held until the last one was read, the iterator is given up, or the sync fails."""
-        if self._manager is None or self._model_handle is None:
-            return export(*args, **kwargs)
-        hold = self._manager.hold("weight_sync" if self._role == "actor" else self._reading_phase, only=[self._model_handle])
+        handle = self._model_handle
+        if self._manager is None or handle is None:
+            return export()
+        phase = "weight_sync" if self._role == "actor" else self._reading_phase
+        if of_shards and handle.state is State.CPU_OFFLOADED and not self._computes_to_publish and not handle.external:
+            phase = "checkpoint"  # reads the host copy, and moves nothing by any policy
+        hold = self._manager.hold(phase, only=[handle])
         try:
-            if self._computes_to_publish and not self._model_handle.external and not self._model_handle.resident_bytes:
+            if phase != "checkpoint" and self._computes_to_publish and not handle.external and not handle.resident_bytes:
                 # A policy that publishes from the host copy: verl computes with the parameters themselves.
-                hold.switch(self._reading_phase, only=[self._model_handle])
-            weights, peft_config = export(*args, **kwargs)
+                hold.switch(self._reading_phase, only=[handle])
+            weights, peft_config = export()
+            if phase == "checkpoint":
+                weights = _unmoved(weights, handle)
             return Publication(hold, self._in_own_memory(weights)), peft_config
         except BaseException as error:
             hold.release(error)
@@ -381,6 +389,15 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         if self._manual is not None:
             hold, self._manual = self._manual, None
             hold.release()
+
+
+def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tuple[Any, ...]]:
+    """The same weights, read from the host copy of a handle. Another phase that has loaded it meanwhile may have trained it."""
+    before = sum(handle.counters.transitions.values())
+    for weight in weights:
+        if sum(handle.counters.transitions.values()) != before:
+            raise PlacementError(f"{handle.name!r} was loaded while its shards were read from the host copy: begin this sync again")
+        yield weight
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.verl import one_engine, several, worker
+from tests.integrations.verl import delta_sync, one_engine, several, worker
 from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks
@@ -49,3 +49,16 @@ def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
     """Memory that one rank lacks is an error of both, and both can go on."""
     told = two_ranks.run(several.no_memory_on_one_rank, model)
     assert told == [["GroupError", "GroupError"]] * 2
+
+
+def test_delta_syncs_of_verl_read_the_host_copy(two_ranks: Ranks, model: Path) -> None:
+    """What arrives is what arrives from verl's own offloading, bit for bit, and no delta sync loads the actor."""
+    first, second = two_ranks.run(delta_sync.syncs, model)
+    assert first["loaded"] == second["loaded"] == 0
+    assert first["ratios"][0] == 1.0
+    assert all(0 < ratio < 1 for ratio in first["ratios"][1:])
+    assert second["ratios"] == [None] * 4  # only the first rank sends
+
+
+def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(two_ranks: Ranks, model: Path) -> None:
+    two_ranks.run(delta_sync.disturbed, model)
