@@ -112,8 +112,9 @@ class Reconciler:
             self._wait_for_work()
         self.prefetcher.hold()
         if leaves or "load" in decisions:
-            # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
-            self.writes.look(wait=leaves)
+            self.writes.look_at_gradients()
+        # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
+        self.writes.look_at_poison(wait=leaves)
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
@@ -199,8 +200,7 @@ class Reconciler:
         if name == IDLE:
             self.lease_client.trim()
         self._settle(name, before)
-        if not stays:
-            self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
+        self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures if vote is None else vote(failures) + self._mover.complete(self._handles)
