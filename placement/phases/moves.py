@@ -103,7 +103,7 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
 
 def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all([handle.is_at(target_of(handle, plan)) for handle in handles.values()])
+    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:

@@ -258,12 +258,10 @@ class Reconciler:
         held_bytes = 0
         for handle in self._handles.values():
             storage = handle.storage
-            if handle.kind == "optimizer" or handle.external:
-                storage.measure()
+            storage.measure()
             held_bytes += storage.resident_bytes
         self.planner.measure_state()
-        if held_bytes > self.peak_bytes:
-            self.peak_bytes = held_bytes
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
