@@ -190,7 +190,7 @@ class Planner:
         return min(leased, self._others_bytes.get(phase, guess))
 
     def measure_state(self) -> None:
-        """Measure the optimizer state in torch's own memory. Call `Handle.measure` first."""
+        """Measure the optimizer state in torch's own memory. Call `Storage.measure` first."""
         storages = [handle.storage for handle in self._handles.values() if handle.kind == "optimizer"]
         self._born_bytes = sum(each.born_bytes for each in storages)
         self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)

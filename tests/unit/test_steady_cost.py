@@ -150,4 +150,4 @@ def test_a_phase_in_which_six_handles_stay_makes_few_calls() -> None:
         for _ in range(3):
             with Cost() as cost, manager.phase("eval"):
                 pass
-    assert cost.num_own_calls <= 490
+    assert cost.num_own_calls <= 500
