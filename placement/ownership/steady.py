@@ -99,7 +99,7 @@ class Steady:
         """Whether no parameter has a gradient. Reads all the first time, then a few: `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is not None:
-                found = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
+                found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
                 return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
             modules = list(map(_ALIVE, self._modules))
             own = [(module, name, each) for module in modules for name, each in module._parameters.items() if each is not None]

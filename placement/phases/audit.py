@@ -165,7 +165,7 @@ def audit(
     """
     findings: list[Finding] = []
     for handle in handles.values():
-        handle.measure()
+        handle.storage.measure()
         findings += _findings(handle, plan.on_device(handle.name))
     memory = device.memory()
     outside.measure(memory)

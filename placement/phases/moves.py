@@ -103,7 +103,7 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
 
 def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all([handle.is_at(target_of(handle, plan)) for handle in handles.values()])
+    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
@@ -279,13 +279,7 @@ class Mover:
         while_copying: Callable[[], None] = nothing,
         ahead: Ahead = NOTHING_AHEAD,
     ) -> list[Exception]:
-        """Bring every handle as far towards its target as possible. Returns the errors; none if every handle is at its target.
-
-        The caller calls `complete`, once the ranks of a group have voted.
-
-        Args:
-            while_copying: called once while bytes are being copied to the host, if any are.
-        """
+        """Bring every handle as far towards its target as possible, and return the errors. `complete` comes once all ranks have voted."""
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying)

@@ -23,7 +23,7 @@ from placement.phases.moves import Mover, is_there, wanted_tags
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.planning.host_tier import host_tier_for
 from placement.planning.planner import Planner, check_fits, handle_view, meant, still_meant, with_kept, without_surplus
-from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
+from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
@@ -86,11 +86,7 @@ class Reconciler:
         """The largest number of device bytes that all handles together have held so far."""
 
     def advance(self, action: str, wanted: PhaseRequest) -> Plan:
-        """Make the plan for a phase and carry it out, all or nothing. Call `measure` first.
-
-        Args:
-            action: text that must be the same on every rank of the group, such as "enter 'train'".
-        """
+        """Make the plan for a phase and carry it out, all or nothing. Call `measure` first. Every rank of a group has the same `action`."""
         name, handles = wanted.name, self._handles
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
         try:
@@ -112,8 +108,9 @@ class Reconciler:
             self._wait_for_work()
         self.prefetcher.hold()
         if leaves or "load" in decisions:
-            # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
-            self.writes.look(wait=leaves)
+            self.writes.look_at_gradients()
+        # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
+        self.writes.look_at_poison(wait=leaves)
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
@@ -121,12 +118,7 @@ class Reconciler:
         return plan
 
     def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the plan wants it, all or nothing.
-
-        Args:
-            name: the name of the open phase.
-            agree: asks all ranks of the group for agreement; None: nobody is asked.
-        """
+        """Move a newly registered handle where the plan of the open phase `name` wants it, all or nothing."""
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
         self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
@@ -144,12 +136,7 @@ class Reconciler:
         self._carry_out(name, plan, room_bytes, agree, stays=is_there(self._handles, plan))
 
     def _carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None, *, stays: bool) -> None:
-        """Move every handle where a plan wants it that fits the budget, all or nothing.
-
-        Args:
-            room_bytes: the device bytes that the budget leaves beside those in use now.
-            stays: whether all are there already. A group agrees on that, too.
-        """
+        """Move every handle where a plan wants it that leaves `room_bytes` of the budget. If all `stays`, only a group agrees."""
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
@@ -167,15 +154,11 @@ class Reconciler:
     def retreat(
         self, plan: Plan, name: str, *, patiently: bool = False, vote: Callable[[list[Exception]], list[Exception]] | None = None
     ) -> list[Exception]:
-        """Move every handle as far towards a plan as possible, and count the handles that wrongly stay on the device.
+        """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
 
         Args:
-            name: the name of the phase that is open afterwards.
             patiently: wait for other processes if they hold memory that the plan needs.
             vote: asks the other ranks of the group how far they came; gets the errors, and returns them with those of the others.
-
-        Returns:
-            The errors; empty if every handle is where the plan wants it.
         """
         stays = is_there(self._handles, plan)
         leaves = not stays and bool(self._left_behind(plan))
@@ -193,39 +176,27 @@ class Reconciler:
         if stays:
             self._mover.stay(self._handles, ahead)
         else:
-            failures += self._retreat(within, ahead, and_complete=vote is None)
+            try:
+                self.writes.look_at_gradients()
+            except Exception as error:
+                failures.append(error)
+            failures += self._mover.retreat(self._handles, within, while_copying=self._device.compare_poison, ahead=ahead)
+            failures += self._mover.complete(self._handles) if vote is None else []
+            for failure in failures:
+                if isinstance(failure, WrittenWhileOffloaded):
+                    self.writes.count(failure)
         self.left_behind = () if stays else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
             self.lease_client.trim()
         self._settle(name, before)
-        if not stays:
-            self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
+        self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures if vote is None else vote(failures) + self._mover.complete(self._handles)
 
-    def _retreat(self, plan: Plan, ahead: Ahead, *, and_complete: bool) -> list[Exception]:
-        """Move every handle as far towards a plan as possible, and count the writes that are found. Returns the errors."""
-        failures: list[Exception] = []
-        try:
-            self.writes.look_at_gradients()
-        except Exception as error:
-            failures.append(error)
-        failures += self._mover.retreat(self._handles, plan, while_copying=self._device.compare_poison, ahead=ahead)
-        if and_complete:
-            failures += self._mover.complete(self._handles)
-        for failure in failures:
-            if isinstance(failure, WrittenWhileOffloaded):
-                self.writes.count(failure)
-        return failures
-
     def _settle(self, name: str, before: int) -> None:
-        """End a phase transition into the phase `name`: measure what it has changed, and give back the memory that it does not need.
-
-        Args:
-            before: `Journal.num_moves` before it. Measuring is a large part of the time of a phase transition that moves nothing.
-        """
+        """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""
         if self.lease is not None or self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
@@ -258,12 +229,10 @@ class Reconciler:
         held_bytes = 0
         for handle in self._handles.values():
             storage = handle.storage
-            if handle.kind == "optimizer" or handle.external:
-                storage.measure()
+            storage.measure()
             held_bytes += storage.resident_bytes
         self.planner.measure_state()
-        if held_bytes > self.peak_bytes:
-            self.peak_bytes = held_bytes
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
@@ -376,8 +345,7 @@ class LeaseClient:
     def take(self, name: str, plan: Plan, room_bytes: int) -> int:
         """Lease the bytes that a phase's plan needs: at once, or else after offloading everything and waiting for other processes.
 
-        Returns:
-            Device bytes that a swap may use in addition to those in use now: at most `room_bytes`, and never above the lease.
+        Returns the part of `room_bytes` that a swap may use, which is never above the lease.
 
         Raises:
             DeviceMemoryError: the other processes did not free enough in time. All handles of this process are offloaded then.
@@ -392,12 +360,7 @@ class LeaseClient:
     def take_back(self, name: str, plan: Plan, *, patiently: bool) -> tuple[Plan, list[Exception]]:
         """Lease the bytes of a plan to which the handles go back, and reduce it to what stays where the others have the memory.
 
-        Args:
-            name: the name of the phase to go back to.
-            patiently: wait for other processes until the deadline, as at the end of a phase; not after a phase transition has failed.
-
-        Returns:
-            A plan that can be carried out, and the error if it is less than the plan that was asked for.
+        Returns a plan that can be carried out, and the error if it is less. `patiently`: wait for other processes until the deadline.
         """
         if self._lease is None or not (coming := self._coming(plan)):
             return plan, []

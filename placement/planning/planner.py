@@ -77,7 +77,8 @@ class Planner:
         """
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
-        if _follow_groups(handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED):
+        used = [handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED]
+        if _follow_groups(used):
             view = self.view(phase, enclosing, kept)
             plan = ask_policy(self._policy, view)
         self._views[phase] = view
@@ -189,7 +190,7 @@ class Planner:
         return min(leased, self._others_bytes.get(phase, guess))
 
     def measure_state(self) -> None:
-        """Measure the optimizer state in torch's own memory. Call `Handle.measure` first."""
+        """Measure the optimizer state in torch's own memory. Call `Storage.measure` first."""
         storages = [handle.storage for handle in self._handles.values() if handle.kind == "optimizer"]
         self._born_bytes = sum(each.born_bytes for each in storages)
         self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)
@@ -373,7 +374,7 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:
-        return max(0, view.budget_bytes - sum(h.resident_bytes for h in view.handles.values() if not h.external))
+        return max(0, view.budget_bytes - sum([h.resident_bytes for h in view.handles.values() if not h.external]))
     if other_rank is not None:
         reason = (
             f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank: raise "

@@ -339,10 +339,6 @@ class Handle:
             return target.modules()
         return (target,) if isinstance(target, torch.nn.Module) else ()
 
-    def measure(self) -> None:
-        """Update the figures that change without placement: an external object's device bytes, state that steps have created."""
-        self.storage.measure()
-
     @property
     def is_gone(self) -> bool:
         """Whether the object was garbage-collected."""

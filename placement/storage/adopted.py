@@ -102,11 +102,12 @@ class AdoptedStorage(Storage):
 
     @property
     def chunk_bytes(self) -> int:
-        return sum([pages.own_bytes + pages.aside_bytes for r in self.by_address.all for pages in (r.pages,)])
+        return self.resident_bytes - self.unadopted_bytes
 
     @property
     def resident_bytes(self) -> int:
-        return self.chunk_bytes + (self._unadopted_bytes if self.on_device else 0)
+        chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.by_address.all])
+        return chunk_bytes + self._unadopted_bytes if self.on_device else chunk_bytes
 
     @property
     def prefetched_bytes(self) -> int:

@@ -6,18 +6,21 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+import placement
 from placement import Manager, State
 from placement.frameworks import known
 from placement.frameworks.base import Framework, Named
 from placement.testing import SimulatedDevice
 
 SIZES = (1, 300, 10_000)
+OWN = str(Path(placement.__file__).parent)
 
 
 class Counting(nn.Parameter):
@@ -78,6 +81,11 @@ class Cost:
         gc.enable()
         self.num_questions = Counting.num_questions - self._before
 
+    @property
+    def num_own_calls(self) -> int:
+        """The calls of placement's own Python functions."""
+        return sum(count for where, count in self.calls.items() if where.startswith(OWN) and ": " not in where)
+
     def _profile(self, frame: Any, event: str, called: Any) -> None:
         if frame.f_globals.get("__name__") == __name__:
             return
@@ -123,6 +131,23 @@ def test_no_tensor_is_looked_at_if_no_training_ends(costs: dict[int, dict[str, C
     assert [costs[size][switch].num_questions for size in SIZES] == [0, 0, 0]
 
 
-def test_the_end_of_a_training_asks_each_parameter_for_its_gradient(costs: dict[int, dict[str, Cost]]) -> None:
-    """And whether it is a leaf, which torch wants to be asked first, and whether it is stepped."""
-    assert [costs[size]["end"].num_questions for size in SIZES] == [3 * size for size in SIZES]
+def test_the_end_of_a_training_asks_a_few_parameters_for_their_gradient(costs: dict[int, dict[str, Cost]]) -> None:
+    """And whether each is a leaf, which torch wants to be asked first."""
+    assert [costs[size]["end"].num_questions for size in SIZES] == [2, 16, 16]
+
+
+@pytest.mark.parametrize(("switch", "most"), [("begin", 380), ("end", 440), ("none", 290)])
+def test_a_switch_of_two_handles_that_stay_makes_few_calls(costs: dict[int, dict[str, Cost]], switch: str, most: int) -> None:
+    assert costs[300][switch].num_own_calls <= most
+
+
+def test_a_phase_in_which_six_handles_stay_makes_few_calls() -> None:
+    manager = Manager(device=SimulatedDevice(1 << 30))
+    layers = [nn.Linear(2, 2) for _ in range(6)]
+    for index, layer in enumerate(layers):
+        manager.register(f"handle{index}", layer, role="reward" if index else "actor")
+    with manager.phase("eval"):
+        for _ in range(3):
+            with Cost() as cost, manager.phase("eval"):
+                pass
+    assert cost.num_own_calls <= 500

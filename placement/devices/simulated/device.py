@@ -441,24 +441,26 @@ class PrivatePoison(SharedPoison):
         self._noted: list[WrittenPoison] = []
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
-        self._noted += [WrittenPoison(target, first, last - first) for first, last in self._copies(target, start, end)]
+        self._noted += self._copies(target, start, end)
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
         for target in ranges:
             for start, end in target.vacant():
-                known = len(self._noted)
-                self.note(target, start, end)
-                for each in self._noted[known:]:
+                for each in (copies := self._copies(target, start, end)):
                     libc.madvise(target.base + each.start, each.nbytes, _MADV_DONTNEED)  # drops the copies: the file is behind them again
+                self._noted += copies
         self.written, self._noted = self._noted, []
         return bool(self.written)
 
-    def _copies(self, target: SimulatedRange, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The runs of written pages, as [first, last)."""
+    def _copies(self, target: SimulatedRange, start: int, end: int) -> list[WrittenPoison]:
+        """The runs of written pages."""
+        found: list[WrittenPoison] = []
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
-            for run in _COPIES.finditer(_flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)):
-                yield first + run.start() * PAGE, first + run.end() * PAGE
+            are_copies = _flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)
+            for run in _COPIES.finditer(are_copies) if b"\x01" in are_copies else ():
+                found.append(WrittenPoison(target, first + run.start() * PAGE, (run.end() - run.start()) * PAGE))
+        return found
 
 
 def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:
