@@ -29,7 +29,7 @@ from placement.storage.range import Range
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """What has changed of one weight, or of this rank's part of it."""
+    """The change of one weight, or of this rank's part of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Published:
-    """What a handle keeps of its last complete publication."""
+    """The part of a complete publication that its handle keeps."""
 
     version: int
     forms: Sequence[Form]
