@@ -34,8 +34,8 @@ class Reader:
     over_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
     fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
-    """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the tensor, its value, and an event that tells
-    whether that has arrived (None: it has)."""
+    """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the tensor, its value, and an event that
+    tells whether that has arrived (None: it has)."""
 
     def fill(self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
         """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host does not wait for the copy."""
