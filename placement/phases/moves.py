@@ -51,6 +51,7 @@ _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 """The triggers that leave SYNCING and TRAINING with the bytes on the device."""
+_BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
 _WHOLE = {Trigger.END_STREAM: Trigger.END_SYNC, Trigger.END_STREAMED_TRAIN: Trigger.END_TRAIN}
 """The trigger that ends the same state of a handle on the device, for each that ends the use of a host copy."""
 _AFTER_ENGINES = "move what is left"
@@ -476,6 +477,10 @@ class Mover:
         """Do what is left before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
+        if trigger in _BEGIN_OF_TRAINING and handle.published is not None and handle.holding is not None:
+            handle.published.keep(handle.holding)
+        if handle.state is State.SYNCING:
+            self._device.trim()  # the buckets' memory, in torch's cache or lent to another process, is for who comes next
         if trigger not in _MOVES:
             return MoveResult()
         if (residency := handle.residency) is not None:

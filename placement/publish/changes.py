@@ -1,10 +1,11 @@
 """Publish only what has changed since a version that the receivers have.
 
-The values of that version are in the host copy, where they were left when the model was offloaded after it had been published. So no second
-snapshot is kept: of each publication only the fingerprints of its pages are, 8 bytes a page. Where they are those of the host copy, it has
-the values that were published, and is compared with the device, bit by bit in the published dtype. Where they are not, because the model
-was trained on before it was offloaded, or offloaded before it was published, a weight is published whole. So it is where more would be sent
-otherwise, and where a weight is computed from several (merged adapters, converted names).
+The values of that version are in the host copy, where they were left when the model was offloaded after it had been published, or when
+training began again (`Published.keep`). So no second snapshot is kept: of each publication only the fingerprints of its pages are, 8
+bytes a page. Where they are those of the host copy, it has the values that were published, and is compared with the device, bit by bit in
+the published dtype. Where they are not, because the model was trained on before it was offloaded, or offloaded before it was published, a
+weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged adapters,
+converted names).
 
 The old values come to the device bucket by bucket while those before them are compared (`Ahead`). Pages that have not changed at all are
 known by their fingerprints, and do not come.
@@ -25,6 +26,7 @@ from placement.publish.ahead import Ahead, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
+from placement.storage.transfer.verification import mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,14 @@ class Published:
     forms: Sequence[Form]
     prints: Mapping[Range, torch.Tensor]
     """Fingerprints of the pages of each range, on the CPU."""
+
+    def keep(self, storage: ManagedStorage) -> None:
+        """Copy to the host copy what it lacks of this version, before training changes the values. Waits for the copies.
+
+        An offload after the publication has done so already. This is for a model that stays on the device.
+        """
+        if not all(r.prints is not None and r.prints.cpu().equal(prints) for r, prints in self.prints.items()):
+            mirror(storage)
 
 
 class Publication:

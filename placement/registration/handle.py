@@ -291,7 +291,8 @@ class Handle:
         A weight is whole where the host copy does not have the version published last: the first time, after an early end, where the
         model was trained on between that publication and its offload, where it was offloaded between its training and this publication
         (switch from "train" to "weight_sync" without leaving the phase), and where `dtype`, the names or the shards are others than then.
-        So it is where more would be sent otherwise, and where it is computed (merged adapters, converted names, quantised).
+        So it is where more would be sent otherwise, and where it is computed (merged adapters, converted names, quantised). If the model is
+        still on the device when training begins again, it is first copied to the host copy, as an offload would do it.
 
         Args:
             since: the `version` that the receivers have; None if they have none. Any other version than that of the last complete

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from placement import Manager, PhaseError
-from placement.policies import Colocated
+from placement.policies import Colocated, Resident
 from placement.publish.changes import WeightChange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
@@ -105,6 +105,21 @@ def test_twenty_steps_send_what_has_changed_and_receivers_have_every_bit() -> No
         if index:
             assert got["frozen.weight"].values.numel() == 0
     assert_nothing_resident(job.manager)
+
+
+def test_a_model_that_stays_on_the_device() -> None:
+    job = Job(torch.bfloat16, Resident())
+    receiver = Receiver(job.actor)
+    for index in range(5):
+        with job.manager.phase("weight_sync"):
+            got = receiver.sync()
+            receiver.check()
+        assert wholes(got) == set(receiver.weights) if index == 0 else wholes(got) <= {"steps"}
+        offloaded = job.actor.counters.offloaded_bytes
+        with job.manager.phase("train"):
+            job.step(index)
+        assert job.actor.counters.offloaded_bytes == offloaded
+    assert job.actor.resident_bytes
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])

@@ -179,6 +179,27 @@ def test_a_streamed_sync_equals_a_resident_one_and_loads_nothing() -> None:
     assert_same(found[True], found[False])
 
 
+@pytest.mark.parametrize("then", ["leave", "switch", "an error"])
+def test_the_memory_of_the_buckets_goes_back_at_the_end_of_the_sync(manager: Any, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    model = Model()
+    actor, trims = manager.register("actor", model, role="actor"), list[str]()
+    monkeypatch.setattr(manager.device, "trim", lambda: trims.append(actor.state))
+    try:
+        with manager.phase("weight_sync") as phase:
+            flat(actor.weights())
+            assert not trims
+            if then == "an error":
+                raise KeyError
+            if then == "switch":
+                phase.switch("rollout")
+            else:
+                phase.switch("weight_sync")  # the same state: it goes on
+                assert not trims
+    except KeyError:
+        pass
+    assert trims == [SYNC]
+
+
 def test_what_is_not_built_has_no_weights_and_what_is_no_module_publishes_none() -> None:
     worker = Worker()
     late = worker.manager.register("late", Lazy(net), role="teacher")
