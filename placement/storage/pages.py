@@ -340,9 +340,14 @@ class Pages:
         for run in runs(away):
             self._take_off(run)
             chunks = [chunk for index in run if (chunk := self.table[index].memory) is not None]
-            self._device.map(self._of(behind), chunks, self.starts[run[0]])
-            for index in run:
+            for index in run:  # first: a Ctrl-C after the mapping must find it here. Unmapping what is not mapped does nothing
                 self._set(index, self.table[index].memory, behind)
+            try:
+                self._device.map(self._of(behind), chunks, self.starts[run[0]])
+            except Exception:
+                for index in run:
+                    self._set(index, self.table[index].memory, Behind.POISON)
+                raise
 
     def _take_off(self, indices: Iterable[int]) -> None:
         """Put poison behind the addresses where the memory of pages (ascending) shows. The pages have it in hand then."""
