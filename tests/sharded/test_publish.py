@@ -102,8 +102,12 @@ def _change_some(module: Any, by: int) -> None:
             getattr(parameter.data, "_local_tensor", parameter.data).view(-1)[: 1 + index % 3] += by
 
 
-def _changes(build: str) -> list[int]:
-    """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync."""
+def _changes(build: str, breaks: bool = False) -> list[int]:
+    """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync.
+
+    Args:
+        breaks: whether the first rank stops in the middle of the second sync; what it has read is lost.
+    """
     torch.manual_seed(0)
     module = BUILDS[build](worker.Model())
     manager = manager_of()
@@ -116,8 +120,11 @@ def _changes(build: str) -> list[int]:
         with manager.phase("train") as phase:
             _change_some(module, step)
             phase.switch("weight_sync")
-            mine = []
-            for bucket in actor.weight_changes(since=version, bucket_bytes=20_000):
+            mine: list[Any] = []
+            stops = breaks and step == 1 and dist.get_rank() == 0
+            for bucket in actor.weight_changes(since=version, bucket_bytes=20 if stops else 20_000):
+                if stops:
+                    break
                 mine += copy.deepcopy(list(bucket))
                 version = bucket.version
             sent.append(sum(change.nbytes for change in mine))
@@ -125,7 +132,9 @@ def _changes(build: str) -> list[int]:
             dist.all_gather_object(of_ranks, mine)
             for change in itertools.chain.from_iterable(of_ranks):
                 change.write_into(received[change.name])
-            assert_same(received, read(actor))
+            now = read(actor)
+            if not (breaks and step == 1):
+                assert_same(received, now)
     assert_nothing_resident(manager)
     return sent
 
@@ -135,6 +144,13 @@ def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Rank
     for first, *later in two_ranks.run(_changes, build):
         is_computed = build in ("fsdp2_external", "fsdp1_flat")  # no host copy of ours, or no block of the weight: whole each time
         assert min(later) > first / 2 if is_computed else max(later) < first / 4
+
+
+def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(two_ranks: Ranks) -> None:
+    (first, stopped, later), others = two_ranks.run(_changes, "fsdp2", True)
+    assert stopped == 0
+    assert later == first
+    assert others[2] < others[0] / 4
 
 
 # --- ranks that do not do the same
