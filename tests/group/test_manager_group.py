@@ -265,15 +265,15 @@ def switch_with_one_open_inside(rank: Rank, step: Any) -> None:
         step.switch("eval")
 
 
-def switch_where_idle_has_no_plan(rank: Rank, step: Any) -> None:
-    rank.policy.fails_in = "idle"
+def switch_to_what_has_no_plan(rank: Rank, step: Any) -> None:
+    rank.policy.fails_in = "eval"
     step.switch("eval")
 
 
 SWITCHES: dict[str, tuple[Callable[[Rank, Any], None], str]] = {
     "one open inside": (switch_with_one_open_inside, "PhaseError: cannot switch to 'eval': phase 'checkpoint' is open inside"),
     "no name": (lambda rank, step: step.switch(5), "TypeError: a phase has a string for a name, not 5"),
-    "policy": (switch_where_idle_has_no_plan, "PolicyError: policy 'colocated' failed on phase 'idle'"),
+    "policy": (switch_to_what_has_no_plan, "PolicyError: policy 'colocated' failed on phase 'eval'"),
 }
 
 

@@ -37,7 +37,7 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 35_460, "modules": 158}
+MOST_OF_ALL = {"lines": 35_480, "modules": 158}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
 
 650 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl."""
