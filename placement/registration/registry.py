@@ -52,17 +52,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @contextlib.contextmanager
 def _collecting_later() -> Iterator[None]:
-    """The garbage collector waits, and then counts what was made as old. A registration makes some objects for each tensor, all of which
-    stay: with 10,000 parameters, looking at all objects of the process again and again would take longer than the registration itself."""
+    """The garbage collector waits. A registration makes some objects for each tensor, all of which stay: with 10,000 parameters, looking
+    at all objects of the process again and again would take longer than the registration itself."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else the program has frozen objects, which must stay so
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
