@@ -317,8 +317,10 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
         step.switch("weight_sync")  # the cache goes before anybody is waited for
         assert device.cached_bytes == 0
         assert leased() == ACTOR + 10 * CHUNK
-        device.cached_bytes = 12 * CHUNK
         lease.settle(0)
+        step.switch("log_prob")
+        assert device.cached_bytes == 0  # the end of a sync gives the memory of its buckets back
+        device.cached_bytes = 12 * CHUNK
         step.switch("log_prob")
         assert device.cached_bytes == 12 * CHUNK
         assert leased() == ACTOR + 12 * CHUNK
