@@ -5,7 +5,8 @@ The driver is what a recipe starts, `python -m verl.trainer.main_ppo`: Ray, its 
 sleeps and wakes, and a worker with actor, AdamW and reference (FSDP2, `param_offload` and `optimizer_offload`). Model, tokenizer, prompts
 and reward are made here. The actor has the shape of Qwen2.5-0.5B (full: 1.5B) and random weights; all answers have the same length.
 
-Seconds are verl's own, the median of all steps but the first. Bytes on the device are the driver's, of all processes of the first GPU.
+Seconds are verl's own, the median of all steps but the first of each run; with `--turns 2` each system runs twice, by turns. Bytes on the
+device are the driver's, of all processes of the first GPU.
 
 Without a GPU the device is simulated, the actor is tiny, and the rollout is the one of the tests: it shows that the driver runs, that
 all its metrics are the same with placement, and how many bytes placement moves. verl, Ray, TransferQueue and torchdata have to be
@@ -72,15 +73,15 @@ _WITHOUT_COMPILING = {"attention_backend": "triton", "sampling_backend": "pytorc
 """Options of SGLang: without them FlashInfer has to be there, and compiles its kernels for minutes."""
 
 
-def gpu_options(gpus: int, rollout: str) -> dict[str, Any]:
-    """The recipe's options for so many GPUs with a rollout of this name."""
-    batch = _PROMPTS * gpus
+def gpu_options(gpus: int, rollout: str, prompts: int = _PROMPTS, tokens: int = 256) -> dict[str, Any]:
+    """The recipe's options for so many GPUs with a rollout of this name: `prompts` a GPU, with answers of `tokens` tokens."""
+    batch = prompts * gpus
     engine = {f"+{_ROLLOUT}.engine_kwargs.sglang.{name}": value for name, value in _WITHOUT_COMPILING.items()}
     return {
         **(engine if rollout == "sglang" else {}),
         "data.train_batch_size": batch,
         "data.max_prompt_length": 128,
-        "data.max_response_length": 256,
+        "data.max_response_length": tokens,
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         f"{_ACTOR}.ppo_mini_batch_size": batch,
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu": 8,
@@ -117,8 +118,8 @@ class _Benchmark:
         self._modules: list[str] = []
         if rig.is_cuda:
             write_qwen(self._inputs, is_full=rig.size == "full")
-            recipe.write_inputs(self._inputs, _VOCABULARY, _PROMPTS * given.gpus)
-            self._options: Mapping[str, Any] = gpu_options(given.gpus, given.rollout)
+            recipe.write_inputs(self._inputs, _VOCABULARY, given.prompts * given.gpus)
+            self._options: Mapping[str, Any] = gpu_options(given.gpus, given.rollout, given.prompts, given.tokens)
             self._environment = {SHARED_MEMORY: "1"} if given.shared_memory else {}
         else:
             worker.write_model(self._inputs)
@@ -128,24 +129,27 @@ class _Benchmark:
             self._environment = {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cuda", "PLACEMENT_DEVICE": f"simulated:{worker.CAPACITY}"}
         self._options = {**self._options, "trainer.total_training_steps": given.steps, "trainer.total_epochs": given.steps}
         self._seconds = given.seconds
+        self._seen: dict[str, list[dict[str, float]]] = {}
 
-    def measure(self, scenario: str, system: str) -> Job:
+    def measure(self, scenario: str, system: str, turn: int) -> Job:
+        """One run of a system. Seconds are written for all of its runs together, everything else for the first."""
+        folder = self._folder / f"{_file_name(system)}-{turn}"
         recording: contextlib.AbstractContextManager[Timeline | None] = contextlib.nullcontext()
         if self._rig.is_cuda:
             uuid = str(torch.cuda.get_device_properties(self._rig.torch_device).uuid)
-            recording = _timeline.recorded(
-                uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", self._folder / f"{_file_name(system)}.samples"
-            )
-        with recording as timeline, self._record_kept(system):
+            recording = _timeline.recorded(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", folder.with_suffix(".samples"))
+        with recording as timeline, self._record_kept(folder):
             job = _verl_job.run(
-                self._folder / _file_name(system),
+                folder,
                 self._inputs,
                 self._options,
                 {**self._environment, **_SYSTEMS[system]},
                 self._modules,
                 self._seconds,
             )
-        self._write_steps(scenario, system, job)
+        self._seen.setdefault(system, []).extend(job.steps[1:])
+        if turn:
+            return job
         if timeline is not None:
             self._write_peaks(scenario, system, job, timeline)
         snapshots = [event["states"] for event in job.events if event["states"]]
@@ -154,22 +158,24 @@ class _Benchmark:
         return job
 
     @contextlib.contextmanager
-    def _record_kept(self, system: str) -> Iterator[None]:
+    def _record_kept(self, folder: Path) -> Iterator[None]:
         """Keep what a run printed and wrote down, beside the results, if it fails: vLLM's own errors come long before the end."""
         try:
             yield
         except RuntimeError:
             self._results.path.parent.mkdir(parents=True, exist_ok=True)
             for name in ("output.txt", "steps.jsonl", "events.jsonl"):
-                file = self._folder / _file_name(system) / name
-                if file.exists():
-                    shutil.copy(file, self._results.path.with_name(f"{self._results.path.stem}_{_file_name(system)}_{name}"))
+                if (folder / name).exists():
+                    shutil.copy(folder / name, self._results.path.with_name(f"{self._results.path.stem}_{folder.name}_{name}"))
             raise
 
-    def _write_steps(self, scenario: str, system: str, job: Job) -> None:
-        for name in ("step", *_PARTS):
-            seconds = [step[f"timing_s/{name}"] for step in job.steps[1:]]
-            self._results.add(scenario, system, name, statistics.median(seconds), "s")
+    def write_steps(self, scenario: str) -> None:
+        for system, steps in self._seen.items():
+            for name in ("step", *_PARTS):
+                seconds = [step[f"timing_s/{name}"] for step in steps]
+                self._results.add(scenario, system, name, statistics.median(seconds), "s")
+                self._results.add(scenario, system, f"{name}, least of {len(seconds)}", min(seconds), "s")
+        self._results.write()
 
     def _write_peaks(self, scenario: str, system: str, job: Job, timeline: Timeline) -> None:
         """The most bytes in use in each phase, and the fewest after the rollout has gone to sleep; of all steps but the first."""
@@ -205,9 +211,11 @@ def _measure(rig: Rig, results: Results, given: argparse.Namespace) -> None:
         by = ", SGLang" if given.rollout == "sglang" else ""
         scenario = f"a step of verl's GRPO driver, {given.gpus} GPU{'s' if given.gpus > 1 else ''}{by}"
         jobs: dict[str, Job] = {}
-        for system in given.systems:
-            with results.system(scenario, system):
-                jobs[system] = benchmark.measure(scenario, system)
+        for turn in range(given.turns):
+            for system in given.systems:
+                with results.system(scenario, system):
+                    jobs[system] = benchmark.measure(scenario, system, turn)
+        benchmark.write_steps(scenario)
         if not rig.is_cuda and "verl" in jobs:  # vLLM's answers are not the same each time
             for system in jobs.keys() - {"verl"}:
                 results.add(scenario, system, "bit-exact", jobs[system].computed == jobs["verl"].computed, "yes=1")
@@ -217,6 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="GPUs of the worker group, each with its own rollout")
     parser.add_argument("--rollout", choices=("vllm", "sglang"), default="vllm", help="the rollout's engine on a GPU")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each system, by turns")
+    parser.add_argument("--prompts", type=int, default=_PROMPTS, help="prompts of a step and GPU, with four answers each")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first one is not counted")
     parser.add_argument("--systems", nargs="+", choices=list(_SYSTEMS), default=list(_SYSTEMS))
     parser.add_argument("--shared-memory", action="store_true", help="send weights to vLLM through the host: for machines without CUDA IPC")
