@@ -17,7 +17,7 @@ import torch
 
 import placement
 
-FOLDER = Path(os.environ.get("PLACEMENT_BENCH_RESULTS", Path(__file__).parent / "results"))
+FOLDER = Path(os.environ.get("BENCH_RESULTS", Path(__file__).parent / "results"))
 _PEERS = ("accelerate", "deepspeed", "megatron-core", "torch_memory_saver", "verl")
 
 
