@@ -209,7 +209,6 @@ class Registry:
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
-        handle.detached_at_registration = handle.detached_parameters()
         handle.guards = guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
@@ -253,7 +252,9 @@ class Registry:
         modules = [(module, other) for other in reversed(self.handles.values()) for module in other.module_adapters()]
         known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
         copies: list[torch.Tensor] = []
-        for index, parameter in enumerate(adapter.parameters()):
+        parameters = adapter.parameters()
+        handle.detached_at_registration = len(parameters) - sum(map(known.__contains__, map(id, parameters)))
+        for index, parameter in enumerate(parameters):
             owner, advice = known.get(id(parameter)) or self._owner_by_address(parameter), None
             if owner is not None:
                 owners[owner.name] = owner
