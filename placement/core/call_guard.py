@@ -48,7 +48,7 @@ _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
 """The functions that run while a module is called."""
 _COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")
 """The function that calls a graph which `torch.compile` made, and its file."""
-_FIELDS, _PRE_HOOKS = operator.attrgetter("__dict__"), operator.itemgetter("_forward_pre_hooks")
+FIELDS, _PRE_HOOKS = operator.attrgetter("__dict__"), operator.itemgetter("_forward_pre_hooks")
 _FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 _IS_FRAME = functools.partial(operator.is_not, None)
 _GLANCE_SECONDS = 1e-3
@@ -128,8 +128,7 @@ class CallGuard:
         parts = _with_tensors(found)
         self._parts = list(map(weakref.ref, parts))
         self._forwards = [GuardedForward(check, part) for part in parts]
-        self._places = dict(zip(map(id, parts), itertools.count(), strict=False))
-        """The place of each module in these two lists, by identity."""
+        self._places = {id(part): place for place, part in enumerate(parts)}  # in these two lists
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _IN_USE.add(self)
 
@@ -194,7 +193,7 @@ class CallGuard:
         modules: list[Any] = list(map(weakref.ref.__call__, self._parts))
         is_alive = list(map(operator.is_not, modules, itertools.repeat(None)))
         modules = list(itertools.compress(modules, is_alive))
-        fields = list(map(_FIELDS, modules))
+        fields = list(map(FIELDS, modules))
         found = list(map(dict.get, fields, itertools.repeat("forward")))
         return modules, fields, list(itertools.compress(self._forwards, is_alive)), found
 

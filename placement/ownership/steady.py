@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from placement.core.call_guard import GuardedForward
+from placement.core.call_guard import FIELDS, GuardedForward
 from placement.ownership.adapter import Seen
 from placement.tensors.plain import OBJECT_LEVELS, nested_tensors, reference, version_of
 
@@ -31,7 +31,6 @@ _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, p
 """The types of values under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_LEAF = operator.attrgetter("is_leaf")
-_FIELDS = operator.attrgetter("__dict__")
 _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _VALUES = operator.methodcaller("values")
@@ -53,7 +52,7 @@ class Steady:
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         self._modules = list(map(weakref.ref, modules))
-        fields = list(map(_FIELDS, modules))
+        fields = list(map(FIELDS, modules))
         same: dict[tuple[str, ...], list[int]] = {}
         for index, names in enumerate(map(tuple, fields)):
             same.setdefault(names, []).append(index)
@@ -75,7 +74,7 @@ class Steady:
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
         try:
-            fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
+            fields = list(map(FIELDS, map(_ALIVE, self._modules)))
             lengths, forwards, values = self._read(fields)
         except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
             return None
@@ -88,9 +87,8 @@ class Steady:
             return None
         if (seen := seen_now(list(map(values.__getitem__, self._owned)), self._versions)) is None:
             return None
-        for index in self._containers:
-            if next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None:
-                return None
+        if any(next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None for index in self._containers):
+            return None
         self._versions = seen.versions
         return seen
 
@@ -98,7 +96,7 @@ class Steady:
         """Whether no parameter has a gradient. Reads all the first time, then a few: `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is not None:
-                found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
+                found: list[Any] = list(map(dict.get, map(_OWN, map(FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
                 return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
             modules = list(map(_ALIVE, self._modules))
             own = [(module, name, each) for module in modules for name, each in module._parameters.items() if each is not None]

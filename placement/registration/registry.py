@@ -252,9 +252,7 @@ class Registry:
         modules = [(module, other) for other in reversed(self.handles.values()) for module in other.module_adapters()]
         known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
         copies: list[torch.Tensor] = []
-        parameters = adapter.parameters()
-        handle.detached_at_registration = len(parameters) - sum(map(known.__contains__, map(id, parameters)))
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters := adapter.parameters()):
             owner, advice = known.get(id(parameter)) or self._owner_by_address(parameter), None
             if owner is not None:
                 owners[owner.name] = owner
@@ -273,6 +271,7 @@ class Registry:
         if copies and (copied := next((p for each in handle.owners[0].module_adapters() for p in each.parameters()), None)) is not None:
             adapter.take_copies(copies, copied)
         handle.owners = tuple(owners.values())
+        handle.detached_at_registration = len(parameters) - sum(map(known.__contains__, map(id, parameters)))
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 
