@@ -35,6 +35,7 @@ import time
 import traceback
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
@@ -47,6 +48,7 @@ _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
 """The functions that run while a module is called."""
 _COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")
 """The function that calls a graph which `torch.compile` made, and its file."""
+FIELDS, _PRE_HOOKS = operator.attrgetter("__dict__"), operator.itemgetter("_forward_pre_hooks")
 _FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 _IS_FRAME = functools.partial(operator.is_not, None)
 _GLANCE_SECONDS = 1e-3
@@ -123,7 +125,10 @@ class CallGuard:
         self._deadline_seconds = deadline_seconds
         found = list(roots)
         self._roots = [weakref.ref(root) for root in found]
-        self._forwards = {id(part): (weakref.ref(part), GuardedForward(check, part)) for part in _with_tensors(found)}
+        parts = _with_tensors(found)
+        self._parts = list(map(weakref.ref, parts))
+        self._forwards = [GuardedForward(check, part) for part in parts]
+        self._places = {id(part): place for place, part in enumerate(parts)}  # in these two lists
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _IN_USE.add(self)
 
@@ -137,12 +142,12 @@ class CallGuard:
 
     def is_inside(self) -> bool:
         """Whether this thread runs the `forward` of one of the modules."""
-        return bool(self._forwards) and any(map(self._is_one, _called((frame for frame, _ in traceback.walk_stack(None)), _FORWARD)))
+        return bool(self._parts) and any(map(self._is_one, _called((frame for frame, _ in traceback.walk_stack(None)), _FORWARD)))
 
     def _is_one(self, each: Any) -> bool:
         """Whether a module is guarded here, or a tensor is a parameter of one that is."""
         if isinstance(each, torch.nn.Module):
-            return (found := self._forwards.get(id(each))) is not None and found[0]() is each
+            return (place := self._places.get(id(each))) is not None and self._parts[place]() is each
         return isinstance(each, torch.nn.Parameter) and any(each is own for root in self.roots() for own in root.parameters())
 
     def wait(self, since_seconds: float) -> None:
@@ -159,7 +164,7 @@ class CallGuard:
                 f"{self._name!r} cannot be offloaded, given back or written from inside its own forward() (a hook, or code of the model): "
                 "the rest of the call needs it as it is. Change phases after the call has returned"
             )
-        pending = _threads_that_call(self._is_one) if self._forwards else set()
+        pending = _threads_that_call(self._is_one) if self._parts else set()
         while pending and threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
             if (waited := time.monotonic() - since_seconds) >= self._deadline_seconds:
                 names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
@@ -173,18 +178,24 @@ class CallGuard:
 
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
-        roots = {id(root) for root in self.roots()}
-        for reference, forward in self._forwards.values():  # tens of thousands in a mixture of experts: few steps for each
-            module = reference()
-            if module is None:
-                continue
-            fields = module.__dict__
-            if (before := fields.get("forward")) is forward:
-                continue
-            if before is not None or fields["_forward_pre_hooks"] or id(module) in roots:
-                self._refuse(module, forward)
-            else:
-                fields["forward"] = forward
+        for root in self.roots():
+            self._refuse(root, self._forwards[self._places[id(root)]])
+        modules, fields, forwards, found = self._now()
+        # Tens of thousands in a mixture of experts, so functions implemented in C guard those that nobody has touched.
+        free = list(map(operator.gt, map(operator.is_, found, itertools.repeat(None)), map(bool, map(_PRE_HOOKS, fields))))
+        guards = itertools.compress(forwards, free)
+        deque(map(dict.__setitem__, itertools.compress(fields, free), itertools.repeat("forward"), guards), maxlen=0)
+        for module, forward in itertools.compress(zip(modules, forwards, strict=True), map(operator.not_, free)):
+            self._refuse(module, forward)
+
+    def _now(self) -> tuple[list[torch.nn.Module], list[dict[str, Any]], list[GuardedForward], list[Any]]:
+        """The modules that are still alive, the attributes of each, its guard, and what it has under the name `forward`."""
+        modules: list[Any] = list(map(weakref.ref.__call__, self._parts))
+        is_alive = list(map(operator.is_not, modules, itertools.repeat(None)))
+        modules = list(itertools.compress(modules, is_alive))
+        fields = list(map(FIELDS, modules))
+        found = list(map(dict.get, fields, itertools.repeat("forward")))
+        return modules, fields, list(itertools.compress(self._forwards, is_alive)), found
 
     def _refuse(self, module: torch.nn.Module, forward: GuardedForward) -> None:
         """Refuse a root, or a module on which a framework has put hooks or a `forward` of its own.
@@ -202,21 +213,18 @@ class CallGuard:
         """Allow calls again. Called when the bytes are back. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
-        for reference, forward in self._forwards.values():
-            module = reference()
-            if module is None:
-                continue
-            fields = module.__dict__
-            found = fields.get("forward")
-            if found is forward:
-                del fields["forward"]
-            elif isinstance(found, GuardedForward) and found.check is self._check:
-                fields["forward"] = found.before
+        _, fields, forwards, found = self._now()
+        ours = list(map(operator.is_, found, forwards))
+        deque(map(dict.pop, itertools.compress(fields, ours), itertools.repeat("forward")), maxlen=0)
+        others = map(operator.gt, map(isinstance, found, itertools.repeat(GuardedForward)), ours)
+        for own, guard in itertools.compress(zip(fields, found, strict=True), others):
+            if guard.check is self._check:
+                own["forward"] = guard.before
 
     def remove(self) -> None:
         """Give the modules back their own `forward` for good."""
         self.allow()
-        self._forwards = {}
+        self._roots, self._parts, self._forwards = [], [], []
         _IN_USE.discard(self)
 
 
@@ -269,7 +277,7 @@ def _has_tensors(module: torch.nn.Module, seen: dict[int, bool]) -> bool:
     if id(module) not in seen:
         seen[id(module)] = False  # a module may be inside itself
         children = [_has_tensors(child, seen) for child in module._modules.values() if child is not None]
-        own = (*vars(module).values(), *module._parameters.values(), *module._buffers.values())
+        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
         seen[id(module)] = any(children) or any(isinstance(each, torch.Tensor) for each in own)
     return seen[id(module)]
 

@@ -82,6 +82,7 @@ class ModuleAdapter(Adapter):
         """Identities of the containers and the objects in modules' attributes, which may come to hold tensors. From the last walk."""
         self._nests = False
         """Whether the last walk found a tensor in one of these."""
+        self._first: list[Owned] = []  # what the constructor's walk has found, for the next one
         self._cpu_stays = False
         self._on_device: set[str] = set()
         """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a name, a tensor on the CPU must move."""
@@ -96,7 +97,8 @@ class ModuleAdapter(Adapter):
                     raise RegistrationError(f"{name!r}: {reason}.")
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
-            for item in self._collect(inner, []):
+            self._first = [*self.owned()]
+            for item in self._first:
                 is_cache = type(item.tensor) is torch.Tensor and item.tensor.is_inference()  # moves; a weight could never be trained
                 if not is_cache and (problem := problem_of(item.tensor, self.compute_device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
@@ -134,7 +136,9 @@ class ModuleAdapter(Adapter):
         Raises:
             RegistrationError: a tensor that cannot be moved as bytes was added after registration.
         """
-        module = self._module()
+        module, first, self._first = self._module(), self._first, []
+        if first and not self.hands_back and self.unchanged() is not None:
+            return iter(first)
         self._steady = None
         if module is None:
             return iter(())

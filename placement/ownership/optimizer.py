@@ -371,7 +371,7 @@ class OptimizerAdapter(Adapter):
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of state that the first step of one parameter will create, as far as they could be predicted."""
-        return sum(unborn.bytes_of(parameter) for unborn in self._unborn)
+        return sum([unborn.bytes_of(parameter) for unborn in self._unborn])
 
     def num_entries(self) -> int:
         return sum(unborn.num_entries for unborn in self._unborn)

@@ -256,7 +256,7 @@ class Unborn:
         """Bytes of state that the first step of one parameter will create; 0 if it has state."""
         optimizer = self._optimizer()
         is_born = optimizer is None or has_state(optimizer.state.get(parameter, {}))
-        return 0 if is_born else sum(self._by_parameter.get(next(_forms([parameter])), ()))
+        return 0 if is_born else sum(self._by_parameter.get((id(parameter), parameter.shape, parameter.dtype), ()))
 
     def sizes(self) -> list[int]:
         """Bytes of each storage that does not exist yet."""

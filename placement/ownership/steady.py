@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from placement.core.call_guard import GuardedForward
+from placement.core.call_guard import FIELDS, GuardedForward
 from placement.ownership.adapter import Seen
 from placement.tensors.plain import OBJECT_LEVELS, nested_tensors, reference, version_of
 
@@ -31,13 +31,14 @@ _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, p
 """The types of values under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_LEAF = operator.attrgetter("is_leaf")
-_FIELDS = operator.attrgetter("__dict__")
 _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _VALUES = operator.methodcaller("values")
 _ALIVE: Any = weakref.ref.__call__
 _FEW = 8
 """The number of parameters that tell whether there are gradients."""
+_BLOCK = 256
+"""The number of tensors that are asked everything before the next ones, so that the processor's cache still has what was read of them."""
 
 
 class Steady:
@@ -51,7 +52,7 @@ class Steady:
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         self._modules = list(map(weakref.ref, modules))
-        fields = list(map(_FIELDS, modules))
+        fields = list(map(FIELDS, modules))
         same: dict[tuple[str, ...], list[int]] = {}
         for index, names in enumerate(map(tuple, fields)):
             same.setdefault(names, []).append(index)
@@ -65,7 +66,7 @@ class Steady:
         self._owned = list(map(place.__getitem__, map(id, owned)))
         self._others = sorted({*itertools.compress(itertools.count(), _are_tensors(self._types))}.difference(self._owned))
         self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
-        self._versions: Sequence[int] = ()
+        self._versions: list[int] = []
         """The versions of the owned tensors at the last look."""
         self._watched: tuple[list[weakref.ref[torch.nn.Module]], list[str]] | None = None
         """The modules and names of a few parameters that are trained, spread over the tree."""
@@ -73,7 +74,7 @@ class Steady:
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
         try:
-            fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
+            fields = list(map(FIELDS, map(_ALIVE, self._modules)))
             lengths, forwards, values = self._read(fields)
         except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
             return None
@@ -82,16 +83,12 @@ class Steady:
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
         others = list(map(values.__getitem__, self._others))
-        seen = seen_now(list(map(values.__getitem__, self._owned)))
-        # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one
-        # reads the gradient of a tensor inside a graph.
-        if not _are_leaves(others) or (seen.versions != self._versions and not _are_leaves(seen.tensors)):
+        if not _are_leaves(others) or _has_gradient(others):
             return None
-        if _has_gradient(others) or _has_gradient(seen.tensors):
+        if (seen := seen_now(list(map(values.__getitem__, self._owned)), self._versions)) is None:
             return None
-        for index in self._containers:
-            if next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None:
-                return None
+        if any(next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None for index in self._containers):
+            return None
         self._versions = seen.versions
         return seen
 
@@ -99,7 +96,7 @@ class Steady:
         """Whether no parameter has a gradient. Reads all the first time, then a few: `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is not None:
-                found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
+                found: list[Any] = list(map(dict.get, map(_OWN, map(FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
                 return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
             modules = list(map(_ALIVE, self._modules))
             own = [(module, name, each) for module in modules for name, each in module._parameters.items() if each is not None]
@@ -165,9 +162,9 @@ class SteadyState:
 
     @staticmethod
     def fits(optimizers: Sequence[Any]) -> bool:
-        """Whether every entry of every state is a plain dictionary that holds nothing with further tensors."""
+        """Whether every entry of every state is a plain dictionary by text that holds nothing with further tensors."""
         entries = [*itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers)]
-        if not {*map(type, entries)} <= {dict}:
+        if not {*map(type, entries)} <= {dict} or not {*map(type, itertools.chain.from_iterable(entries))} <= {str}:
             return False
         return {*map(type, itertools.chain.from_iterable(map(dict.values, entries)))} <= _SIMPLE
 
@@ -198,10 +195,9 @@ def _counts(optimizers: Sequence[Any]) -> list[int]:
     return counts
 
 
-def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """The identities of the objects that hold the state, and all its values, in a fixed order."""
-    holders: list[Any] = []
-    values: list[Any] = []
+def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list[Any]]:
+    """The identities of the objects that hold the state with the names in its entries, and all its values, in a fixed order."""
+    holders, names, values = list[Any](), list[Any](), list[Any]()
     for optimizer in optimizers:
         holders.append(optimizer)
         for group in optimizer.param_groups:
@@ -210,20 +206,34 @@ def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
         entries = list(state.values())
         holders += (*state, *entries)
         if {*map(type, entries)} <= {dict}:
-            holders += itertools.chain.from_iterable(entries)
+            names += itertools.chain.from_iterable(entries)
             values += itertools.chain.from_iterable(map(dict.values, entries))
         else:
             values += entries
-    return list(map(id, holders)), values
+    return (list(map(id, holders)), names), values
 
 
-def seen_now(tensors: list[torch.Tensor]) -> Seen:
-    """The tensors with their present versions and addresses."""
-    try:
-        versions = list(map(_VERSION, tensors))
-    except RuntimeError:  # one of them is an inference tensor
-        versions = list(map(version_of, tensors))
-    return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
+def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
+    """The tensors with their present versions and addresses.
+
+    Args:
+        before: the versions at the last look of tensors that must not have a gradient or a graph. If one has, None is returned.
+    """
+    seen = Seen(tensors, [], [])
+    for start in range(0, len(tensors), _BLOCK):
+        block = tensors[start : start + _BLOCK]
+        try:
+            versions = list(map(_VERSION, block))
+        except RuntimeError:  # one of them is an inference tensor
+            versions = list(map(version_of, block))
+        # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads
+        # the gradient of a tensor inside a graph.
+        is_new = before is not None and versions != before[start : start + _BLOCK]
+        if (is_new and not _are_leaves(block)) or (before is not None and _has_gradient(block)):
+            return None
+        seen.versions.extend(versions)
+        seen.addresses.extend(map(torch.Tensor.data_ptr, block))
+    return seen
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:

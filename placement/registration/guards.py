@@ -419,10 +419,10 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     owner, gathers = _Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
-    kinds: dict[torch.nn.Module, type[StateDictGuard]] = dict.fromkeys((part for root in roots for part in root.modules()), PartGuard)
-    for part, kind in (kinds | dict.fromkeys(roots, StateDictGuard)).items():
-        hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
-        hooks.append(part.register_state_dict_post_hook(kind(handle)))
+    load_guard, guards = LoadGuard(handle), dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle))
+    for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
+        hooks.append(part.register_load_state_dict_pre_hook(load_guard))
+        hooks.append(part.register_state_dict_post_hook(guard))
         hooks.append(StateDictCall(owner, part))
         _install_zero_calls(owner, part, hooks)
         if gathers:

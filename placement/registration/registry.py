@@ -209,7 +209,6 @@ class Registry:
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
-        handle.detached_at_registration = handle.detached_parameters()
         handle.guards = guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
@@ -253,7 +252,7 @@ class Registry:
         modules = [(module, other) for other in reversed(self.handles.values()) for module in other.module_adapters()]
         known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
         copies: list[torch.Tensor] = []
-        for index, parameter in enumerate(adapter.parameters()):
+        for index, parameter in enumerate(parameters := adapter.parameters()):
             owner, advice = known.get(id(parameter)) or self._owner_by_address(parameter), None
             if owner is not None:
                 owners[owner.name] = owner
@@ -272,6 +271,7 @@ class Registry:
         if copies and (copied := next((p for each in handle.owners[0].module_adapters() for p in each.parameters()), None)) is not None:
             adapter.take_copies(copies, copied)
         handle.owners = tuple(owners.values())
+        handle.detached_at_registration = len(parameters) - sum(map(known.__contains__, map(id, parameters)))
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 

@@ -246,7 +246,6 @@ class ManagedStorage(AdoptedStorage):
         nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
-        self.calls.refuse()
         self._is_vacating = True  # also where nothing had memory
         self.on_device = False
         brought_back = [each.entry.name for each in self._relocated if each.adoptee.nbytes == each.entry.nbytes]

@@ -101,7 +101,9 @@ class Samples:
         self.places = {name: (entry, form) for name, entry, form in tensors}
         """Without the range, which is the key in a weak table of these."""
         offsets = torch.tensor([_spots(*each) for each in self.places.values()], dtype=torch.int64, device="cpu").view(-1, _SAMPLES)
-        self._inside = offsets % 8
+        sizes = torch.tensor([dtype.itemsize for dtype, those in self._groups for _ in those], dtype=torch.int64, device="cpu")
+        self._elements = (torch.arange(0, 8 * _SAMPLES, 8, device="cpu") + offsets % 8) // sizes.view(-1, 1)
+        """The place of each sample among the elements of its tensor's words."""
         self.words = [part.to(device) for part in (offsets // 8).flatten().split(_ALLOCATION // 8)]
         """The words' indices in the range."""
 
@@ -110,8 +112,7 @@ class Samples:
         start = 0
         for dtype, those in self._groups:
             part, signed = slice(start, start := start + len(those)), SIGNED[dtype.itemsize]
-            at = torch.arange(0, 8 * _SAMPLES, 8, device="cpu") + self._inside[part]
-            mine = words.view(-1, _SAMPLES)[part].view(signed).gather(1, at // dtype.itemsize)
+            mine = words.view(-1, _SAMPLES)[part].view(signed).gather(1, self._elements[part])
             wrong = are_nan(mine.view(dtype))
             if dtype.itemsize == 1 or not dtype.is_floating_point:
                 wrong |= are_poison(mine)

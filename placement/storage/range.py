@@ -229,17 +229,15 @@ class Places:
         self._other_names: Mapping[str, str] = {}
 
     def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
-        """Replace everything known by these tensors, which are at their places now.
-
-        There may be tens of thousands, so functions implemented in C do the work.
-        """
+        """Replace everything known by these tensors, which are at their places now. There may be tens of thousands, so C does the work."""
         self._forms, self._outlines, self._other_names = {}, {}, other_names
         self._add(in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, in_place)))))
 
     def add(self, fresh: Range) -> None:
         """Add the tensors that are about to move into a new range."""
-        for adoptee, offset in zip(fresh.moving_in or (), fresh.layout.offsets, strict=True):
-            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
+        places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
+        found = [(owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned]
+        self._add([owned for owned, _ in found], [address for _, address in found])
 
     def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
         tensors = list(map(_TENSOR, found))

@@ -123,24 +123,31 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
 
 
 class Versions(NamedTuple):
-    """The version counters of an object's tensors at one look, by storage (`_cdata`)."""
+    """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
 
-    sums: Mapping[int, int]
-    """Over all tensors in the storage: views share a counter, but a tensor bound by `.data =` has its own."""
-    counts: Mapping[int, int]
-    """How many tensors the sum is over."""
+    storages: Sequence[int] = ()
+    """The storage (`_cdata`) of each tensor."""
+    versions: Sequence[int] = ()
 
     def but(self, other: Versions, *, among: Collection[int]) -> Versions:
         """These counters, but those of another look for the storages `among` that it has."""
-        sums, counts = ({**own, **{key: theirs[key] for key in theirs if key in among}} for own, theirs in zip(self, other, strict=True))
-        return Versions(sums, counts)
+        theirs = {key for key in other.storages if key in among}
+        kept = [pair for pair in zip(*self, strict=True) if pair[0] not in theirs]
+        kept += [pair for pair in zip(*other, strict=True) if pair[0] in theirs]
+        return Versions([key for key, _ in kept], [version for _, version in kept])
 
     def written_since(self, before: Versions) -> set[int]:
         """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
-        if self.sums is before.sums or self.sums == before.sums:  # the common case, and fast for tens of thousands of storages
+        if self == before:  # the common case, and fast for tens of thousands of tensors
             return set()
-        known, counts = before.sums, before.counts
-        return {key for key, now in self.sums.items() if now > known.get(key, now) and self.counts[key] == counts[key]}
+        sums, known, counts, others = self._sums(), before._sums(), Counter(self.storages), Counter(before.storages)
+        return {key for key, now in sums.items() if now > known.get(key, now) and counts[key] == others[key]}
+
+    def _sums(self) -> dict[int, int]:
+        sums = dict.fromkeys(self.storages, 0)
+        for key, version in zip(*self, strict=True):
+            sums[key] += version
+        return sums
 
 
 class _Found:
@@ -180,7 +187,7 @@ class _Walk:
         """How many tensors use each storage."""
         self.references = references = [entry.ref for r in ranges for entry in r.placed]
         """Weak references to the keys of `aliases`."""
-        sums, counts = dict[int, int](), dict[int, int]()
+        self.versions = Versions(placed_at := list[int](), versions := list[int]())
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
@@ -191,13 +198,12 @@ class _Walk:
                 if storage.nbytes():
                     new.setdefault(key, _Found(storage)).add(owned)
                 continue
-            sums[key] = sums.get(key, 0) + owned.version
-            counts[key] = counts.get(key, 0) + 1
+            placed_at.append(key)
+            versions.append(owned.version)
             if storage.data_ptr() == address:
                 in_place.append(owned)
             else:
                 elsewhere.setdefault(key, _Found(storage)).add(owned)
-        self.versions = Versions(sums, counts)
 
 
 class StorageScanner:
@@ -214,7 +220,7 @@ class StorageScanner:
         self._owner = weakref.ref(owner)
         self.ranges = ObjectRanges(name)
         self.state_dict_tensors = StateDictTensors(device, adapter, self.ranges)
-        self.versions = Versions({}, {})
+        self.versions = Versions()
         """The counters of the adopted storages, as of the last look. A write raises them."""
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
@@ -226,9 +232,6 @@ class StorageScanner:
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._stood: tuple[tuple[Range, ...], object] | None = None
         """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
-        self._unadopted: tuple[list[int], list[int], list[int]] | None = None
-        """The last measurement of what lies in torch's own memory, if a quick look can tell that it holds: each tensor's storage and
-        address, and which of them lie there, by number."""
         self.reserved: HostSlab | None = None
         """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
@@ -313,22 +316,15 @@ class StorageScanner:
         if self._last is None or self._last[0] is not self.ranges.all or (found := self.adapter.unchanged()) is None:
             return False
         ranges, storages, addresses, last_versions = self._last
-        versions = found.versions
         if found.addresses != addresses:
             return False
         # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
         # between lies at the same addresses, in storages that are not adopted.
         if self.state_dict_tensors.shares_addresses and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages:
             return False
-        if versions == last_versions:
-            return True
-        sums = dict(zip(storages, versions, strict=True))
-        if len(sums) < len(storages):
-            sums = dict.fromkeys(sums, 0)
-            for key, version in zip(storages, versions, strict=True):
-                sums[key] += version
-        self.versions = self.versions._replace(sums=sums)
-        self._last = ranges, storages, addresses, versions
+        if found.versions != last_versions:
+            self.versions = Versions(storages, found.versions)
+            self._last = ranges, storages, addresses, found.versions
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
@@ -359,30 +355,13 @@ class StorageScanner:
 
     def stands(self) -> bool:
         """Whether nothing that comes with a training has come since the last `unadopted_bytes`, see `Adapter.standing`."""
-        if self._stood is None or self._stood[0] is not self.ranges.all or (standing := self.adapter.standing()) is None:
-            return False
-        return standing == self._stood[1]
+        return (standing := self.adapter.standing()) is not None and self._stood == (self.ranges.all, standing)
 
     def unadopted_bytes(self) -> int:
-        """Bytes of the object's storages in torch's own memory. Quicker where nothing changed."""
-        nbytes = self._measured_unadopted()
-        self._stood = self.ranges.all, self.adapter.standing()
-        return nbytes
-
-    def _measured_unadopted(self) -> int:
-        found = self.adapter.unchanged()
-        if self._unadopted is not None and found is not None:
-            keys, addresses, numbers = self._unadopted
-            # An offload would have given what lies there other addresses. A storage at a freed one's address may be larger, or another one.
-            if found.addresses == addresses and list(map(_CDATA, storages := list(map(_STORAGE, found.tensors)))) == keys:
-                return sum({storages[number]._cdata: storages[number].nbytes() for number in numbers}.values())
-        self._unadopted = None
+        """Bytes of the object's storages in torch's own memory."""
         new = self.rescan()
-        sizes = {adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}
-        if sizes and (found := self.adapter.unchanged()) is not None:
-            keys = list(map(_CDATA, map(_STORAGE, found.tensors)))
-            self._unadopted = keys, found.addresses, [number for number, key in enumerate(keys) if key in sizes]
-        return sum(sizes.values())
+        self._stood = self.ranges.all, self.adapter.standing()
+        return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}.values())
 
     # --- places for new storages
 

@@ -96,7 +96,7 @@ class WritesWhileOffloaded:
         self._scanner = scanner
         self._gradients = gradients
         self._device = device
-        self._noted = Versions({}, {})
+        self._noted = Versions()
         """The version counters as of the offload."""
         self._is_allowed = False
         """Whether values may be written, though not gradients: tensors of a state dict share the counters."""
@@ -109,7 +109,7 @@ class WritesWhileOffloaded:
 
     def note_more(self) -> None:
         """Add the counters of storages that the last look found for the first time. Counters noted earlier stay."""
-        self._noted = self._scanner.versions.but(self._noted, among=self._noted.sums)
+        self._noted = self._scanner.versions.but(self._noted, among={*self._noted.storages})
 
     def allow(self) -> None:
         """Find no writes to values until the next `note`: tensors of a state dict share the counters, and their holder may write."""

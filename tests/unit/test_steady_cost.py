@@ -1,4 +1,4 @@
-"""The cost of a phase transition in which nothing moves: Python calls and tensors looked at, for few tensors and for many."""
+"""The cost of a phase transition: Python calls and tensors looked at, for few tensors and for many."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import placement
 from placement import Manager, State
 from placement.frameworks import known
 from placement.frameworks.base import Framework, Named
+from placement.ownership.module import ModuleAdapter
 from placement.testing import SimulatedDevice
 
 SIZES = (1, 300, 10_000)
@@ -49,12 +50,12 @@ class Carrying(Framework):
 
 
 class Trained:
-    """A model with its AdamW that never leave the device."""
+    """A model with its AdamW. Under the policy "resident" they never leave the device."""
 
-    def __init__(self, num_parameters: int) -> None:
+    def __init__(self, num_parameters: int, policy: str = "resident") -> None:
         self.net = nn.Sequential(*(Layer() for _ in range(num_parameters)))
         self.adam = torch.optim.AdamW(self.net.parameters())
-        self.manager = Manager(device=SimulatedDevice(1 << 30), policy="resident")
+        self.manager = Manager(device=SimulatedDevice(1 << 30), policy=policy)
         self.actor = self.manager.register("actor", self.net, role="actor")
         self.manager.register("adam", self.adam)
 
@@ -95,10 +96,16 @@ class Cost:
             self.calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}: {getattr(called, '__qualname__', called)}"] += 1
 
 
-@pytest.fixture(scope="module")
-def costs() -> Iterator[dict[int, dict[str, Cost]]]:
-    """The cost of each switch, by the number of parameters."""
+@pytest.fixture(scope="module", autouse=True)
+def _plain_counting() -> Iterator[None]:
     known.add(Carrying)
+    yield
+    known.remove(Carrying)
+
+
+@pytest.fixture(scope="module")
+def costs(_plain_counting: None) -> dict[int, dict[str, Cost]]:
+    """The cost of each switch, by the number of parameters."""
     found: dict[int, dict[str, Cost]] = {}
     for size in SIZES:
         trained = Trained(size)
@@ -115,8 +122,7 @@ def costs() -> Iterator[dict[int, dict[str, Cost]]]:
                 assert trained.actor.state is State.GPU_RESIDENT
         found[size] = {"begin": begin, "end": end, "none": none}
         trained.manager.close()
-    yield found
-    known.remove(Carrying)
+    return found
 
 
 @pytest.mark.parametrize("switch", ["begin", "end", "none"])
@@ -151,3 +157,43 @@ def test_a_phase_in_which_six_handles_stay_makes_few_calls() -> None:
             with Cost() as cost, manager.phase("eval"):
                 pass
     assert cost.num_own_calls <= 500
+
+
+@pytest.fixture(scope="module")
+def moves(_plain_counting: None) -> dict[int, tuple[Cost, Cost]]:
+    """The cost of entering and of leaving a training whose model and AdamW are offloaded outside of it, by the number of parameters."""
+    found: dict[int, tuple[Cost, Cost]] = {}
+    for size in (300, 3_000):
+        trained = Trained(size, "colocated")
+        for _ in range(3):  # state is made, and gets its places
+            with Cost() as enter:
+                trained.manager.enter("train")
+            trained.train()
+            with Cost() as leave:
+                trained.manager.leave()
+            assert trained.actor.state is State.CPU_OFFLOADED
+        found[size] = enter, leave
+        trained.manager.close()
+    return found
+
+
+def test_a_move_asks_each_parameter_once_for_its_version_its_address_and_its_gradient(moves: dict[int, tuple[Cost, Cost]]) -> None:
+    """And, where it was written, whether it is a leaf. A model has one parameter in each module; AdamW's state does not count here."""
+    assert [[cost.num_questions for cost in moves[size]] for size in moves] == [[3 * size, 4 * size] for size in moves]
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_move_makes_few_calls_of_python_functions_for_many_tensors(moves: dict[int, tuple[Cost, Cost]], way: int) -> None:
+    few, many = (moves[size][way].num_own_calls for size in moves)
+    assert many - few < (3_000 - 300) / 20
+
+
+def test_a_registration_looks_through_a_module_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to know what it owns, and once when everything has its place."""
+    looked = []
+    plain = ModuleAdapter._collect
+    monkeypatch.setattr(ModuleAdapter, "_collect", lambda self, *args: looked.append(self) or plain(self, *args))
+    manager, net = Manager(device=SimulatedDevice(1 << 30)), nn.Linear(2, 2)
+    manager.register("actor", net, role="actor")
+    assert len(looked) == 2
+    assert net.weight.isnan().all()
