@@ -31,6 +31,7 @@ from placement.storage.shared.copy import ALONE, LEFT, Refusal, SharedCopy
 from placement.storage.shared.ranges import SharedRange
 from placement.storage.shared.ranks import Ranks
 from placement.storage.shared.scanner import SharedScanner
+from placement.storage.state_dicts import are_only_read
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 _REASONS = {ALONE: "rank {} takes part no longer, and has logged why", LEFT: "rank {} has unregistered it"}
@@ -199,7 +200,7 @@ class ReplicatedStorage(ManagedStorage):
                     self._make_own(r)
 
     def before_shown(self) -> None:
-        for r in self._shared_ranges():
+        for r in () if are_only_read.get() else self._shared_ranges():
             if r.is_shared and not r.is_frozen and not self.on_device:
                 try:
                     self._make_own(r)

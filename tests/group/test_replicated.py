@@ -270,10 +270,10 @@ def test_what_is_written_into_a_host_copy_is_the_ranks_own(two_ranks: Ranks, gen
         assert loaded == [False, False]
 
 
-@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
+@pytest.mark.parametrize(("born", "switches"), [(False, False), (True, False), (False, True)], ids=["later", "at birth", "in a switch"])
 @pytest.mark.parametrize(("method", "when"), trained.STEPS)
-def test_a_rank_dies_while_all_write(three: Ranks, generation: int, method: str, when: str, born: bool) -> None:
-    results = three.run(trained.killed, generation, 1, method, when, born, dies=1)
+def test_a_rank_dies_while_all_write(three: Ranks, generation: int, method: str, when: str, born: bool, switches: bool) -> None:
+    results = three.run(trained.killed, generation, 1, method, when, born, switches, dies=1)
     for shares, told in (each for rank, each in enumerate(results) if rank != 1):
         met = (method, when) not in (("meet", "before"),)
         assert shares[0] == met
@@ -299,10 +299,41 @@ def test_a_step_of_the_shared_write_fails_on_one_rank(
         assert shares == [True, True]
 
 
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
 def test_each_device_call_may_fail_while_replicas_train(
-    two_ranks: Ranks, generation: int, failing: int, counted: Callable[[str], None]
+    two_ranks: Ranks, generation: int, failing: int, switches: bool, counted: Callable[[str], None]
 ) -> None:
-    cases = two_ranks.run(trained.faults, generation, failing, deadline_seconds=240.0)
+    cases = two_ranks.run(trained.faults, generation, failing, switches, deadline_seconds=240.0)
     assert min(cases) > 20
     counted(f"trained replicas: every device call of rank {failing} fails once: {cases[0]} cases")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}], ids=["cyclic", "resident", "verified"]
+)
+def test_replicas_are_shared_under_each_policy(two_ranks: Ranks, generation: int, settings: dict[str, Any]) -> None:
+    first, second = two_ranks.run(trained.trains, generation, 6, False, True, settings, True)
+    assert first["host"] + second["host"] < 1.1 * first["shared"]
+
+
+def test_an_error_on_one_rank_parts_the_ranks_until_the_next_step(three: Ranks, generation: int) -> None:
+    for rank, (parted, told, later) in enumerate(three.run(trained.errs, generation, 1)):
+        assert parted == [False, False]
+        assert "alone" in told[0] if rank == 1 else "rank 1" in told[0]
+        assert later == [True, True]
+
+
+def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(two_ranks: Ranks, generation: int) -> None:
+    (told, stays, shares), (others, leaves, theirs) = two_ranks.run(trained.lacks_memory, generation, 0)
+    assert "HostMemoryError" in told
+    assert stays
+    assert not leaves
+    assert "rank 0: HostMemoryError" in others
+    assert not shares[0]
+    assert not theirs[0]
+
+
+def test_a_run_that_is_resumed_shares_its_optimizer_state(two_ranks: Ranks, generation: int, tmp_path: Path) -> None:
+    for loaded, stepped in two_ranks.run(trained.resumes, generation, str(tmp_path / "a")):
+        assert loaded == [False, False]
+        assert stepped == [True, True]

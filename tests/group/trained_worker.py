@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +62,10 @@ class Rank:
         self.manager.register("actor", self.actor, role="actor", replicated=replicated)
         self.manager.register("optimizer", self.optimizer, replicated=replicated)
         self.data = torch.Generator().manual_seed(self.rank)
+        self.stays = "policy" in settings
+        """Whether the policy may leave handles on the device between phases."""
+        self.switches = False
+        """Whether what is trained is offloaded by a switch to another phase."""
 
     def _made(self, size: int) -> tuple[Actor, torch.optim.Optimizer]:
         torch.manual_seed(3)
@@ -119,14 +123,24 @@ class Rank:
     def step(self, also: Callable[[Actor], Any] | None = None) -> None:
         batch = self.batch()
         self.learn(batch, placed=False, also=also)
-        with self.manager.phase("train"):
+        with self.training():
             self.learn(batch, placed=True, also=also)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        with self.manager.phase("values" if self.switches else "train") as phase:
+            if self.switches:
+                phase.switch("train")
+            yield
+            if self.switches:
+                phase.switch("values")
 
     def check(self) -> None:
         """Load everything, and compare it with the twin. Its host copy is not shown to anybody, so it stays as it is."""
         with self.manager.phase("train"):
             self.check_loaded()
-        assert_nothing_resident(self.manager)
+        if not self.stays:
+            assert_nothing_resident(self.manager)
 
     def check_loaded(self) -> None:
         assert as_bytes(self.actor) == as_bytes(self.twin)
@@ -141,6 +155,14 @@ class Rank:
         wanted = self.twins_optimizer.state_dict()["state"]
         assert found == {(key, name): _bytes(value) for key, entry in wanted.items() for name, value in entry.items()}
 
+    def fails(self, do: Callable[[], Any]) -> str:
+        """What it raised."""
+        try:
+            do()
+        except PlacementError as error:
+            return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        raise AssertionError("nothing failed")
+
     def end(self) -> None:
         self.manager.close()
         assert as_bytes(self.actor) == as_bytes(self.twin)
@@ -151,9 +173,10 @@ def _state(optimizer: torch.optim.Optimizer) -> list[bytes]:
     return [_bytes(value) for entry in optimizer.state.values() for value in entry.values()]
 
 
-def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any]) -> dict[str, Any]:
+def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any], switches: bool = False) -> dict[str, Any]:
     """Train, and look at host memory and at what crosses the link to the host."""
     rank = Rank(generation, cuda=cuda, replicated=replicated, **settings)
+    rank.switches = switches
     crossed = []
     for number in range(steps):
         before = rank.device.crossed["to_host"]
@@ -164,8 +187,8 @@ def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: 
     rank.check()
     seen = {"host": rank.host_bytes, "own": rank.own_bytes if replicated else 0, "to_host": crossed[-1], "first": crossed[0]}
     if replicated:
-        seen["shared"] = sum(r.nbytes for r in rank.ranges())
-        assert rank.shares == [True, True]
+        seen["shared"] = 3 * rank.ranges()[0].nbytes  # AdamW keeps two tensors of each parameter's size
+        assert all(rank.shares)
         assert all(r.alone is None for r in rank.ranges())
     seen["values"] = as_bytes(rank.twin)
     rank.end()
@@ -192,9 +215,9 @@ class Heard(logging.Handler):
         return found
 
 
-def differs(generation: int, other: int, born: bool) -> list[str]:
+def differs(generation: int, other: int, born: bool, cuda: bool = False) -> list[str]:
     """One rank has other values after a step: its first one, where its state is born, or a later one. Returns what this rank was told."""
-    rank, heard = Rank(generation), Heard()
+    rank, heard = Rank(generation, cuda=cuda), Heard()
     if not born:
         rank.step()
         rank.check()
@@ -287,9 +310,13 @@ STEPS = tuple((method, when) for method in ("meet", "wait_for_all", "note_arrive
 """The steps of the shared write."""
 
 
-def killed(generation: int, victim: int, method: str, when: str, born: bool) -> tuple[list[bool], list[str]]:
+def killed(
+    generation: int, victim: int, method: str, when: str, born: bool, switches: bool, cuda: bool = False
+) -> tuple[list[bool], list[str]]:
     """A rank dies in the shared write. Returns what this one shares then, and what it was told."""
-    rank, heard = Rank(generation, deadline_seconds=3.0), Heard()
+    rank, heard = Rank(generation, cuda=cuda, deadline_seconds=3.0), Heard()
+    rank.group.deadline_seconds = 10.0 if cuda else 3.0
+    rank.switches = switches
     if not born:
         rank.step()
         rank.check()
@@ -343,6 +370,78 @@ def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
     return shares
 
 
+def errs(generation: int, failing: int) -> list[Any]:
+    """The user's code raises on one rank, after its step. Returns what this rank shares, what it was told, what it shares later."""
+    rank, heard = Rank(generation), Heard()
+    rank.step()
+    rank.check()
+    batch = rank.batch()
+    rank.learn(batch, placed=False)
+    with contextlib.suppress(GroupError, ZeroDivisionError), rank.training():
+        rank.learn(batch, placed=True)
+        if rank.rank == failing:
+            raise ZeroDivisionError
+    assert_nothing_resident(rank.manager)
+    seen = [rank.shares, heard.take()]
+    rank.check_offloaded()
+    _meet_again(rank)
+    rank.step()
+    rank.check()
+    seen.append(rank.shares)
+    rank.end()
+    dist.barrier()
+    return seen
+
+
+def lacks_memory(generation: int, lacking: int) -> list[Any]:
+    """The ranks part, and one has no host memory for a copy of its own. Returns whether that was told, and what is on the device then."""
+    rank = Rank(generation)
+    rank.step()
+    rank.check()
+
+    def spoil(actor: Actor) -> None:
+        actor.odd += rank.rank
+
+    if rank.rank == lacking:
+        rank.device.fail("host", at=1, forever=True)
+    told = rank.fails(lambda: rank.step(also=spoil))
+    resident = rank.handle("actor").resident_bytes
+    if resident:
+        with contextlib.suppress(GroupError), rank.manager.phase("train"):  # nothing is lost
+            rank.check_loaded()
+    rank.device.clear()
+    _meet_again(rank)
+    rank.check_offloaded()
+    shares = rank.shares
+    rank.end()
+    dist.barrier()
+    return [told, bool(resident), shares]
+
+
+def resumes(generation: int, directory: str) -> list[list[bool]]:
+    """A checkpoint is loaded into an optimizer that has made no step. The ranks share a host copy of its state after their next step."""
+    first = Rank(generation)
+    first.actor.number = first.twin.number = 1
+    first.step()
+    checkpoint.save(first.manager, directory)
+    assert first.shares == [True, True]  # to read it needs no copy
+    dist.barrier()
+    first.end()
+    rank = Rank(generation + 50_000)
+    rank.actor.number = rank.twin.number = 1
+    checkpoint.load(rank.manager, directory)
+    rank.twin.load_state_dict(first.twin.state_dict())
+    rank.twins_optimizer.load_state_dict(first.twins_optimizer.state_dict())
+    rank.check_offloaded()
+    seen = [rank.shares]
+    rank.step()
+    seen.append(rank.shares)
+    rank.check()
+    rank.end()
+    dist.barrier()
+    return seen
+
+
 def _meet_again(rank: Rank) -> None:
     """A fault on the way out of a phase is told to the others at their next phase transition: until all succeed."""
     for _ in range(6):
@@ -384,9 +483,10 @@ def fails(generation: int, failing: int, method: str, when: str, born: bool, kin
     return seen
 
 
-def faults(generation: int, failing: int) -> int:
+def faults(generation: int, failing: int, switches: bool) -> int:
     """Each device call of a training phase fails once on one rank. Returns the cases."""
     rank = Rank(generation)
+    rank.switches = switches
     rank.step()
     calls = rank.device.calls.copy()
     rank.check()
@@ -411,7 +511,7 @@ def _step_that_may_fail(rank: Rank) -> None:
     """A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on."""
     batch = torch.full((3, rank.actor.size), 0.1)
     try:
-        with rank.manager.phase("train"):
+        with rank.training():
             rank.learn(batch, placed=True, averages=False)
             rank.learn(batch, placed=False, averages=False)
     except (PlacementError, RuntimeError):
