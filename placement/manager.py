@@ -201,10 +201,10 @@ class Manager:
                 `IntegrityError`. New tensors in place of registered ones (`half()`, `load_state_dict(assign=True)`, `.data =`), which are
                 put in while it is on the device, are its values from then on.
             external: the object's framework moves its bytes. placement tracks and guards it, and never moves it.
-            replicated: for a module that is the same on every rank of the group, with all ranks on one machine. The ranks share one host
-                copy of a readonly module, or of the frozen parameters of a trained one (LoRA); each of N ranks loads 1/N over its own link
-                and gathers the rest from the others. All ranks must register it at the same place of their program. True: gather over
-                torch.distributed's default process group. A process group of the same ranks: gather over that one.
+            replicated: for a module or an optimizer that is the same on every rank of the group, with all ranks on one machine. The ranks
+                share one host copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of what changed to the host;
+                it loads 1/N over its own link and gathers the rest from the others. All ranks must register it at the same place of their
+                program. True: gather over torch.distributed's default process group. A process group of the same ranks: over that one.
             replace: for set-up code that runs again. If the name is taken by this very object, its handle is returned as it is. If it is
                 taken by another object, that one is unregistered first, with the optimizers that step it.
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
+from placement.storage.state_dicts import are_only_read
 from placement.storage.transfer.verification import mirror
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
@@ -201,7 +203,7 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
     with _together(process_group) as facts:
         for handle in _chosen(manager, only):
             if handle.is_built or only is not None:
-                found[handle.name] = _part(handle).state_dict()
+                found[handle.name] = copy_context().run(_read, _part(handle))
                 if handle.holding is not None and handle.holding.on_device:
                     handle.holding.nan_check.refuse()
         facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
@@ -211,6 +213,12 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
             facts.append({key: _shard(value) for key, value in _on_own_meshes(found) if key in several})
         _refuse_experts(facts)
     return found
+
+
+def _read(part: Part) -> Shown:
+    """The state dict of one handle. Called in a context of its own."""
+    are_only_read.set(True)
+    return part.state_dict()
 
 
 @contextmanager

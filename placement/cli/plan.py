@@ -180,7 +180,7 @@ def _models(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"{option}: {', '.join(unknown)} is not among the job's roles; choose from {', '.join(ROLES)} and name them in --roles"
             )
     if trained := [role for role in replicated if role in _TRAINED or role == "rollout"]:
-        raise ValueError(f"--replicated: {', '.join(trained)} is written to, and only readonly models share a host copy; leave it out")
+        raise ValueError(f"--replicated: {', '.join(trained)} is written to; forecasts know readonly ones alone; leave it out")
     models: dict[str, Any] = {}
     for role in roles:
         is_trained = role in _TRAINED

@@ -341,6 +341,14 @@ class Group:
                     return self._end(decision, waits=waits)
                 self._enter_next_epoch()  # interrupted after its vote: the others have entered, so this rank ends the next change
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the present change has ended for all ranks without this one, or the board does not answer. Does not wait."""
+        try:
+            return self._board.look([self._key("decision")]) is not None
+        except BoardLost:
+            return True
+
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
         if (proposals := self._messages(Proposal, "proposal", deadline)) is None:

@@ -166,6 +166,10 @@ class GroupVote:
             self._mark(told)
         return told if isinstance(error, Exception) else None
 
+    def all_leave(self, error: BaseException | None) -> bool:
+        """Whether all ranks leave a phase now: after no error, or after one that all of them have raised."""
+        return self._group is not None and (error is None or self._is_told(error))
+
     def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
         """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far.
 

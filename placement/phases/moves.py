@@ -113,6 +113,12 @@ def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedSto
     return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
 
 
+def _is_written_together(handle: Handle, plan: Plan) -> bool:
+    """Whether the plan offloads a handle whose host copy all ranks write together."""
+    holding = handle.holding
+    return holding is not None and holding.is_written_together and holding.on_device and not target_of(handle, plan)[1]
+
+
 def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
     """Used in place of a group's agreement if there is no group."""
     return Reached(stage, lacks_engines)
@@ -134,6 +140,8 @@ class Transition:
     """Device bytes of storages that leave which stay aside."""
     while_copying: Callable[[], None] = nothing
     """Called once, while bytes are being copied to the host."""
+    is_together: bool = False
+    """Whether all ranks of the group make it, and each knows that the others do."""
     began_seconds: float = field(default_factory=time.monotonic)
     moved: dict[Handle, MoveResult] = field(default_factory=dict)
     """Results of the exchange, by handle. The state transition of a handle takes its result out."""
@@ -201,10 +209,11 @@ class Mover:
         if agree is None:
             agree, go_on = _alone, _tell_nobody
         sources = {handle: handle.node for handle in others}
-        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying)
+        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying, is_together=agree is not _alone)
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
-            if any(have_left):
+            # Ranks that write a host copy together wait for one another there, and not while others wait for them in a vote.
+            if any(have_left) or (agree is not _alone and any(_is_written_together(handle, plan) for handle in others)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
             self._march(others, lambda handle: target_of(handle, plan))
@@ -279,11 +288,12 @@ class Mover:
         *,
         while_copying: Callable[[], None] = nothing,
         ahead: Ahead = NOTHING_AHEAD,
+        is_together: bool = False,
     ) -> list[Exception]:
         """Bring every handle as far towards its target as possible, and return the errors. `complete` comes once all ranks have voted."""
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
-        self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying)
+        self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying, is_together=is_together)
         paths: list[tuple[Handle, list[Trigger]]] = []
 
         def prepare(handle: Handle) -> None:
@@ -359,11 +369,13 @@ class Mover:
         dropping: tuple[ManagedStorage, ...] = (),
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
+        *,
+        is_together: bool = False,
     ) -> None:
         """Begin a phase transition with the chunks that the one before left. See `Transition`, and for `room_bytes` see `advance`."""
         before = self._transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
-        self._transition = Transition(chunk_pool, dropping, staying, while_copying, complaints=before.complaints)
+        self._transition = Transition(chunk_pool, dropping, staying, while_copying, is_together, complaints=before.complaints)
 
     def _forget(self) -> None:
         """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
@@ -400,13 +412,23 @@ class Mover:
         self._verifier.note(holdings)
 
     def _complete(self, handles: Iterable[Handle]) -> None:
-        """Commit the loads that waited for the decision of the group, whatever it is."""
+        """Commit the loads that waited for the decision of the group, whatever it is.
+
+        Raises:
+            Exception: the first error, once all handles were tried: other ranks are in the collectives of each.
+        """
+        errors: list[Exception] = []
         for handle in handles:
             if (holding := handle.holding) is not None and not holding.is_complete:
-                holding.complete()
-                self._verifier.check_device(holding)
-                holding.commit_load()
-                holding.make_consistent(self.chunk_pool)
+                try:
+                    holding.complete()
+                    self._verifier.check_device(holding)
+                    holding.commit_load()
+                    holding.make_consistent(self.chunk_pool)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     # --- the bytes
 
@@ -430,6 +452,7 @@ class Mover:
                 staying=transition.staying,
                 while_copying=transition.while_copying,
                 calls_since_seconds=transition.began_seconds,
+                is_together=transition.is_together,
             )
             moved = exchange.run([*leaving], [*coming])
         transition.moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}

@@ -152,12 +152,19 @@ class Reconciler:
         self._settle(name, before)
 
     def retreat(
-        self, plan: Plan, name: str, *, patiently: bool = False, vote: Callable[[list[Exception]], list[Exception]] | None = None
+        self,
+        plan: Plan,
+        name: str,
+        *,
+        patiently: bool = False,
+        is_together: bool = False,
+        vote: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
 
         Args:
             patiently: wait for other processes if they hold memory that the plan needs.
+            is_together: all ranks of the group do the same now.
             vote: asks the other ranks of the group how far they came; gets the errors, and returns them with those of the others.
         """
         stays = is_there(self._handles, plan)
@@ -180,7 +187,9 @@ class Reconciler:
                 self.writes.look_at_gradients()
             except Exception as error:
                 failures.append(error)
-            failures += self._mover.retreat(self._handles, within, while_copying=self._device.compare_poison, ahead=ahead)
+            failures += self._mover.retreat(
+                self._handles, within, while_copying=self._device.compare_poison, ahead=ahead, is_together=is_together
+            )
             failures += self._mover.complete(self._handles) if vote is None else []
             for failure in failures:
                 if isinstance(failure, WrittenWhileOffloaded):

@@ -163,7 +163,11 @@ class PhaseStack:
                 is_patient = error is None or isinstance(error, Exception)
                 action, refused = describe("leave", phase.name, None), failures
                 failures = self.reconciler.retreat(
-                    plan, left_to, patiently=is_patient, vote=lambda found: self._vote.left(action, plan, refused + found, error)
+                    plan,
+                    left_to,
+                    patiently=is_patient,
+                    is_together=self._vote.all_leave(error),
+                    vote=lambda found: self._vote.left(action, plan, refused + found, error),
                 )
             except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:

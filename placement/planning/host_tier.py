@@ -144,8 +144,8 @@ class DiskTier(HostTier):
         if aside is not None and _whole(aside) not in ranges:
             fixed_bytes += aside.held_bytes
         for slab, having in ranges.items():
-            if not isinstance(slab, Slab) or any(r.is_shared for r in having):
-                fixed_bytes += slab.held_bytes
+            if not isinstance(slab, Slab) or any(r.is_replica for r in having):
+                fixed_bytes += sum(r.held_host_bytes for r in having if r.is_replica) or slab.held_bytes
                 continue
             spill = self._spills.get(slab)
             if spill is None:
@@ -182,8 +182,8 @@ def _whole(slab: HostSlab) -> HostSlab:
 
 def _share(holding: ManagedStorage) -> HostShare:
     ranges, reserved = holding.ranges, holding.reserved_bytes
-    shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
-    own = sum(r.host.nbytes for r in ranges if not r.is_shared)
+    shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
+    own = sum(r.host.nbytes for r in ranges if not r.is_replica)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
 
 

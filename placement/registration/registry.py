@@ -39,7 +39,9 @@ from placement.registration.unregistered import StepWatch
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.storage.replicated import Ranks, ReplicatedStorage, Shares
+from placement.storage.replicated import ReplicatedStorage
+from placement.storage.shared.copy import Shares
+from placement.storage.shared.ranks import Ranks
 from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
@@ -203,6 +205,8 @@ class Registry:
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
                 handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
+                if ranks is not None:
+                    handle.streamed.refusal = "the ranks write its host copy together; use optimizer_in='train' for it"
             if not self._has_warned and (reason := _captured_collectives()) is not None:
                 self._has_warned = True
                 _logger.warning("%s", reason)
@@ -239,7 +243,7 @@ class Registry:
         sizes = adapter.expected_sizes()
         parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         try:
-            self.admit(handle, lambda: holding.scanner.host_bytes_for(sizes or (), parts))
+            self.admit(handle, lambda: holding.scanner.state_host_bytes(sizes or (), parts))
             holding.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()
@@ -326,10 +330,14 @@ class GroupRanks(Ranks):
         return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
     @property
-    def gone(self) -> str | None:
+    def parted(self) -> str | None:
         if (self._group.rank, self._group.world_size) != (self.shares.rank, self.shares.world_size):
             return "the group was made anew with other ranks"
-        return super().gone
+        return None
+
+    @property
+    def change_is_over(self) -> bool:
+        return self._group.is_decided
 
     def rejoin(self, group: Group) -> None:
         """Use a new group from now on."""
@@ -412,8 +420,8 @@ class Replication:
 
 
 def check_can_be_replicated(name: str, adapter: Adapter) -> None:
-    """Raise RegistrationError unless the object is a module whose bytes placement moves."""
-    if adapter.kind != "module":
-        raise RegistrationError(f"{name!r}: an {adapter.kind} cannot be replicated, only a module can; {_ADVICE}")
+    """Raise RegistrationError unless the object is a module or an optimizer whose bytes placement moves."""
+    if adapter.kind == "engine":
+        raise RegistrationError(f"{name!r}: an engine cannot be replicated, only a module or an optimizer can; {_ADVICE}")
     if adapter.external is not None:
         raise RegistrationError(f"{name!r}: {adapter.external} places its bytes, so placement cannot replicate it; {_ADVICE}")

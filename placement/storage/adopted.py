@@ -128,11 +128,11 @@ class AdoptedStorage(Storage):
     @property
     def reserved_bytes(self) -> int:
         """Host memory that is reserved for state that is not created yet."""
-        return 0 if self.scanner.reserved is None else self.scanner.reserved.held_bytes
+        return self.scanner.reserved_bytes
 
     @property
     def host_bytes(self) -> int:
-        return sum(r.host.held_bytes for r in self.ranges) + self.reserved_bytes
+        return sum(r.held_host_bytes for r in self.ranges) + self.reserved_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -265,10 +265,19 @@ class AdoptedStorage(Storage):
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
+        if self.is_on_host and self.has_place(tensor):
+            self.before_shown()
         host = self.over_host(tensor) if self.is_on_host else None
         if host is not None:
             self.state_dict_tensors.note_shown([host])
         return host
+
+    def before_shown(self) -> None:
+        """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`.
+
+        Raises:
+            HostMemoryError: see `ManagedStorage.make_host_copy_own`.
+        """
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
         place = self.by_address.find(tensor)
@@ -285,6 +294,8 @@ class AdoptedStorage(Storage):
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
         owner = self._owner_of(tensor)
+        if owner.is_on_host:
+            owner.before_shown()
         if self.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.detach()  # state that is a parameter; the live one is for a module's state_dict(keep_vars=True)
         return owner.state_dict_tensors.hand_out(tensor, from_host=owner.is_on_host)

@@ -169,8 +169,22 @@ class ManagedStorage(AdoptedStorage):
         """
         return fill(self.device, [(r.pages, indices)])
 
+    def move_together(self) -> None:
+        """Called before an offload that all ranks make in the same change of the group."""
+
+    def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
+        """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
+
+        Args:
+            prints: the fingerprints of the range's pages, on the CPU; of a replica all of them.
+
+        Raises:
+            HostMemoryError: see `make_host_copy_own`.
+        """
+        return changed
+
     def make_host_copy_own(self, r: Range) -> None:
-        """Called before chunks of a range's host copy are written: see `ReplicatedStorage`.
+        """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
 
         Raises:
             HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write.
@@ -187,6 +201,11 @@ class ManagedStorage(AdoptedStorage):
             unsaved = [index for index in r.pages.at(Behind.ASIDE) if r.pages.table[index].newest is Side.DEVICE]
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
+
+    @property
+    def is_written_together(self) -> bool:
+        """Whether all ranks write the host copy together: see `ReplicatedStorage`."""
+        return False
 
     @property
     def left_bytes(self) -> int:
@@ -275,7 +294,8 @@ class ManagedStorage(AdoptedStorage):
         if self.on_device:
             pending = [r for r in self.ranges if r.moving_in is not None]  # prepared for an offload that was not committed
             for r in pending:
-                self.scanner.reserved = r.host  # the next one can use its slab
+                if not r.is_replica:
+                    self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
             self.state_dict_tensors.point_to_device()

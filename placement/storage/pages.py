@@ -142,6 +142,10 @@ class Pages:
     def used_bytes_of(self, indices: Iterable[int]) -> int:
         return sum([self.used_sizes[index] for index in indices])
 
+    def bytes_to_save(self, indices: Iterable[int]) -> int:
+        """Bytes that this process copies in order to save these pages."""
+        return self.used_bytes_of(indices)
+
     def copies(self, indices: Iterable[int]) -> list[Copy]:
         """The copies between these pages (ascending), wherever their memory is, and the host copy, with neighbours joined."""
         return [

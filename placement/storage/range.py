@@ -62,6 +62,10 @@ class PlacedStorage:
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
+    is_replica = False
+    """Whether ranks share the host copy, or may share it again. It stays in host memory."""
+    _pages_class = Pages
+
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
@@ -69,7 +73,7 @@ class Range:
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
         """See `layout.chunk_sizes`."""
         self.device_bytes = sum(self.chunk_sizes)
-        self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
+        self.pages = self._pages_class(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
         self.moving_in: tuple[Adoptee, ...] | None = moving_in
@@ -101,8 +105,13 @@ class Range:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes read the slab, too. If so, it is never written again."""
+        """Whether other processes read the slab, too. If so, it is written only by all of them together."""
         return False
+
+    @property
+    def held_host_bytes(self) -> int:
+        """Bytes of host memory that it holds in this process: its slab, or this process's share of that."""
+        return self.host.held_bytes
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""

@@ -399,6 +399,15 @@ class StorageScanner:
         """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
         return used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT) if sizes else 0
 
+    def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
+        """Host memory that this process needs for `reserve`."""
+        return self.host_bytes_for(sizes, parts)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Host memory that is reserved for state that is not created yet."""
+        return 0 if self.reserved is None else self.reserved.held_bytes
+
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
 

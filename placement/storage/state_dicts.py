@@ -18,6 +18,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,8 @@ from placement.storage.nan_check import has_nan
 from placement.storage.range import ObjectRanges, Range
 from placement.tensors.plain import align, has_storage, is_plain_type, is_sparse, is_wrapper, made_of, parts_of, rewrapped, version_of
 
+are_only_read: ContextVar[bool] = ContextVar("are_only_read", default=False)
+"""Whether the tensors that are handed out now are only read, and not for long: by a checkpoint that is being saved."""
 _Span = tuple[int, int]
 """Addresses in host memory, from the first up to the last (not included)."""
 

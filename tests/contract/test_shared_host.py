@@ -17,7 +17,8 @@ from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy
 from placement.storage.layout import Adoptee, RangeLayout
-from placement.storage.replicated import SharedRange, Shares, own_spans
+from placement.storage.shared.copy import SharedCopy, Shares
+from placement.storage.shared.ranges import SharedRange, spans_of
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
 
@@ -103,20 +104,25 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
     for rank in range(world_size):
         shares = Shares(rank, world_size)
         layout = RangeLayout(device, [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
-        for start, nbytes in own_spans(layout, device.chunk_bytes, shares):
+        for start, nbytes in spans_of(rank, layout.nbytes, device.chunk_bytes, shares):
             assert start % PAGE == nbytes % PAGE == 0
             held[start : start + nbytes] += 1
-        with new_file(layout.nbytes + 2 * PAGE) as (file, _):
-            r = SharedRange(device, layout, device.shared_host(file, layout.nbytes, [], EXTRA), (), shares)
-        brought = torch.zeros(r.nbytes, dtype=torch.uint8)
+        extra_bytes = SharedCopy.extra_bytes(shares, 1)
+        with new_file(layout.nbytes + 2 * PAGE + extra_bytes) as (file, _):
+            slab = device.shared_host(file, layout.nbytes, [], extra_bytes)
+        r = SharedRange(device, layout, slab, (), SharedCopy(slab, shares, lambda: 1, lambda: False), is_frozen=True)
+        brought, saved = torch.zeros(2, r.nbytes, dtype=torch.uint8)
         for index in range(len(r.chunk_sizes)):
             for copy in (*r.own_copies(index), *r.others_copies(index)):
                 assert copy.device_address - layout.addresses.base == copy.host_address - r.slab.address
                 brought[copy.host_address - r.slab.address :][: copy.nbytes] += 1
+            for copy in filter(None, (r.pages.share(each, index) for each in range(world_size))):
+                saved[copy.host_address - r.slab.address :][: copy.nbytes] += 1
             start, nbytes = r.gathered(index)
             assert nbytes == world_size * r.part_bytes(index)
             assert start + nbytes <= r.starts[index] + r.used_sizes[index] + PAGE
         assert (brought == 1).all()
+        assert (saved == 1).all()
     whole_pages = -(-r.nbytes // PAGE) * PAGE
     assert (held[:whole_pages] == 1).all()
     assert not held[whole_pages:].any()

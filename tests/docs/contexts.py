@@ -140,7 +140,7 @@ def ranks(tools: Tools) -> Iterator[Names]:
     store = dist.TCPStore("127.0.0.1", tools.free_port(), is_master=True, wait_for_workers=False)
     tools.replaced |= {'"cpu:gloo,cuda:nccl"': '"gloo"'}
     names: Names = {"placement": placement, "torch": torch, "dist": dist, "store": store, "rank": 0, "world_size": 1, "model": _linear()}
-    names["lora"] = torch.nn.Sequential(_linear().requires_grad_(False), _linear())
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
     yield names
     try:
         with names["manager"].phase("train"):

@@ -1,4 +1,5 @@
-"""Replicated handles over NCCL, a rank a GPU: the bodies of tests/group/replicated_worker.py. Skipped where there is one GPU."""
+"""Replicated handles over NCCL, a rank a GPU: the bodies of tests/group/replicated_worker.py and trained_worker.py. Skipped where there is
+one GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from tests.gpu.on_gpus import gpus
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
+from tests.group import trained_worker as trained
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -57,3 +59,33 @@ def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks
 def test_the_host_does_not_wait_for_the_gpu(ranks: Ranks) -> None:
     """With much work queued, entering a phase returns while it is still running."""
     assert all(ranks.run(worker.loads_behind_work, next(_generations), deadline_seconds=DEADLINE_SECONDS))
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[Ranks]:
+    yield from gpus(2)
+
+
+@pytest.mark.parametrize("switches", [False, True])
+def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(two_gpus: Ranks, switches: bool) -> None:
+    together = two_gpus.run(trained.trains, next(_generations), 20, True, True, {}, switches, deadline_seconds=DEADLINE_SECONDS)
+    alone = two_gpus.run(trained.trains, next(_generations), 20, True, False, {}, switches, deadline_seconds=DEADLINE_SECONDS)
+    for ours, theirs in zip(together, alone, strict=True):
+        assert all(ours["values"][name] == theirs["values"][name] for name in ours["values"] if name != "seen")
+        for nbytes in (ours["host"] - ours["own"], ours["to_host"], ours["first"]):
+            assert nbytes == pytest.approx(ours["shared"] / 2, rel=0.02)
+        assert theirs["host"] > 0.95 * ours["shared"] < 1.05 * theirs["to_host"]
+
+
+def test_trained_replicas_that_differ_are_told(two_gpus: Ranks) -> None:
+    for told in two_gpus.run(trained.differs, next(_generations), 1, False, True, deadline_seconds=DEADLINE_SECONDS):
+        assert all("has other bytes on rank 1 than on the rest" in each for each in told)
+
+
+@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
+@pytest.mark.parametrize(("method", "when"), trained.STEPS)
+def test_a_rank_dies_while_all_write(two_gpus: Ranks, method: str, when: str, born: bool) -> None:
+    arguments = (next(_generations), 1, method, when, born, False, True)
+    (shares, told), _ = two_gpus.run(trained.killed, *arguments, deadline_seconds=DEADLINE_SECONDS, dies=1)
+    assert shares[0] == ((method, when) != ("meet", "before"))
+    assert shares[0] or "rank 1 has died" in told[0]

@@ -13,7 +13,8 @@ from torch import nn
 from placement import Handle, Manager, State, checkpoint
 from placement.core.errors import PlacementError
 from placement.group import StoreGroup
-from placement.storage.replicated import ReplicatedStorage, SharedRange
+from placement.storage.replicated import ReplicatedStorage
+from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, Metered, as_bytes, told
 
@@ -96,7 +97,7 @@ class Rank:
     @property
     def frozen(self) -> SharedRange:
         """The range with the frozen parameters."""
-        (found,) = (r for r in self.storage.ranges if isinstance(r, SharedRange))
+        (found,) = (r for r in self.storage.ranges if isinstance(r, SharedRange) and r.is_frozen)
         return found
 
     def step(self) -> int:
@@ -156,7 +157,7 @@ def trains(generation: int, settings: dict[str, Any]) -> dict[str, int]:
         rank.step()
         rank.look()
     assert rank.frozen.is_shared
-    assert rank.storage.alone is None
+    assert rank.frozen.alone is None
     seen |= {"host": rank.handle.host_bytes, "all": sum(r.nbytes for r in rank.storage.ranges), "frozen": rank.frozen.nbytes}
     _end(rank)
     return seen
@@ -174,7 +175,7 @@ def merges(generation: int, on: list[int]) -> tuple[str | None, bool]:
         rank.look()
     rank.step()
     rank.look()
-    seen = rank.storage.alone, rank.frozen.is_shared
+    seen = rank.frozen.alone, rank.frozen.is_shared
     _end(rank)
     return seen
 

@@ -18,6 +18,7 @@ from placement.devices.memory import Copy, Direction
 from placement.group import BoardLost, StoreGroup
 from placement.storage.layout import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.group.test_engines_apart import Engine
 from tests.support.boards import FailingBoard, ForwardingBoard
 
 PAGE = 4096
@@ -239,6 +240,7 @@ MISTAKES: dict[str, Callable[[Rank], Any]] = {
     "an optimizer": lambda rank: rank.manager.register(
         "ref", torch.optim.SGD(rank.actor.parameters(), momentum=0.9), readonly=True, replicated=True
     ),
+    "an engine": lambda rank: rank.manager.register("ref", Engine(), role="rollout", replicated=True),
     "external": lambda rank: rank.register(external=True),
     "no process group": lambda rank: rank.register(replicated="nccl"),
     "something else": lambda rank: rank.load(),

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from placement import Manager, RegistrationError
+from placement import HostMemoryError, Manager, RegistrationError
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
 from tests.group import frozen_worker as frozen
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
+from tests.group import trained_worker as trained
 from tests.support.ranks import Ranks
 
 _generations = itertools.count(1000)
@@ -77,9 +78,12 @@ def test_another_model_is_refused(three: Ranks, generation: int) -> None:
 def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
     first, second, third = three.run(worker.mistaken, generation)
     assert first == third
-    for mistake, words in (("not readonly", "readonly=True"), ("a Lazy", "Lazy"), ("an optimizer", "optimizer"), ("external", "placement")):
+    for mistake, words in (("a Lazy", "Lazy"), ("an engine", "engine"), ("external", "placement")):
         assert words in second[mistake]
         assert f"rank 1: {second[mistake]}" in first[mistake]
+    for mistake in ("not readonly", "an optimizer"):
+        assert "rank 1 has other tensors than the rest" in first[mistake]
+        assert "registers them in another way" in second[mistake]
     assert "rank 1: is about to enter log_prob" in first["something else"]
 
 
@@ -196,7 +200,7 @@ def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(two_
     for rank, (alone, is_shared) in enumerate(two_ranks.run(frozen.merges, generation, on)):
         assert is_shared == (rank not in on)
         assert alone is not None
-        assert ("its frozen parameters changed on this rank" in alone) == (rank in on)
+        assert ("has other bytes on rank" in alone) == (rank in on)
 
 
 def test_a_frozen_layer_may_be_trained_later(two_ranks: Ranks, generation: int) -> None:
@@ -209,7 +213,8 @@ def test_checkpoints(two_ranks: Ranks, generation: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on", [[1], [0, 1]])
 def test_a_checkpoint_of_changed_weights_that_are_on_the_device(two_ranks: Ranks, generation: int, tmp_path: Path, on: list[int]) -> None:
-    assert two_ranks.run(frozen.mirrors, generation, str(tmp_path / "a"), on) == [rank not in on for rank in range(2)]
+    # Where all have changed it alike, they share a host copy again.
+    assert two_ranks.run(frozen.mirrors, generation, str(tmp_path / "a"), on) == [on == [0, 1] or rank not in on for rank in range(2)]
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -219,3 +224,116 @@ def test_each_device_call_may_fail_while_ranks_stop_sharing(
     cases = two_ranks.run(frozen.faults, generation, failing, deadline_seconds=120.0)
     assert min(cases) > 20
     counted(f"replicated frozen weights that change: every device call of rank {failing} fails once: {cases[0]} cases")
+
+
+# --- what is trained
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    started = Ranks(4)
+    yield started
+    started.close()
+
+
+def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(four: Ranks, generation: int) -> None:
+    together = four.run(trained.trains, generation, 50, False, True, {}, deadline_seconds=200.0)
+    alone = four.run(trained.trains, generation + 100_000, 50, False, False, {}, deadline_seconds=200.0)
+    for ours, theirs in zip(together, alone, strict=True):
+        names = [name for name in ours["values"] if name != "seen"]
+        assert all(ours["values"][name] == theirs["values"][name] == together[0]["values"][name] for name in names)
+        slack = 4 * 2 * worker.PAGE * 20  # whole pages of each chunk
+        assert abs(ours["host"] - ours["own"] - ours["shared"] / 4) < slack
+        assert abs(ours["to_host"] - ours["shared"] / 4) < slack
+        assert abs(ours["first"] - ours["shared"] / 4) < slack
+        assert theirs["host"] > 0.95 * ours["shared"] < 1.05 * theirs["to_host"]
+
+
+@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
+def test_replicas_that_differ_are_told_and_have_host_copies_of_their_own(three: Ranks, generation: int, born: bool) -> None:
+    for told in three.run(trained.differs, generation, 2, born):
+        assert len(told) == 2
+        assert all("has other bytes on rank 2 than on the rest" in each for each in told)
+        assert "'actor' has" in told[0]
+        assert "'body.2.bias'" in told[0]
+        assert "'optimizer'" in told[1]
+        assert "exp_avg" in told[1]
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]])
+def test_what_is_written_into_a_host_copy_is_the_ranks_own(two_ranks: Ranks, generation: int, tmp_path: Path, on: list[int]) -> None:
+    for rank, seen in enumerate(two_ranks.run(trained.writes_while_offloaded, generation, on, str(tmp_path / "a"))):
+        trained_, written, alike, later, loaded, last = seen
+        assert trained_ == later == last == [True, True]
+        assert written == [rank not in on, True]
+        assert alike == [True, True] if rank not in on else not alike[0]  # who holds a state dict keeps what it shows
+        assert loaded == [False, False]
+
+
+@pytest.mark.parametrize(("born", "switches"), [(False, False), (True, False), (False, True)], ids=["later", "at birth", "in a switch"])
+@pytest.mark.parametrize(("method", "when"), trained.STEPS)
+def test_a_rank_dies_while_all_write(three: Ranks, generation: int, method: str, when: str, born: bool, switches: bool) -> None:
+    results = three.run(trained.killed, generation, 1, method, when, born, switches, dies=1)
+    for shares, told in (each for rank, each in enumerate(results) if rank != 1):
+        met = (method, when) not in (("meet", "before"),)
+        assert shares[0] == met
+        assert met or "rank 1 has died" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "when"), [("meet", "before"), ("meet", "after"), ("note_arrived", "before"), ("wait_for_shares", "before")]
+)
+def test_a_rank_stops_while_all_write_and_goes_on_later(three: Ranks, generation: int, method: str, when: str) -> None:
+    results = three.run(trained.stopped, generation, 1, method, when)
+    for rank, shares in enumerate(results):
+        assert rank == 1 or shares[0] == (method != "meet" or when == "after")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, HostMemoryError])
+@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
+@pytest.mark.parametrize(("method", "when"), trained.STEPS)
+def test_a_step_of_the_shared_write_fails_on_one_rank(
+    three: Ranks, generation: int, method: str, when: str, born: bool, kind: type[Exception]
+) -> None:
+    for shares in three.run(trained.fails, generation, 1, method, when, born, kind):
+        assert shares == [True, True]
+
+
+@pytest.mark.parametrize(("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
+def test_each_device_call_may_fail_while_replicas_train(
+    two_ranks: Ranks, generation: int, failing: int, switches: bool, counted: Callable[[str], None]
+) -> None:
+    cases = two_ranks.run(trained.faults, generation, failing, switches, deadline_seconds=240.0)
+    assert min(cases) > 20
+    counted(f"trained replicas: every device call of rank {failing} fails once: {cases[0]} cases")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}], ids=["cyclic", "resident", "verified"]
+)
+def test_replicas_are_shared_under_each_policy(two_ranks: Ranks, generation: int, settings: dict[str, Any]) -> None:
+    first, second = two_ranks.run(trained.trains, generation, 6, False, True, settings, True)
+    assert first["host"] + second["host"] < 1.1 * first["shared"]
+
+
+def test_an_error_on_one_rank_parts_the_ranks_until_the_next_step(three: Ranks, generation: int) -> None:
+    for rank, (parted, told, later) in enumerate(three.run(trained.errs, generation, 1)):
+        assert parted == [False, False]
+        assert "alone" in told[0] if rank == 1 else "rank 1" in told[0]
+        assert later == [True, True]
+
+
+def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(two_ranks: Ranks, generation: int) -> None:
+    (told, stays, shares), (others, leaves, theirs) = two_ranks.run(trained.lacks_memory, generation, 0)
+    assert "HostMemoryError" in told
+    assert stays
+    assert not leaves
+    assert "rank 0: HostMemoryError" in others
+    assert not shares[0]
+    assert not theirs[0]
+
+
+def test_a_run_that_is_resumed_shares_its_optimizer_state(two_ranks: Ranks, generation: int, tmp_path: Path) -> None:
+    for loaded, stepped in two_ranks.run(trained.resumes, generation, str(tmp_path / "a")):
+        assert loaded == [False, False]
+        assert stepped == [True, True]

@@ -198,6 +198,7 @@ class Exchange:
         staying: device bytes of storages that leave whose memory may stay aside, so that nobody waits while they are saved.
         while_copying: called once, if any storage leaves. The link has work by then, unless memory has to be put aside first.
         calls_since_seconds: from when on calls of what leaves have been waited for, see `CallGuard.wait`.
+        is_together: all ranks make these moves, in the same change of the group.
     """
 
     device: Device
@@ -209,6 +210,7 @@ class Exchange:
     staying: Mapping[ManagedStorage, int]
     while_copying: Callable[[], object]
     calls_since_seconds: float
+    is_together: bool = False
 
     def __post_init__(self) -> None:
         self._arrivals = Arrivals(self.device, self.chunk_pool)
@@ -231,6 +233,8 @@ class Exchange:
             holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
+        for holding in out if self.is_together else ():
+            holding.move_together()
         try:
             moved = self._offload(out, into)
             moved |= self._load(into)
@@ -324,7 +328,8 @@ class Exchange:
             self._arrivals.bring_more()
         elif not remaps_first:
             self._open_window()
-        if remaps_first or any(each.copied_bytes for each in leaving):
+        # Where ranks write together, all of them ask for all fingerprints before anything else.
+        if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
             for part in parts:
                 for _ in part:
                     pass
@@ -387,18 +392,18 @@ class Exchange:
         def ask(first: int, last: int) -> Callable[[], torch.Tensor]:
             return self.device.ask(holding.fingerprint(r, first, last))
 
-        last, asked = 0, ask(0, _LEAD)
+        # Ranks that write together compare all fingerprints before anything is written.
+        last, asked = 0, ask(0, count if r.is_replica and not holding.readonly else _LEAD)
         while last < count:
             first, answer = last, asked()
             last = first + len(answer)
             device_prints[first:last] = answer
             changed = differing(None if host_prints is None else host_prints[first:last], answer, first)
-            dirty = [] if keeps_host_copy else changed
-            leaving.rewritten_chunks += len(changed) - len(dirty)
+            dirty = [] if keeps_host_copy else holding.pages_to_save(r, answer, changed)
+            leaving.rewritten_chunks += len(changed) if keeps_host_copy else 0
             pages.note_clean(range(first, last))
             pages.note_changed(dirty)
             if dirty:
-                holding.make_host_copy_own(r)
                 r.prints = None
             if holds_back:
                 self._hold_back(leaving, r, range(first, last), changed if keeps_host_copy else ())
@@ -406,9 +411,8 @@ class Exchange:
                 leaving.batches.extend(self._copy_out(r, range(first, last)))
             # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
             asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
-            copied = pages.used_bytes_of(dirty)
-            leaving.copied_bytes += copied
-            leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - copied
+            leaving.copied_bytes += pages.bytes_to_save(dirty)
+            leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - pages.used_bytes_of(dirty)
             yield
 
     def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:

@@ -1,0 +1,237 @@
+"""A host copy that the ranks of one machine share, and how they write it together.
+
+A readonly object's host copy is never written. Another one's is written by all ranks at once, each its share, when they offload the object
+in the same change of the group and it has the same bytes on all of them. Each rank says what it does in words of its own behind the copy:
+
+1. Meet. A rank that is about to offload leaves the fingerprints of its pages, and then the number of the change. It waits until all
+   ranks have left theirs. Where the fingerprints are equal, the ranks write. A rank whose pages are as in the host copy already leaves its
+   fingerprints, and neither waits nor writes.
+2. Write. Each rank copies its share of each page that changed, in order, and counts the pages whose share has arrived.
+3. Give up the memory. A rank takes the memory of a page only once every rank's share of it has arrived. The share of a rank that has died,
+   failed or stopped is copied by each of the others: they have the same bytes.
+
+So what is lost with a rank is on the device of each of the others, until it is in the host copy. Where step 1 does not succeed, nothing was
+written and nobody has given up memory: a rank whose pages changed gets a host copy of its own, and saves all of them there.
+
+The shared copy is only written between the time when all ranks have left the same number and the time when each leaves its next one.
+By leaving a number a rank also says that it needs nothing that the copy has, and that nothing of its own is on the way there any more. So
+a rank that was stopped in step 2 and goes on later writes the bytes that belong there: until it comes to the next meeting, nobody
+can have written others. And a copy that was torn by failures in step 2 is read by nobody: all who wrote have their values on the device.
+
+A rank that has got a host copy of its own comes to the next meeting, too. If all are equal there, every rank uses the shared copy again.
+Only where the values of ranks differ, or a rank has gone, it leaves the shared copy for good, and says so in its last word.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from placement.core import interrupts
+from placement.devices.host.mapping import PAGE
+from placement.devices.memory import SharedSlab
+
+_PAUSE_SECONDS = (0.00005, 0.005)
+"""Pause between two looks at what the others say: the first one, and the longest."""
+_LOOK_SECONDS = 0.2
+"""How often a rank that waits looks whether the change has ended without it."""
+_PATIENCE_SECONDS = 10.0
+"""How long a rank waits for another's share that gets no further, before it copies it itself."""
+_NUM_WORDS = 5
+ALONE, LEFT = -1, -2
+"""Last words: this rank loads by itself from now on, or has unregistered the object."""
+_ON_DEVICE, _GONE = 1, -1
+"""Words for where a rank has its values. 0: in a host copy."""
+_FAILED = 1
+"""Beside the number of a change: what is missing of this rank's share does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How a run of bytes is divided among ranks: one equal part of whole pages for each, in rank order, and then an undivided rest."""
+
+    rank: int
+    world_size: int
+
+    def part_bytes(self, nbytes: int) -> int:
+        """Size in bytes of each rank's part."""
+        return nbytes // self.world_size // PAGE * PAGE
+
+    def of(self, rank: int, nbytes: int) -> tuple[int, int]:
+        """(offset, bytes) of the span that a rank writes: its part, and for the last rank the rest as well."""
+        part = self.part_bytes(nbytes)
+        start = rank * part
+        return start, nbytes - start if rank == self.world_size - 1 else part
+
+
+class Refusal(NamedTuple):
+    """Why the ranks do not write together."""
+
+    reason: str
+    is_final: bool
+    """Whether they never will."""
+
+
+class SharedCopy:
+    """A host copy that ranks share, as one of them sees it. All methods but `leave` are for a rank that has not left it.
+
+    Args:
+        slab: with `extra_bytes` behind the copy.
+        change: returns the number of the group's present change, see `Ranks.change`.
+        is_over: returns whether that change has ended, because a rank has failed.
+    """
+
+    def __init__(self, slab: SharedSlab, shares: Shares, change: Callable[[], int], is_over: Callable[[], bool]) -> None:
+        self.slab = slab
+        self.shares = shares
+        self._change, self._is_over = change, is_over
+        ours, n = shares.rank, shares.world_size
+        words = slab.extra[: len(slab.extra) // 8 * 8].view(torch.int64)
+        self.loads, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
+        """A word of each rank. `loads`: the number of the change for which it has prepared a load, or why it loads alone."""
+        self.table = words[_NUM_WORDS * n :].view(n, -1)
+        """A row of each rank, for fingerprints."""
+        self._ours = ours
+        self._processes[ours] = os.getpid()
+        self._watched: dict[int, int] = {}
+        self.lost: set[int] = set()
+        """The ranks whose shares will not come in the present writing."""
+
+    @staticmethod
+    def extra_bytes(shares: Shares, num_prints: int) -> int:
+        """Bytes of the words, and of rows of so many fingerprints, behind a copy."""
+        return 8 * shares.world_size * (_NUM_WORDS + num_prints + 1)
+
+    def watch(self) -> None:
+        """From now on know when a rank dies. Called when every rank has made its `SharedCopy`. Where the kernel cannot tell, only the
+        deadline of a wait can."""
+        for rank, process in enumerate(self._processes.tolist()):
+            if rank != self._ours:
+                with suppress(OSError, AttributeError):
+                    self._watched[rank] = os.pidfd_open(process)
+        weakref.finalize(self, _close, [*self._watched.values()])
+
+    # --- what this rank says
+
+    def note_place(self, *, on_device: bool) -> None:
+        """Say where this rank has its values from now on."""
+        self._places[self._ours] = _ON_DEVICE if on_device else 0
+
+    def leave(self, word: int) -> None:
+        """Say for good that this rank shares the copy no longer. `word` stays in `loads`."""
+        self.loads[self._ours], self._places[self._ours] = word, _GONE
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this rank has left its fingerprints in the present change. It does so once, whatever happens then."""
+        return bool(self._turns[self._ours] >> 1 == self._change())
+
+    def fail(self) -> None:
+        """Say that what is missing of this rank's share does not come."""
+        if self.has_met:
+            self._turns[self._ours] |= _FAILED
+
+    # --- step 1
+
+    def meet(self, prints: torch.Tensor, *, num_arrived: int = 0) -> None:
+        """Leave fingerprints (int64, on the CPU) for the present change. The first `num_arrived` pages need nothing of this rank."""
+        self.lost.clear()
+        self.table[self._ours, : len(prints)] = prints
+        self._arrived[self._ours] = num_arrived
+        self._turns[self._ours] = self._change() << 1
+
+    def wait_for_all(self, count: int, seconds: float, name_of: Callable[[int], str]) -> Refusal | None:
+        """Wait until every rank has left its fingerprints. Returns None where all `count` of them are equal.
+
+        Args:
+            seconds: the longest time.
+            name_of: the name of the tensor that a fingerprint stands for, for a message.
+        """
+        number, deadline, look = self._change(), time.monotonic() + seconds, time.monotonic() + _LOOK_SECONDS
+        pause = _PAUSE_SECONDS[0]
+        while True:
+            places = self._places.tolist()  # first: who has offloaded without leaving its fingerprints before will not leave them now
+            missing = [rank for rank, turn in enumerate(self._turns.tolist()) if turn >> 1 != number]
+            if not missing:
+                break
+            for rank in missing:
+                if places[rank] == _GONE or self._has_died(rank):
+                    return Refusal(f"rank {rank} shares it no longer" if places[rank] == _GONE else f"rank {rank} has died", True)
+                if places[rank] != _ON_DEVICE:
+                    return Refusal(f"rank {rank} has offloaded it alone", False)
+            now = time.monotonic()
+            if now >= deadline or (now >= look and self._is_over()):
+                late = "has not offloaded it" if now < deadline else f"has not offloaded it within {seconds:g} s"
+                return Refusal(f"rank {missing[0]} {late}", False)
+            look = look if now < look else now + _LOOK_SECONDS
+            pause = _rest(pause)
+        rows = self.table[:, :count].clone()
+        if any(turn >> 1 != number for turn in self._turns.tolist()):  # the others have given the change up, and one is in the next one
+            return Refusal("the ranks have gone on", False)
+        for column in (rows != rows[:1]).any(dim=0).nonzero().flatten().tolist():
+            return Refusal(f"{name_of(column)} {others_say(rows[:, column].tolist())}", True)
+        return None
+
+    # --- step 3
+
+    def note_arrived(self, count: int) -> None:
+        """Say that this rank's shares of the first `count` pages have arrived."""
+        self._arrived[self._ours] = count
+
+    def wait_for_shares(self, count: int) -> set[int]:
+        """Wait until the shares of the first `count` pages have arrived. Returns the ranks whose shares will not come."""
+        number, pause = self._change(), _PAUSE_SECONDS[0]
+        since, before = time.monotonic(), self._arrived.tolist()
+        while True:
+            turns, arrived = self._turns.tolist(), self._arrived.tolist()
+            # Who is in another change by now has left this one, and nobody knows how far it came.
+            lacking = {rank for rank, turn in enumerate(turns) if (turn >> 1 != number or arrived[rank] < count) and rank not in self.lost}
+            if arrived != before:
+                since, before = time.monotonic(), arrived
+            is_late = time.monotonic() - since > _PATIENCE_SECONDS
+            self.lost |= {rank for rank in lacking if is_late or turns[rank] != number << 1 or self._has_died(rank)}
+            if lacking <= self.lost:
+                return self.lost
+            pause = _rest(pause)
+
+    def _has_died(self, rank: int) -> bool:
+        if rank not in self._watched:
+            return False
+        poll = select.poll()
+        poll.register(self._watched[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def others_say(said: Sequence[object]) -> str:
+    """Words for the ranks that say something else than most do."""
+    others = minority(said)
+    return f"has other bytes on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} than on the rest"
+
+
+def minority(said: Sequence[object]) -> list[int]:
+    """The ranks that say something else than most do. If no answer is the most frequent, the earliest of the frequent ones counts."""
+    common = max(Counter(said).values())
+    usual = next(each for each in said if Counter(said)[each] == common)
+    return [rank for rank, each in enumerate(said) if each != usual]
+
+
+def _rest(pause: float) -> float:
+    """Wait a moment for other ranks. Returns how long the next moment is to be."""
+    time.sleep(pause)
+    interrupts.check()
+    return min(1.5 * pause, _PAUSE_SECONDS[1])
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)

@@ -1,0 +1,518 @@
+"""What each rank of the tests of trained replicas does: a model and its AdamW, alike on all ranks, whose gradients are averaged."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import Handle, Manager, checkpoint
+from placement.core.errors import GroupError, PlacementError
+from placement.group import StoreGroup
+from placement.storage.replicated import ReplicatedStorage
+from placement.storage.shared import copy as shared_copy
+from placement.storage.shared.ranges import SharedRange
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, told
+
+_SIZE = 128
+
+
+class Actor(nn.Module):
+    """Trained weights, a buffer of each rank's own, and what a rank needs to see both."""
+
+    def __init__(self, size: int = _SIZE) -> None:
+        super().__init__()
+        self.size, self.number = size, dist.get_rank()
+        self.body = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size), nn.Linear(size, size, bias=False))
+        self.odd = nn.Parameter(torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += self.number
+        return self.body(x) * (1 + self.odd.sum())
+
+
+class Rank:
+    """An actor and its optimizer, placed, and a twin of both that is not."""
+
+    def __init__(
+        self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, replicated: bool = True, **settings: Any
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        deadline = CUDA_DEADLINE_SECONDS if cuda else deadline_seconds
+        self.group = StoreGroup(store, self.rank, self.world_size, deadline, generation=generation)
+        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(400 * CHUNK, chunk_bytes=CHUNK))
+        self.manager = Manager(device=self.device, group=self.group, **settings)
+        self.torch_device = self.device.torch_device
+        self.actor, self.optimizer = self._made(1024 if cuda else _SIZE)
+        self.twin, self.twins_optimizer = self._made(1024 if cuda else _SIZE)
+        self.manager.register("actor", self.actor, role="actor", replicated=replicated)
+        self.manager.register("optimizer", self.optimizer, replicated=replicated)
+        self.data = torch.Generator().manual_seed(self.rank)
+        self.stays = "policy" in settings
+        """Whether the policy may leave handles on the device between phases."""
+        self.switches = False
+        """Whether what is trained is offloaded by a switch to another phase."""
+
+    def _made(self, size: int) -> tuple[Actor, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        actor = Actor(size).to(self.torch_device)
+        return actor, torch.optim.AdamW(actor.parameters(), lr=1e-2)
+
+    # --- what is shared
+
+    def handle(self, name: str) -> Handle:
+        return self.manager.handles[name]
+
+    def ranges(self) -> list[SharedRange]:
+        """The ranges of weights and of the optimizer's state, once there is any."""
+        found: list[SharedRange] = []
+        for name in ("actor", "optimizer"):
+            holding = self.handle(name).holding
+            assert isinstance(holding, ReplicatedStorage)
+            found += [r for r in holding.ranges if isinstance(r, SharedRange)]
+        return found
+
+    @property
+    def shares(self) -> list[bool]:
+        return [r.is_shared for r in self.ranges()]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.handle(name).host_bytes for name in ("actor", "optimizer"))
+
+    @property
+    def own_bytes(self) -> int:
+        """Of host memory that no other rank has anything of: buffers."""
+        holding = self.handle("actor").holding
+        assert holding is not None
+        return sum(r.nbytes for r in holding.ranges if not isinstance(r, SharedRange))
+
+    # --- training
+
+    def learn(self, batch: torch.Tensor, *, placed: bool, also: Callable[[Actor], Any] | None = None, averages: bool = True) -> None:
+        """One step of the placed model, or of its twin."""
+        actor, optimizer = (self.actor, self.optimizer) if placed else (self.twin, self.twins_optimizer)
+        actor(batch).square().mean().backward()
+        for parameter in actor.parameters() if averages else ():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world_size
+        optimizer.step()
+        optimizer.zero_grad()
+        if also is not None:
+            with torch.no_grad():
+                also(actor)
+
+    def batch(self) -> torch.Tensor:
+        return torch.randn(3, self.actor.size, generator=self.data).to(self.torch_device)
+
+    def step(self, also: Callable[[Actor], Any] | None = None) -> None:
+        batch = self.batch()
+        self.learn(batch, placed=False, also=also)
+        with self.training():
+            self.learn(batch, placed=True, also=also)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        with self.manager.phase("values" if self.switches else "train") as phase:
+            if self.switches:
+                phase.switch("train")
+            yield
+            if self.switches:
+                phase.switch("values")
+
+    def check(self) -> None:
+        """Load everything, and compare it with the twin. Its host copy is not shown to anybody, so it stays as it is."""
+        with self.manager.phase("train"):
+            self.check_loaded()
+        if not self.stays:
+            assert_nothing_resident(self.manager)
+
+    def check_loaded(self) -> None:
+        assert as_bytes(self.actor) == as_bytes(self.twin)
+        assert _state(self.optimizer) == _state(self.twins_optimizer)
+        self.manager.check_integrity()
+
+    def check_offloaded(self) -> None:
+        """Compare what the host copies have."""
+        assert {name: _bytes(value) for name, value in self.handle("actor").state_dict().items()} == as_bytes(self.twin)
+        state = self.handle("optimizer").state_dict()["state"]
+        found = {(key, name): _bytes(value) for key, entry in state.items() for name, value in entry.items()}
+        wanted = self.twins_optimizer.state_dict()["state"]
+        assert found == {(key, name): _bytes(value) for key, entry in wanted.items() for name, value in entry.items()}
+
+    def fails(self, do: Callable[[], Any]) -> str:
+        """What it raised."""
+        try:
+            do()
+        except PlacementError as error:
+            return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        raise AssertionError("nothing failed")
+
+    def end(self) -> None:
+        self.manager.close()
+        assert as_bytes(self.actor) == as_bytes(self.twin)
+        gc.collect()
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[bytes]:
+    return [_bytes(value) for entry in optimizer.state.values() for value in entry.values()]
+
+
+def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any], switches: bool = False) -> dict[str, Any]:
+    """Train, and look at host memory and at what crosses the link to the host."""
+    rank = Rank(generation, cuda=cuda, replicated=replicated, **settings)
+    rank.switches = switches
+    crossed = []
+    for number in range(steps):
+        before = rank.device.crossed["to_host"]
+        rank.step()
+        crossed.append(rank.device.crossed["to_host"] - before)
+        if number % 10 == 0:
+            rank.check()
+    rank.check()
+    seen = {"host": rank.host_bytes, "own": rank.own_bytes if replicated else 0, "to_host": crossed[-1], "first": crossed[0]}
+    if replicated:
+        seen["shared"] = 3 * rank.ranges()[0].nbytes  # AdamW keeps two tensors of each parameter's size
+        assert all(rank.shares)
+        assert all(r.alone is None for r in rank.ranges())
+    seen["values"] = as_bytes(rank.twin)
+    rank.end()
+    dist.barrier()
+    return seen
+
+
+# --- what goes wrong
+
+
+class Heard(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("placement").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        found, self.texts = self.texts, []
+        return found
+
+
+def differs(generation: int, other: int, born: bool, cuda: bool = False) -> list[str]:
+    """One rank has other values after a step: its first one, where its state is born, or a later one. Returns what this rank was told."""
+    rank, heard = Rank(generation, cuda=cuda), Heard()
+    if not born:
+        rank.step()
+        rank.check()
+    assert not heard.take()
+
+    def spoil(actor: Actor) -> None:
+        if rank.rank == other:
+            actor.body[2].bias[5] += 1
+            optimizer = rank.optimizer if actor is rank.actor else rank.twins_optimizer
+            optimizer.state[actor.body[2].bias]["exp_avg"][5] += 1
+
+    rank.step(also=spoil)
+    assert rank.shares == [False, False]
+    told = heard.take()
+    rank.check()
+    for _ in range(3):
+        rank.step()
+        rank.check()
+    assert rank.host_bytes > 0.99 * sum(r.nbytes for r in rank.ranges())
+    assert not heard.take()
+    rank.check_offloaded()
+    rank.end()
+    dist.barrier()
+    return told
+
+
+def writes_while_offloaded(generation: int, on: list[int], directory: str) -> list[list[bool]]:
+    """Values that are written into host copies are this rank's; once all ranks have the same ones, they share a host copy again."""
+    rank = Rank(generation)
+    rank.actor.number = rank.twin.number = 1  # a checkpoint has the buffers of one rank
+    rank.step()
+    seen = [rank.shares]
+    held = None
+    if rank.rank in on:  # through a state dict
+        held = rank.handle("actor").state_dict()
+        held["body.0.weight"].fill_(0.25)
+        with torch.no_grad():
+            rank.twin.body[0].weight.fill_(0.25)
+    seen.append(rank.shares)
+    dist.barrier()
+    rank.check_offloaded()
+    if len(on) < rank.world_size:  # put it right, so that the ranks are alike again
+        with rank.manager.phase("train"), torch.no_grad():
+            rank.check_loaded()
+            for actor in (rank.actor, rank.twin):
+                actor.body[0].weight.fill_(0.25)
+    rank.check()
+    seen.append(rank.shares)
+    if held is not None:
+        assert as_bytes(rank.twin)["body.0.weight"] == _bytes(held["body.0.weight"])
+    del held
+    rank.step()
+    rank.check()
+    seen.append(rank.shares)
+    checkpoint.save(rank.manager, directory)
+    at_first = copy.deepcopy((rank.twin.state_dict(), rank.twins_optimizer.state_dict()))
+    rank.step()
+    dist.barrier()
+    checkpoint.load(rank.manager, directory)
+    rank.twin.load_state_dict(at_first[0])
+    rank.twins_optimizer.load_state_dict(at_first[1])
+    seen.append(rank.shares)
+    rank.check()
+    rank.step()
+    rank.check()
+    seen.append(rank.shares)
+    rank.end()
+    dist.barrier()
+    return seen
+
+
+def _arm(rank: Rank, method: str, when: str, do: Callable[[], Any]) -> None:
+    """Do something at the next call of a method of any shared host copy."""
+    plain = getattr(shared_copy.SharedCopy, method)
+
+    @functools.wraps(plain)
+    def called(*args: Any, **keywords: Any) -> Any:
+        setattr(shared_copy.SharedCopy, method, plain)
+        if when == "before":
+            do()
+        found = plain(*args, **keywords)
+        if when == "after":
+            do()
+        return found
+
+    setattr(shared_copy.SharedCopy, method, called)
+
+
+STEPS = tuple((method, when) for method in ("meet", "wait_for_all", "note_arrived", "wait_for_shares") for when in ("before", "after"))
+"""The steps of the shared write."""
+
+
+def killed(
+    generation: int, victim: int, method: str, when: str, born: bool, switches: bool, cuda: bool = False
+) -> tuple[list[bool], list[str]]:
+    """A rank dies in the shared write. Returns what this one shares then, and what it was told."""
+    rank, heard = Rank(generation, cuda=cuda, deadline_seconds=3.0), Heard()
+    rank.group.deadline_seconds = 10.0 if cuda else 3.0
+    rank.switches = switches
+    if not born:
+        rank.step()
+        rank.check()
+    dist.barrier()
+    if rank.rank == victim:
+        _arm(rank, method, when, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        rank.step()
+        raise AssertionError("it left the phase without the rank that died")
+    except GroupError:
+        pass
+    assert_nothing_resident(rank.manager)
+    rank.manager.check_integrity()
+    shares = rank.shares
+    rank.check_offloaded()
+    rank.end()
+    return shares, heard.take()
+
+
+def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
+    """A rank stops in the shared write, and goes on when the others have long gone on without it. Nobody's values suffer."""
+    rank = Rank(generation, deadline_seconds=2.0)
+    shared_copy._PATIENCE_SECONDS = 0.5
+    rank.step()
+    rank.check()
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, victim)
+    stops = rank.rank == victim
+    if stops:
+        _arm(rank, method, when, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    error = None
+    try:
+        rank.step()
+    except (GroupError, PlacementError) as found:
+        error = found
+    assert error is not None or stops
+    shares = rank.shares
+    rank.check_offloaded()
+    if rank.rank == (victim + 1) % rank.world_size:
+        time.sleep(4.0)  # the others have left the phase, each with all that it needs
+        os.kill(int(pid), signal.SIGCONT)
+    dist.barrier()
+    rank.check_offloaded()
+    _meet_again(rank)
+    assert_nothing_resident(rank.manager)
+    rank.step()
+    rank.check()
+    assert rank.shares == [True, True]
+    rank.end()
+    dist.barrier()
+    return shares
+
+
+def errs(generation: int, failing: int) -> list[Any]:
+    """The user's code raises on one rank, after its step. Returns what this rank shares, what it was told, what it shares later."""
+    rank, heard = Rank(generation), Heard()
+    rank.step()
+    rank.check()
+    batch = rank.batch()
+    rank.learn(batch, placed=False)
+    with contextlib.suppress(GroupError, ZeroDivisionError), rank.training():
+        rank.learn(batch, placed=True)
+        if rank.rank == failing:
+            raise ZeroDivisionError
+    assert_nothing_resident(rank.manager)
+    seen = [rank.shares, heard.take()]
+    rank.check_offloaded()
+    _meet_again(rank)
+    rank.step()
+    rank.check()
+    seen.append(rank.shares)
+    rank.end()
+    dist.barrier()
+    return seen
+
+
+def lacks_memory(generation: int, lacking: int) -> list[Any]:
+    """The ranks part, and one has no host memory for a copy of its own. Returns whether that was told, and what is on the device then."""
+    rank = Rank(generation)
+    rank.step()
+    rank.check()
+
+    def spoil(actor: Actor) -> None:
+        actor.odd += rank.rank
+
+    if rank.rank == lacking:
+        rank.device.fail("host", at=1, forever=True)
+    told = rank.fails(lambda: rank.step(also=spoil))
+    resident = rank.handle("actor").resident_bytes
+    if resident:
+        with contextlib.suppress(GroupError), rank.manager.phase("train"):  # nothing is lost
+            rank.check_loaded()
+    rank.device.clear()
+    _meet_again(rank)
+    rank.check_offloaded()
+    shares = rank.shares
+    rank.end()
+    dist.barrier()
+    return [told, bool(resident), shares]
+
+
+def resumes(generation: int, directory: str) -> list[list[bool]]:
+    """A checkpoint is loaded into an optimizer that has made no step. The ranks share a host copy of its state after their next step."""
+    first = Rank(generation)
+    first.actor.number = first.twin.number = 1
+    first.step()
+    checkpoint.save(first.manager, directory)
+    assert first.shares == [True, True]  # to read it needs no copy
+    dist.barrier()
+    first.end()
+    rank = Rank(generation + 50_000)
+    rank.actor.number = rank.twin.number = 1
+    checkpoint.load(rank.manager, directory)
+    rank.twin.load_state_dict(first.twin.state_dict())
+    rank.twins_optimizer.load_state_dict(first.twins_optimizer.state_dict())
+    rank.check_offloaded()
+    seen = [rank.shares]
+    rank.step()
+    seen.append(rank.shares)
+    rank.check()
+    rank.end()
+    dist.barrier()
+    return seen
+
+
+def _meet_again(rank: Rank) -> None:
+    """A fault on the way out of a phase is told to the others at their next phase transition: until all succeed."""
+    for _ in range(6):
+        is_fine = True
+        try:
+            with rank.manager.phase("log_prob"):
+                assert as_bytes(rank.actor) == as_bytes(rank.twin)
+        except (PlacementError, RuntimeError):
+            is_fine = False
+        said = torch.tensor([is_fine])
+        dist.all_reduce(said, dist.ReduceOp.MIN)
+        if bool(said):
+            return
+    raise AssertionError("the ranks did not come together again")
+
+
+def fails(generation: int, failing: int, method: str, when: str, born: bool, kind: type[Exception]) -> list[bool]:
+    """A step of the shared write raises on one rank. Returns what this rank shares after the next step that succeeds."""
+    rank = Rank(generation)
+    if not born:
+        rank.step()
+        rank.check()
+
+    def fail() -> None:
+        raise kind("injected")
+
+    if rank.rank == failing:
+        _arm(rank, method, when, fail)
+    with contextlib.suppress(PlacementError, RuntimeError):
+        rank.step()
+    rank.check_offloaded()
+    _meet_again(rank)
+    for _ in range(2):
+        rank.step()
+        rank.check()
+    seen = rank.shares
+    rank.end()
+    dist.barrier()
+    return seen
+
+
+def faults(generation: int, failing: int, switches: bool) -> int:
+    """Each device call of a training phase fails once on one rank. Returns the cases."""
+    rank = Rank(generation)
+    rank.switches = switches
+    rank.step()
+    calls = rank.device.calls.copy()
+    rank.check()
+    rank.step()
+    counts = {name: count - calls[name] for name, count in rank.device.calls.items()}
+    cases = 0
+    for operation, count in counts.items():
+        for at in range(1, told(count) + 1):
+            if rank.rank == failing:
+                rank.device.fail(operation, at=at)
+            _step_that_may_fail(rank)
+            rank.device.clear()
+            _meet_again(rank)
+            rank.check()
+            cases += 1
+    rank.end()
+    dist.barrier()
+    return cases
+
+
+def _step_that_may_fail(rank: Rank) -> None:
+    """A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on."""
+    batch = torch.full((3, rank.actor.size), 0.1)
+    try:
+        with rank.training():
+            rank.learn(batch, placed=True, averages=False)
+            rank.learn(batch, placed=False, averages=False)
+    except (PlacementError, RuntimeError):
+        pass
