@@ -73,7 +73,7 @@ def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state
     for ours, theirs in zip(together, alone, strict=True):
         assert all(ours["values"][name] == theirs["values"][name] for name in ours["values"] if name != "seen")
         for nbytes in (ours["host"] - ours["own"], ours["to_host"], ours["first"]):
-            assert nbytes == pytest.approx(ours["shared"] / 2, rel=0.02)
+            assert nbytes == pytest.approx(ours["shared"] / 2, abs=2 * worker.CUDA_CHUNK)  # a range's last chunk has one writer
         assert theirs["host"] > 0.95 * ours["shared"] < 1.05 * theirs["to_host"]
 
 
@@ -82,10 +82,9 @@ def test_trained_replicas_that_differ_are_told(two_gpus: Ranks) -> None:
         assert all("has other bytes on rank 1 than on the rest" in each for each in told)
 
 
-@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
 @pytest.mark.parametrize(("method", "when"), trained.STEPS)
-def test_a_rank_dies_while_all_write(two_gpus: Ranks, method: str, when: str, born: bool) -> None:
-    arguments = (next(_generations), 1, method, when, born, False, True)
+def test_a_rank_dies_while_all_write(two_gpus: Ranks, method: str, when: str) -> None:
+    arguments = (next(_generations), 1, method, when, False, False, True)
     (shares, told), _ = two_gpus.run(trained.killed, *arguments, deadline_seconds=DEADLINE_SECONDS, dies=1)
     assert shares[0] == ((method, when) != ("meet", "before"))
     assert shares[0] or "rank 1 has died" in told[0]
