@@ -233,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own.add_argument("--trained", type=float, metavar="BYTES", help="measure a trained model with weights of so many bytes instead")
     given, _ = own.parse_known_args(arguments)
     trained_bytes = None if given.trained is None else int(given.trained)
-    _rig.run("replicated", __doc__, functools.partial(measure, trained_bytes=trained_bytes), arguments, [own])
+    name = "replicated" if trained_bytes is None else "replicated_trained"
+    _rig.run(name, __doc__, functools.partial(measure, trained_bytes=trained_bytes), arguments, [own])
 
 
 if __name__ == "__main__":

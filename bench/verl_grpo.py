@@ -37,7 +37,7 @@ from bench._verl_process import SHARED_MEMORY
 _SYSTEMS: dict[str, dict[str, str]] = {
     "verl": {},
     "placement": {"VERL_ENGINE_VENDOR": "placement"},
-    "placement, streamed sync": {"VERL_ENGINE_VENDOR": "placement", "PLACEMENT_POLICY": "colocated(stream_sync=True)"},
+    "placement, loaded sync": {"VERL_ENGINE_VENDOR": "placement", "PLACEMENT_POLICY": "colocated"},
 }
 _VOCABULARY = 151_936
 _PROMPTS = 32

@@ -41,6 +41,8 @@ _made: list[Manager] = []
 _numbers = itertools.count()
 _joined: list[Group] = []
 """The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
+_POLICY = "colocated(stream_sync=True)"
+"""The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
 _ended: list[weakref.WeakMethod[Callable[[], None]]] = []
 """Methods that end the rollout's phase, called when an engine begins one."""
 
@@ -48,7 +50,8 @@ _ended: list[weakref.WeakMethod[Callable[[], None]]] = []
 def manager() -> Manager:
     """The manager that verl's engines in this process share, made at the first call with the settings in `PLACEMENT_*`.
 
-    All ranks of the worker group change phase together. With `PLACEMENT_DISCOVERY` set it serves its metrics, too.
+    All ranks of the worker group change phase together. Without `PLACEMENT_POLICY` its policy is `colocated(stream_sync=True)`. With
+    `PLACEMENT_DISCOVERY` set it serves its metrics, too.
 
     Raises:
         ValueError: a `PLACEMENT_*` variable is wrong.
@@ -56,7 +59,7 @@ def manager() -> Manager:
     """
     with _lock:
         if not _made:
-            made = Manager.from_settings(group=_group())
+            made = Manager.from_settings(group=_group(), policy=os.environ.get("PLACEMENT_POLICY", _POLICY))
             if made.settings.discovery is not None:
                 try:
                     made.serve()

@@ -9,6 +9,7 @@ import pytest
 
 from placement import PlacementError
 from placement.integrations import verl
+from placement.policies import Colocated
 from tests.integrations.verl import announced
 from tests.support.ranks import Ranks
 
@@ -32,6 +33,15 @@ def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPa
     targets.unlink()
     assert verl.manager() is verl.manager()
     assert [file.suffix for file in targets.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(("chosen", "streams"), [(None, True), ("colocated", False)])
+def test_a_sync_is_streamed_unless_a_policy_is_chosen(monkeypatch: pytest.MonkeyPatch, chosen: str | None, streams: bool) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("PLACEMENT_POLICY", chosen)
+    policy = verl.manager().policy
+    assert isinstance(policy, Colocated)
+    assert policy.stream_sync == streams
 
 
 def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
