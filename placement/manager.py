@@ -25,7 +25,7 @@ from placement.phases.phase import Hold, PhaseContext, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
-from placement.registration.registry import Replication
+from placement.registration.replication import Replication
 
 if TYPE_CHECKING:
     import torch
@@ -201,10 +201,12 @@ class Manager:
                 `IntegrityError`. New tensors in place of registered ones (`half()`, `load_state_dict(assign=True)`, `.data =`), which are
                 put in while it is on the device, are its values from then on.
             external: the object's framework moves its bytes. placement tracks and guards it, and never moves it.
-            replicated: for a module or an optimizer that is the same on every rank of the group, with all ranks on one machine. The ranks
-                share one host copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of what changed to the host;
-                it loads 1/N over its own link and gathers the rest from the others. All ranks must register it at the same place of their
-                program. True: gather over torch.distributed's default process group. A process group of the same ranks: over that one.
+            replicated: for a module or an optimizer that is the same on several ranks of the group. Those of one machine share one host
+                copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of what changed to the host; it loads 1/N
+                over its own link and gathers the rest from the others. All ranks of the group must register it at the same place of their
+                program. A process group: its ranks have the same, and are on one machine. True: the process group of a
+                `DistributedDataParallel`; the replicate dimension of a device mesh (HSDP); else torch.distributed's default one; of their
+                ranks those of this machine.
             replace: for set-up code that runs again. If the name is taken by this very object, its handle is returned as it is. If it is
                 taken by another object, that one is unregistered first, with the optimizers that step it.
 

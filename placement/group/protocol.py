@@ -282,8 +282,9 @@ class Group:
                 _logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
                 self._enter_next_epoch()
 
-    def exchange_texts(self, what: str, text: str) -> list[str]:
-        """Exchange texts of at most 1 MiB about `what`, after `propose` and before `agree`. Returns all of them, by rank.
+    def exchange_texts(self, what: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:
+        """Exchange texts of at most 1 MiB about `what`, after `propose` and before `agree`. Returns those of these ranks in their order;
+        None: of all ranks.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
@@ -292,7 +293,7 @@ class Group:
         with self._reaching_the_board(what):
             deadline = time.monotonic() + self.deadline_seconds
             self._put(what, text.encode())
-            if isinstance(found := self._of_all(what, deadline), Decision):
+            if isinstance(found := self._of_all(what, deadline, ranks), Decision):
                 raise self._end(found)
             return [each.decode() for each in found]
 
@@ -383,10 +384,10 @@ class Group:
                 return None
         return said
 
-    def _of_all(self, what: str, deadline: float) -> list[bytes] | Decision:
-        """The values of all ranks, by rank; the decision if the epoch has been decided, which this rank does itself at the deadline."""
-        found = self._polled(self._keys_of(what), deadline, unless=self._key("decision"))
-        return self._give_up(what, self._missing(what)) if found is None else found
+    def _of_all(self, what: str, deadline: float, ranks: Sequence[int] | None = None) -> list[bytes] | Decision:
+        """The values of these ranks; the decision if the epoch has been decided, which this rank does itself at the deadline."""
+        found = self._polled([*self._keys_of(what, ranks).values()], deadline, unless=self._key("decision"))
+        return self._give_up(what, self._missing(what, ranks)) if found is None else found
 
     def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
         """The message that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
@@ -412,9 +413,10 @@ class Group:
         said = f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"
         return self._claim(abort(dict.fromkeys(missing or [0], said), is_silent=True))
 
-    def _missing(self, what: str) -> list[int]:
-        found = self._board.present(self._keys_of(what))
-        return [rank for rank, key in enumerate(self._keys_of(what)) if key not in found]
+    def _missing(self, what: str, ranks: Sequence[int] | None = None) -> list[int]:
+        keys = self._keys_of(what, ranks)
+        found = self._board.present([*keys.values()])
+        return [rank for rank, key in keys.items() if key not in found]
 
     @property
     def _grace_seconds(self) -> float:
@@ -457,7 +459,7 @@ class Group:
 
     def _all_failures(self, decision: Decision) -> dict[int, str]:
         """The reasons of all ranks that failed, not of the first one alone; the same on every rank that reaches the board in time."""
-        keys = {key: rank for rank, key in enumerate(self._keys_of("outcome"))}
+        keys = {key: rank for rank, key in self._keys_of("outcome").items()}
         speaking = {key: rank for key, rank in keys.items() if not (decision.is_silent and rank in decision.failures)}
         if {*speaking.values()} <= {self.rank}:  # no other rank will say anything
             return decision.failures
@@ -496,8 +498,9 @@ class Group:
     def _key(self, what: str) -> str:
         return f"{self._prefix}/e{self.epoch}/{what}"
 
-    def _keys_of(self, what: str) -> list[str]:
-        return [f"{self._key(what)}/{rank}" for rank in range(self.world_size)]
+    def _keys_of(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """The key of each of these ranks; None: of all ranks."""
+        return {rank: f"{self._key(what)}/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)}
 
     @contextmanager
     def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:

@@ -252,7 +252,7 @@ class ReplicatedStorage(ManagedStorage):
         said = [] if r.copy is None else r.copy.loads.tolist()
         for rank, word in enumerate(said):
             if word in _REASONS:
-                self._give_up(r, _REASONS[word].format(rank))
+                self._give_up(r, _REASONS[word].format(r.shares.members[rank]))
         return r.alone is None and set(said) == {self._prepared}
 
     def _give_up(self, r: SharedRange, reason: str) -> None:

@@ -57,10 +57,19 @@ _FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a run of bytes is divided among ranks: one equal part of whole pages for each, in rank order, and then an undivided rest."""
+    """How a run of bytes is divided among ranks: one equal part of whole pages for each, in rank order, and then an undivided rest.
+
+    Attributes:
+        rank: the place of this rank among them.
+        members: the number of each rank in the manager's group, by which messages call it.
+    """
 
     rank: int
-    world_size: int
+    members: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
 
     def part_bytes(self, nbytes: int) -> int:
         """Size in bytes of each rank's part."""
@@ -165,20 +174,21 @@ class SharedCopy:
                 break
             for rank in missing:
                 if places[rank] == _GONE or self._has_died(rank):
-                    return Refusal(f"rank {rank} shares it no longer" if places[rank] == _GONE else f"rank {rank} has died", True)
+                    name = f"rank {self.shares.members[rank]}"
+                    return Refusal(f"{name} shares it no longer" if places[rank] == _GONE else f"{name} has died", True)
                 if places[rank] != _ON_DEVICE:
-                    return Refusal(f"rank {rank} has offloaded it alone", False)
+                    return Refusal(f"rank {self.shares.members[rank]} has offloaded it alone", False)
             now = time.monotonic()
             if now >= deadline or (now >= look and self._is_over()):
                 late = "has not offloaded it" if now < deadline else f"has not offloaded it within {seconds:g} s"
-                return Refusal(f"rank {missing[0]} {late}", False)
+                return Refusal(f"rank {self.shares.members[missing[0]]} {late}", False)
             look = look if now < look else now + _LOOK_SECONDS
             pause = _rest(pause)
         rows = self.table[:, :count].clone()
         if any(turn >> 1 != number for turn in self._turns.tolist()):  # the others have given the change up, and one is in the next one
             return Refusal("the ranks have gone on", False)
         for column in (rows != rows[:1]).any(dim=0).nonzero().flatten().tolist():
-            return Refusal(f"{name_of(column)} {others_say(rows[:, column].tolist())}", True)
+            return Refusal(f"{name_of(column)} {others_say(self.shares, rows[:, column].tolist())}", True)
         return None
 
     # --- step 3
@@ -211,10 +221,14 @@ class SharedCopy:
         return bool(poll.poll(0))
 
 
-def others_say(said: Sequence[object]) -> str:
+def others_say(shares: Shares, said: Sequence[object]) -> str:
     """Words for the ranks that say something else than most do."""
-    others = minority(said)
-    return f"has other bytes on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} than on the rest"
+    return f"has other bytes on {named(shares, minority(said))} than on the rest"
+
+
+def named(shares: Shares, ranks: Sequence[int]) -> str:
+    """These ranks as a message calls them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(shares.members[rank]) for rank in ranks)}"
 
 
 def minority(said: Sequence[object]) -> list[int]:

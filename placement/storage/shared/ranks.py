@@ -46,7 +46,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def exchange_texts(self, what: str, text: str) -> list[str]:
-        """Send text to all ranks under the topic `what`. Returns the text of each rank on this topic, by rank.
+        """Send text to these ranks under the topic `what`. Returns the text of each on this topic, by rank.
 
         Raises:
             GroupError: a rank failed in the meantime, or did not answer in time.

@@ -25,7 +25,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, Owner, RangeLayout, byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.scan import StorageScanner
-from placement.storage.shared.copy import Refusal, SharedCopy, minority, others_say
+from placement.storage.shared.copy import Refusal, SharedCopy, minority, named, others_say
 from placement.storage.shared.ranges import SharedRange, spans_of
 from placement.storage.shared.ranks import Ranks
 from placement.storage.transfer.fingerprint import fingerprints
@@ -61,7 +61,7 @@ class SharedScanner(StorageScanner):
             try:
                 self._check_layouts(said)
                 found += [self._adopt_together(trained, is_frozen=False)] if trained else []
-            except _Unequal as unequal:  # on every rank, because all compare the same
+            except _Unequal as unequal:  # on each of these ranks, because all compare the same
                 if not frozen:
                     raise
                 logger.info("%s Each rank has a host copy of what is trained.", unequal)
@@ -219,7 +219,7 @@ class SharedScanner(StorageScanner):
         others = minority(layouts)
         if others:
             raise _Unequal(
-                f"{self.name!r} cannot be replicated: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} "
+                f"{self.name!r} cannot be replicated: {named(self._ranks.shares, others)} "
                 "has other tensors than the rest (names, shapes, dtypes, device, order), or registers them in another way "
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
             )
@@ -227,15 +227,13 @@ class SharedScanner(StorageScanner):
     def _check_equal(self, table: torch.Tensor, names: Sequence[str]) -> None:
         for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
             raise _Unequal(
-                f"{self.name!r} cannot be replicated: {names[column]!r} {others_say(table[:, column].tolist())}. Load the same values on "
-                "every rank before you register it, or register it without replicated=True."
+                f"{self.name!r} cannot be replicated: {names[column]!r} {others_say(self._ranks.shares, table[:, column].tolist())}. "
+                "Load the same values on every rank before you register it, or register it without replicated=True."
             )
 
     def _try_out(self) -> None:
-        """Run one collective. It creates the communicator now, so that no later load lacks memory for it, and shows the ranks' order."""
-        shares = self._ranks.shares
-        out = torch.zeros(shares.world_size, dtype=torch.uint8, device=self._device.torch_device)
-        out[shares.rank] = shares.rank
+        """Run one collective. It creates the communicator now, so that no later load lacks memory for it."""
+        out = torch.zeros(self._ranks.shares.world_size, dtype=torch.uint8, device=self._device.torch_device)
         try:
             self._ranks.gather(out)
         except RuntimeError as error:
@@ -243,11 +241,6 @@ class SharedScanner(StorageScanner):
                 f"{self.name!r} cannot be replicated: an all-gather on {self._device.torch_device} failed: {error}. The process group "
                 "needs a backend for that device (nccl for CUDA, gloo for the CPU)."
             ) from error
-        if (found := out.tolist()) != [*range(shares.world_size)]:
-            raise RegistrationError(
-                f"{self.name!r} cannot be replicated: the process group has the ranks in another order than the manager's group: {found}. "
-                "Pass replicated=a process group whose ranks are in the same order."
-            )
 
 
 class _Unequal(Exception):

@@ -1,0 +1,208 @@
+"""Register one object on all ranks of a group, some of which then share its host copy: all register it or none does.
+
+To the group this is one change, like a phase transition: the ranks propose it, carry it out and vote on it. A rank that cannot do its part
+ends it for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from placement.core.errors import GroupError, RegistrationError
+from placement.core.states import Plan
+from placement.group.vote import GroupVote
+from placement.ownership.adapter import Adapter
+from placement.registration.handle import Lazy
+from placement.storage.shared.copy import Shares
+from placement.storage.shared.ranks import Ranks
+
+if TYPE_CHECKING:
+    from placement.group.protocol import Group, Reached, Stage
+
+_ADVICE = "or register it without replicated=True"
+
+
+class GroupRanks(Ranks):
+    """Those ranks of a group that are in a process group.
+
+    Args:
+        members: the number of each in the group, in the order of the process group.
+    """
+
+    def __init__(self, group: Group, process_group: torch.distributed.ProcessGroup, members: tuple[int, ...]) -> None:
+        super().__init__(process_group, Shares(process_group.rank(), members), group.deadline_seconds)
+        self._group, self._world_size = group, group.world_size
+
+    @property
+    def change(self) -> int:
+        return self._number(self._group.epoch)
+
+    @property
+    def agreed_change(self) -> int:
+        return self._number(self._group.agreed_epoch)
+
+    def _number(self, epoch: int) -> int:
+        # Of this generation of the group alone: words that a rank of an earlier one left in the shared memory never equal it.
+        digest = hashlib.sha256(f"{self._group.generation} {epoch}".encode()).digest()
+        return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
+
+    @property
+    def parted(self) -> str | None:
+        if (self._group.rank, self._group.world_size) != (self.shares.members[self.shares.rank], self._world_size):
+            return "the group was made anew with other ranks"
+        return None
+
+    @property
+    def change_is_over(self) -> bool:
+        return self._group.is_decided
+
+    def rejoin(self, group: Group) -> None:
+        """Use a new group from now on."""
+        self._group = group
+
+    def exchange_texts(self, what: str, text: str) -> list[str]:
+        return self._group.exchange_texts(what, text, self.shares.members)
+
+    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
+        """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the handle has moved."""
+        return self._group.agree(Plan({}) if self._group.compares_plans else plan, stage, lacks_engines)
+
+
+class Replication:
+    """The replicated registrations of one manager, which it makes together with the other ranks of its group."""
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
+        self.vote = GroupVote(group)
+        self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()
+        """The ranks object of each replicated handle."""
+        self._machine_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
+        """Process groups made here, by the numbers of their ranks in the group."""
+
+    def rejoin(self, group: Group) -> None:
+        """Use a new group from now on, for every replicated handle."""
+        self.vote.rejoin(group)
+        self._group = group
+        for ranks in self._shared:
+            ranks.rejoin(group)
+
+    @contextmanager
+    def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[GroupRanks | None]:
+        """Register an object in the body while every other rank does the same. If one rank fails, all fail.
+
+        Yields the ranks that share the host copy; None if nothing is shared: for an ordinary handle, or in a group of one rank.
+
+        Raises:
+            RegistrationError: the object cannot be replicated, or another rank could not register it.
+            CoordinatorLost: the group cannot be reached.
+        """
+        if replicated is False:
+            yield None
+            return
+        if self._group is None:
+            raise RegistrationError(
+                f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
+            )
+        try:
+            self.vote.propose(f"register {name} replicated")
+            ranks = self._ranks(name, target, replicated)
+            yield ranks
+            if ranks is None:
+                self.vote.agree(Plan({}))
+        except GroupError as told:
+            self.vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
+            raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
+        except BaseException as error:
+            self.vote.failed(error)
+            raise
+
+    def _ranks(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> GroupRanks | None:
+        group = self._group
+        assert group is not None
+        if isinstance(target, Lazy):
+            raise RegistrationError(f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different times; build it first")
+        if group.world_size == 1:
+            return None
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            raise RegistrationError(f"{name!r}: replicated=True gathers by torch.distributed: call init_process_group first, {_ADVICE}")
+        process_group = _group_of(name, target) if replicated is True else replicated
+        if not isinstance(process_group, torch.distributed.ProcessGroup):
+            raise RegistrationError(f"{name!r}: replicated must be True or a ProcessGroup that this rank is in, not {replicated!r}")
+        members, machines = self._members(name, process_group)
+        here = tuple(rank for rank, machine in zip(members, machines, strict=True) if machine == _machine())
+        if replicated is True and here != members:
+            process_group, members = self._on_this_machine(process_group, members, here), here
+        ranks = GroupRanks(group, process_group, members)
+        self._shared.add(ranks)
+        return ranks
+
+    def _members(self, name: str, process_group: torch.distributed.ProcessGroup) -> tuple[tuple[int, ...], list[str]]:
+        """The numbers in the manager's group of the ranks of a process group, in the order of that, and the machine of each."""
+        assert self._group is not None
+        numbers = torch.distributed.get_process_group_ranks(process_group)
+        told = self._group.exchange_texts("members", json.dumps([process_group.rank(), numbers, _machine()]))
+        said = sorted((place, rank, machine) for rank, (place, theirs, machine) in enumerate(map(json.loads, told)) if theirs == numbers)
+        if [place for place, _, _ in said] != [*range(len(numbers))]:
+            raise RegistrationError(
+                f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it with that group in the manager's group of "
+                f"{self._group.world_size} ranks; pass replicated=a process group of ranks that all do"
+            )
+        return tuple(rank for _, rank, _ in said), [machine for _, _, machine in said]
+
+    def _on_this_machine(
+        self, process_group: torch.distributed.ProcessGroup, members: tuple[int, ...], here: tuple[int, ...]
+    ) -> torch.distributed.ProcessGroup:
+        """A process group of those members alone that are on this machine. Each of them calls this at the same time."""
+        if here not in self._machine_groups:
+            numbers = dict(zip(members, torch.distributed.get_process_group_ranks(process_group), strict=True))
+            made = torch.distributed.new_group([numbers[rank] for rank in here], use_local_synchronization=True)
+            self._machine_groups[here] = made
+        return self._machine_groups[here]
+
+
+def _group_of(name: str, target: Any) -> Any:
+    """The process group whose ranks have the same values of a module or an optimizer, as that says itself; else the default one.
+
+    Raises:
+        RegistrationError: no ranks have the same, or it cannot be told which.
+    """
+    if isinstance(target, torch.nn.parallel.DistributedDataParallel):
+        return target.process_group
+    groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
+    parameters = target.parameters() if isinstance(target, torch.nn.Module) else (p for each in groups for p in each["params"])
+    sharded: list[Any] = [each for each in parameters if hasattr(each, "device_mesh")]  # DTensor, whose module need not be imported
+    if not sharded:
+        return torch.distributed.group.WORLD
+    mesh = sharded[0].device_mesh
+    alike = [dim for dim in range(mesh.ndim) if all(each.device_mesh == mesh and each.placements[dim].is_replicate() for each in sharded)]
+    if len(alike) != 1:
+        raise RegistrationError(
+            f"{name!r}: of the dimensions of its parameters' device mesh {len(alike)} replicate all of them, and replicated=True needs one: "
+            f"pass replicated=the process group of the ranks that hold the same, {_ADVICE}"
+        )
+    return mesh.get_group(alike[0])
+
+
+def _machine() -> str:
+    """A text that is the same for processes that see each other's /proc: the machine's start, and the PID namespace."""
+    said = [os.uname().nodename]
+    with suppress(OSError):
+        said = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(said)
+
+
+def check_can_be_replicated(name: str, adapter: Adapter) -> None:
+    """Raise RegistrationError unless the object is a module or an optimizer whose bytes placement moves."""
+    if adapter.kind == "engine":
+        raise RegistrationError(f"{name!r}: an engine cannot be replicated, only a module or an optimizer can; {_ADVICE}")
+    if adapter.external is not None:
+        raise RegistrationError(f"{name!r}: {adapter.external} places its bytes, so placement cannot replicate it; {_ADVICE}")
