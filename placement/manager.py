@@ -224,7 +224,7 @@ class Manager:
                     self._stack.forget(each)
             before = registry.handles.copy()
             try:
-                with self._replication.registering(name, target, replicated) as replicas:
+                with nullcontext() if replicated is False else self._replication.registering(name, target, replicated) as replicas:
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
                     handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
                     self._stack.join(handle, agree)

@@ -99,15 +99,12 @@ class Replication:
     def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[GroupRanks | None]:
         """Register an object in the body while every other rank does the same. If one rank fails, all fail.
 
-        Yields the ranks that share the host copy; None if nothing is shared: for an ordinary handle, or in a group of one rank.
+        Yields the ranks that share the host copy; None in a group of one rank.
 
         Raises:
             RegistrationError: the object cannot be replicated, or another rank could not register it.
             CoordinatorLost: the group cannot be reached.
         """
-        if replicated is False:
-            yield None
-            return
         if self._group is None:
             raise RegistrationError(
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
@@ -153,8 +150,8 @@ class Replication:
         said = sorted((place, rank, machine) for rank, (place, theirs, machine) in enumerate(map(json.loads, told)) if theirs == numbers)
         if [place for place, _, _ in said] != [*range(len(numbers))]:
             raise RegistrationError(
-                f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it with that group in the manager's group of "
-                f"{self._group.world_size} ranks; pass replicated=a process group of ranks that all do"
+                f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it with that group in the manager's "
+                f"group of {self._group.world_size}; pass replicated=a process group of ranks that all do"
             )
         return tuple(rank for _, rank, _ in said), [machine for _, _, machine in said]
 
@@ -186,8 +183,8 @@ def _group_of(name: str, target: Any) -> Any:
     alike = [dim for dim in range(mesh.ndim) if all(each.device_mesh == mesh and each.placements[dim].is_replicate() for each in sharded)]
     if len(alike) != 1:
         raise RegistrationError(
-            f"{name!r}: of the dimensions of its parameters' device mesh {len(alike)} replicate all of them, and replicated=True needs one: "
-            f"pass replicated=the process group of the ranks that hold the same, {_ADVICE}"
+            f"{name!r}: of the dimensions of its parameters' device mesh {len(alike)} replicate all of them, and replicated=True needs "
+            f"one: pass replicated=the process group of the ranks that hold the same, {_ADVICE}"
         )
     return mesh.get_group(alike[0])
 

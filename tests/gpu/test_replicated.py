@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gpu.on_gpus import gpus
-from tests.group import full_rank_worker
+from tests.group import full_rank_worker, part_worker
 from tests.group import replicated_worker as worker
 from tests.group import trained_worker as trained
 from tests.support.ranks import Ranks
@@ -75,6 +75,12 @@ def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state
         for nbytes in (ours["host"] - ours["own"], ours["to_host"], ours["first"]):
             assert nbytes == pytest.approx(ours["shared"] / 2, abs=2 * worker.CUDA_CHUNK)  # a range's last chunk has one writer
         assert theirs["host"] > 0.95 * ours["shared"] < 1.05 * theirs["to_host"]
+
+
+def test_ranks_of_a_mesh_that_replicates_share_their_shards(two_gpus: Ranks) -> None:
+    seen = two_gpus.run(part_worker.hybrid, next(_generations), "cuda", deadline_seconds=DEADLINE_SECONDS)
+    assert all(set(members) == {(0, 1)} for members, _ in seen)
+    assert sum(share for _, share in seen) == pytest.approx(1, rel=0.15)  # whole pages
 
 
 def test_trained_replicas_that_differ_are_told(two_gpus: Ranks) -> None:

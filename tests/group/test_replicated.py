@@ -15,7 +15,7 @@ from placement import HostMemoryError, Manager, RegistrationError
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
 from tests.group import frozen_worker as frozen
-from tests.group import full_rank_worker
+from tests.group import full_rank_worker, part_worker
 from tests.group import replicated_worker as worker
 from tests.group import trained_worker as trained
 from tests.support.ranks import Ranks
@@ -337,3 +337,35 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(two_ranks: Ranks, gene
     for loaded, stepped in two_ranks.run(trained.resumes, generation, str(tmp_path / "a")):
         assert loaded == [False, False]
         assert stepped == [True, True]
+
+
+# --- a part of the group
+
+
+def test_ranks_of_a_mesh_that_replicates_share_their_shards(four: Ranks, generation: int) -> None:
+    seen = four.run(part_worker.hybrid, generation, "cpu")
+    for rank, (members, _) in enumerate(seen):
+        assert set(members) == {(rank % 2, rank % 2 + 2)}
+        assert len(members) >= 2  # of the weights, and of the optimizer's state
+    shares = [share for _, share in seen]
+    assert [shares[rank] + shares[rank + 2] for rank in (0, 1)] == pytest.approx([1, 1], rel=0.15)  # whole pages
+
+
+@pytest.mark.parametrize("different", [None, 3])
+def test_ranks_of_each_process_group_share_a_copy(four: Ranks, generation: int, different: int | None) -> None:
+    for rank, told in enumerate(four.run(part_worker.pairs, generation, different)):
+        if different is None or rank % 2 != different % 2:
+            assert told == []
+        else:
+            assert "'odd' or 'body.0.weight' has other bytes on rank 3 than on the rest" in told[0]
+
+
+def test_ranks_of_each_machine_share_a_copy(three: Ranks, generation: int) -> None:
+    assert three.run(part_worker.machines, generation, 1) == [[(0, 2)] * 2, [(1,)] * 2, [(0, 2)] * 2]
+
+
+def test_a_group_that_nobody_can_tell_is_refused(three: Ranks, generation: int) -> None:
+    for rank, (sharded, unequal) in enumerate(three.run(part_worker.refused, generation)):
+        assert "0 replicate all of them" in sharded
+        of, came = (2, 1) if rank == 0 else (3, 2)
+        assert f"of the {of} ranks of its process group {came} register it" in unequal

@@ -223,12 +223,12 @@ class SharedCopy:
 
 def others_say(shares: Shares, said: Sequence[object]) -> str:
     """Words for the ranks that say something else than most do."""
-    return f"has other bytes on {named(shares, minority(said))} than on the rest"
+    return f"has other bytes on rank{numbers(shares, minority(said))} than on the rest"
 
 
-def named(shares: Shares, ranks: Sequence[int]) -> str:
-    """These ranks as a message calls them."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(shares.members[rank]) for rank in ranks)}"
+def numbers(shares: Shares, ranks: Sequence[int]) -> str:
+    """The numbers of these ranks in the group, behind the word "rank"."""
+    return f"{'s' if len(ranks) > 1 else ''} {', '.join(str(shares.members[rank]) for rank in ranks)}"
 
 
 def minority(said: Sequence[object]) -> list[int]:

@@ -25,7 +25,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, Owner, RangeLayout, byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.scan import StorageScanner
-from placement.storage.shared.copy import Refusal, SharedCopy, minority, named, others_say
+from placement.storage.shared.copy import Refusal, SharedCopy, minority, numbers, others_say
 from placement.storage.shared.ranges import SharedRange, spans_of
 from placement.storage.shared.ranks import Ranks
 from placement.storage.transfer.fingerprint import fingerprints
@@ -219,7 +219,7 @@ class SharedScanner(StorageScanner):
         others = minority(layouts)
         if others:
             raise _Unequal(
-                f"{self.name!r} cannot be replicated: {named(self._ranks.shares, others)} "
+                f"{self.name!r} cannot be replicated: rank{numbers(self._ranks.shares, others)} "
                 "has other tensors than the rest (names, shapes, dtypes, device, order), or registers them in another way "
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
             )
@@ -250,9 +250,10 @@ class _Unequal(Exception):
 def _kind_of(adoptee: Adoptee) -> int:
     """0 for parameters that are not trained, 1 for those that are, 2 for what is each rank's own: buffers change with a rank's data."""
     tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in adoptee.owned]
-    if not all(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
+    parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]  # FSDP2 has plain tensors over each one's bytes
+    if not parameters:
         return 2
-    return 1 if any(tensor.requires_grad for tensor in tensors) else 0
+    return 1 if any(parameter.requires_grad for parameter in parameters) else 0
 
 
 def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) -> str:
