@@ -20,6 +20,7 @@ from placement.devices.host.disk_file import check_directory
 from placement.devices.host.slab import Slab, SlabPart
 from placement.devices.memory import HostSlab
 from placement.registration.handle import Handle
+from placement.storage.base import Storage
 from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
@@ -88,7 +89,7 @@ class DiskTier(HostTier):
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
         nbytes = needed()
-        shares = {name: _share(holding) for name, holding in _holdings([*self._handles.values(), handle]).items()}
+        shares = {each.name: _share(each.storage) for each in (*self._handles.values(), handle)}
         check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
         held = sum(share.held_bytes for share in shares.values())
         if held + nbytes <= self._limit_bytes:
@@ -126,7 +127,7 @@ class DiskTier(HostTier):
 
     def _arrange(self) -> None:
         order: list[Spill] = []
-        fixed_bytes = 0
+        fixed_bytes = sum(handle.storage.mirror_bytes for handle in self._handles.values())  # the engines take it again and again
         holdings = _holdings(self._handles.values())
         for name in self._uses.order(holdings):
             spills, other_bytes = self._spills_of(self._handles[name], holdings[name])
@@ -180,8 +181,10 @@ def _whole(slab: HostSlab) -> HostSlab:
     return slab
 
 
-def _share(holding: ManagedStorage) -> HostShare:
-    ranges, reserved = holding.ranges, holding.reserved_bytes
+def _share(storage: Storage) -> HostShare:
+    if not isinstance(storage, ManagedStorage):
+        return HostShare(storage.mirror_bytes, storage.mirror_bytes, storage.mirror_bytes)
+    holding, ranges, reserved = storage, storage.ranges, storage.reserved_bytes
     shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
     own = sum(r.host.nbytes for r in ranges if not r.is_replica)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
@@ -233,7 +236,7 @@ class HostShare(NamedTuple):
     total_bytes: int
     """Bytes of its host copy, wherever it is now, and what is reserved for state that is not created yet."""
     fixed_bytes: int
-    """The part that cannot leave host memory: reserved, shared with other processes."""
+    """The part that cannot leave host memory: reserved, shared with other processes, an engine's mirror."""
     held_bytes: int
     """The part that is in host memory now."""
 
