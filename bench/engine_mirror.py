@@ -89,20 +89,15 @@ class Saved(_Own):
             self._saver.resume(tag)
 
 
-def _vllm(rig: Rig, nbytes: int) -> TaggedEngine:
+def _vllm(_: Rig, nbytes: int) -> TaggedEngine:
     """vLLM with its core in this process, and a Qwen2 of about `nbytes` with weights from nowhere."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     width, layer_bytes = 2048, 2 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
-    config = {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": width,
-        "intermediate_size": 8192,
-        "vocab_size": 1024,
-    }
-    config |= {"num_hidden_layers": max(1, nbytes // layer_bytes), "num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "bfloat16"}
+    config: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16", "vocab_size": 1024}
+    config |= {"hidden_size": width, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config["num_hidden_layers"] = max(1, nbytes // layer_bytes)
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
     options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "max_model_len": 1024}
