@@ -117,7 +117,7 @@ class Spill:
 
     @property
     def may_leave(self) -> bool:
-        return self.is_here and self.can_leave and not self.is_claimed and (self.drops or self._directory is not None)
+        return self.is_here and self.can_leave and not self.is_claimed
 
     def claim(self) -> None:
         """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread.

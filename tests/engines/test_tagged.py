@@ -24,7 +24,7 @@ from placement.observe.collector import make_registry
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.conftest import beside
 from tests.engines.standin import CAPACITY, CHUNK, Memory
-from tests.support.disk import until
+from tests.support.disk import settle
 
 
 class Own(TaggedEngine):
@@ -357,7 +357,8 @@ def test_the_mirror_counts_against_the_limit_on_host_memory(shared: Path, tmp_pa
     sizes = {"weights": 8 * CHUNK, "kv_cache": 24 * CHUNK}
     limit = {"disk_directory": str(tmp_path), "host_limit_bytes": 10 * CHUNK}
     manager, actor, _ = beside(Own(shared, tag_bytes=sizes), shared, **limit)
-    until(lambda: actor.host_bytes == 0)  # together they go over the limit, and the mirror cannot leave
+    settle(manager)
+    assert actor.host_bytes == 0  # together they go over the limit, and the mirror cannot leave
     assert actor.disk_bytes > 2 * CHUNK
     assert mirrored(manager) == (8 * CHUNK, 8 * CHUNK)
     with pytest.raises(HostMemoryError, match="'large' needs"):

@@ -557,17 +557,33 @@ def test_readers_of_what_was_given_back_get_the_values(reader: str, tmp_path: Pa
     worker.manager.close()
 
 
-def test_without_host_memory_to_take_again_the_values_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Staying()
+class Alone(placement.policies.Resident):
+    """Resident, but a handle leaves the device in the phase `reward`."""
+
+    def __init__(self, leaving: str) -> None:
+        super().__init__()
+        self.leaving = leaving
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        return plan.giving_up(self.leaving) if view.phase == "reward" else plan
+
+
+@pytest.mark.parametrize("leaving", ["actor", "adam"])
+def test_without_host_memory_to_take_again_the_values_stay_on_the_device(leaving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Staying(policy=Alone(leaving))
     worker.rest()
-    large = nn.Linear(1024, 1980, bias=False)
-    worker.manager.register("large", large, role="reward")
     monkeypatch.setattr(disk_file, "available_bytes", lambda: 0)
-    with pytest.raises(HostMemoryError, match=r"asked for .* bytes of a host copy that had left it"):
-        worker.manager.phase("reward").__enter__()
-    worker.check_values()
+    for _ in range(2):
+        with pytest.raises(HostMemoryError, match=r"asked for .* bytes of a host copy that had left it"):
+            worker.manager.phase("reward").__enter__()
+        assert worker.handles[leaving].state is State.GPU_RESIDENT
+        worker.check_values()
+        worker.step()
     monkeypatch.undo()
     with worker.manager.phase("reward"):
+        assert worker.handles[leaving].state is State.CPU_OFFLOADED
+        assert worker.handles[leaving].host_bytes > 0
         worker.check_values()
     worker.manager.check_integrity()
     worker.manager.close()
