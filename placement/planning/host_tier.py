@@ -127,10 +127,7 @@ class DiskTier(HostTier):
         for name, holding in _holdings(self._handles.values()).items():
             is_moved = not holding.is_consistent or name in plan.streamed or holding.on_device is not plan.on_device(name)
             if holding.lost is None and is_moved:
-                used = {r.spill for r in holding.ranges}
-                if isinstance(aside := _reserved(holding), Slab):
-                    used.add(self._spills.get(aside))
-                absent += [spill for spill in used if spill is not None and not spill.claim_if_here()]
+                absent += [spill for r in holding.ranges if (spill := r.spill) is not None and not spill.claim_if_here()]
         if absent:
             self._keeper.bring(*absent)
 
@@ -158,7 +155,8 @@ class DiskTier(HostTier):
         ranges: dict[HostSlab, list[Range]] = {}
         for r in holding.ranges:
             ranges.setdefault(_whole(r.host), []).append(r)
-        aside, fixed_bytes, spills = _reserved(holding), 0, []
+        aside, fixed_bytes, spills = holding.scanner.reserved, 0, []
+        aside = None if aside is None else _whole(aside)
         if aside is not None and aside not in ranges:
             if self._gives_back and isinstance(aside, Slab):
                 ranges[aside] = []  # nothing is in it yet
@@ -201,12 +199,6 @@ def _whole(slab: HostSlab) -> HostSlab:
     while isinstance(slab, SlabPart):
         slab = slab.whole
     return slab
-
-
-def _reserved(holding: ManagedStorage) -> HostSlab | None:
-    """The slab that is reserved, in whole or in part, for state that is not created yet."""
-    aside = holding.scanner.reserved
-    return None if aside is None else _whole(aside)
 
 
 def _share(storage: Storage) -> HostShare:
