@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
+import shutil
 import statistics
 import sys
 import time
@@ -12,13 +14,16 @@ from collections.abc import Callable
 import torch
 
 import placement
+from placement.cli.workers import node_table
 from placement.core.errors import PlacementError
-from placement.core.settings import parse_bytes
+from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
 from placement.devices.base import Device
+from placement.devices.host.disk_file import check_directory
 from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect, settled
 from placement.devices.select import select_device
 from placement.forecasting.description import CYCLES
+from placement.observe.fleet import find_targets, views_of
 
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""
@@ -30,6 +35,8 @@ _CACHE_BYTES = 64 << 20
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)')
     parser.add_argument("--bytes", default=MEASURED_BYTES, type=_bytes, help="size of the buffers that are copied (default 1GiB)")
+    workers = "workers' URLs, /targets URLs or discovery folders: also say what of each node's host memory they take"
+    parser.add_argument("--workers", nargs="+", default=[], metavar="WORKER", help=workers)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run)
 
@@ -58,6 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         device.close()
     print(found.model_dump_json(indent=1) if arguments.json else table(found))
+    if arguments.workers and not arguments.json:
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            print("\n" + node_table(views_of(find_targets(arguments.workers), pool)))
     return int(bool(found.findings))
 
 
@@ -68,6 +78,12 @@ def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
         DeviceMemoryError, HostMemoryError: see `inspect`.
     """
     found = inspect(device, nbytes)
+    try:
+        if (directory := Settings.from_any(None).disk_directory) is not None:
+            check_directory(directory)
+            found = found.model_copy(update={"disk_free_bytes": shutil.disk_usage(directory).free})
+    except ValueError as error:
+        found = found.model_copy(update={"findings": (*found.findings, str(error))})
     room = min(nbytes, found.free_bytes // 4, found.host_available_bytes // 4)
     return found.model_copy(update={"transitions": _transitions(device, room, found.link)})
 
@@ -161,13 +177,15 @@ def table(found: Inspection) -> str:
     node = "one node, so there is no choice" if found.numa_nodes < 2 else f"{found.numa_nodes} nodes, the device's is not known"
     if found.numa_node is not None and found.numa_nodes > 1:
         node = f"host memory is taken from node {found.numa_node} of {found.numa_nodes}, the device's own"
+    pinned = "page-locked" if found.pageable_reason is None else "pageable"
     rows = {
         "device": f"{found.device}, {readable(found.free_bytes)} of {readable(found.total_bytes)} free {found.uuid}",
         "to device": _rate(link.to_device_bytes_per_second),
         "to host": _rate(link.to_host_bytes_per_second),
         "both": f"{_rate(link.both_bytes_per_second)} with both directions at once",
         "transition": "" if found.transitions is None else _beside(found.transitions),
-        "host memory": f"{readable(found.host_available_bytes)} available",
+        "host memory": f"{readable(found.host_available_bytes)} available, {pinned}",
+        "disk": "" if found.disk_free_bytes is None else f"{readable(found.disk_free_bytes)} free for host copies",
         "NUMA": node,
         "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
     }

@@ -272,6 +272,7 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
     lines.append(row("loaded", [readable(each.loaded_bytes) for each in forecasts]))
     lines.append(row("offloaded", [readable(each.offloaded_bytes) for each in forecasts]))
     lines.append(row("host, this rank", [readable(each.host_bytes) for each in forecasts]))
+    lines.append(row("host, node", [readable(each.node_host_bytes) for each in forecasts]))
     if any(each.disk_bytes for each in forecasts):
         lines.append(row("disk, this rank", [_size(each.disk_bytes) for each in forecasts]))
     lines.append(row("stall", [_seconds(each.stall_seconds, " s") for each in forecasts]))
@@ -327,7 +328,8 @@ def _sums(forecast: Forecast) -> list[str]:
     lines = [f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)"]
     on_disk = f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node" if forecast.disk_bytes else "none"
     host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
-    lines.append(f"host copies           {host}; on disk: {on_disk}")
+    lines.append(f"host memory           {host}; on disk: {on_disk}")
+    lines.append(f"of a node             {_node(forecast)}")
     per = "a step" if forecast.first_phases else "in all"
     lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
     stall = forecast.stall_seconds
@@ -336,6 +338,16 @@ def _sums(forecast: Forecast) -> list[str]:
     if not forecast.fits:
         verdict = f"it does not fit: {readable(forecast.over_bytes)} too many" if forecast.over_bytes else "it does not fit"
     return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
+
+
+def _node(forecast: Forecast) -> str:
+    """The host memory and the disk of a node, by kind, and what of it does not fit."""
+    copies, kind = forecast.node_host_bytes - forecast.node_mirror_bytes, "page-locked"
+    if forecast.pageable_reason is not None:
+        kind = f"pageable ({forecast.pageable_reason})"
+    said = f"{_size(copies)} {kind}, {_size(forecast.node_mirror_bytes)} engines' mirrors, {_size(forecast.node_disk_bytes)} on disk"
+    over = {"host memory": forecast.over_host_bytes, "disk": forecast.over_disk_bytes}
+    return "; ".join([said, *(f"does not fit: {readable(nbytes)} too many for its {name}" for name, nbytes in over.items() if nbytes)])
 
 
 def _fits(forecast: Forecast) -> str:

@@ -30,7 +30,10 @@ View = dict[str, Any]
 
 WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
 HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
-NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped"})
+NODE_COLUMNS = ("node", "page-locked", "pageable", "engines' mirrors", "on disk")
+NUMBERS = frozenset(
+    {"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped", *NODE_COLUMNS[1:]}
+)
 """Columns that are aligned to the right."""
 
 
@@ -80,6 +83,18 @@ def _handle_rows(view: View) -> list[tuple[str, ...]]:
     return rows
 
 
+def node_table(views: Iterable[View]) -> str:
+    """A table of the host memory and the disk that the workers of each node take; see `NODE_COLUMNS`."""
+    nodes: dict[str, list[int]] = {}
+    for view in views:
+        sums = nodes.setdefault(view["labels"].get("node", view["name"]), [0] * len(NODE_COLUMNS[1:]))
+        for handle in view["snapshot"]["handles"] if "snapshot" in view else ():
+            host, mirror, pageable = handle["host_bytes"], handle.get("mirror_bytes", 0), handle["host_pageable_bytes"]
+            for index, nbytes in enumerate((host - mirror - pageable, pageable, mirror, handle["disk_bytes"])):
+                sums[index] += nbytes
+    return plain_table(NODE_COLUMNS, ((node, *map(readable, sums)) for node, sums in nodes.items()))
+
+
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as text, without trailing blanks."""
     lines = [tuple(columns), *(tuple(row) for row in rows)]
@@ -93,7 +108,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _report(views: Sequence[View]) -> str:
     """A table of all workers, then a table of the handles of each worker that answers."""
-    parts = [plain_table(WORKER_COLUMNS, (_worker_row(view) for view in views))]
+    parts = [plain_table(WORKER_COLUMNS, (_worker_row(view) for view in views)), node_table(views)]
     for view in views:
         if "snapshot" in view and view["snapshot"]["handles"]:
             parts.append(f"{view['name']}\n{plain_table(HANDLE_COLUMNS, _handle_rows(view))}")

@@ -23,6 +23,7 @@ LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger c
 
 WorkerRole = Literal["trainer", "rollout", "hybrid"]
 Verify = Literal["always", "sample", "off"]
+HostCopies = Literal["reserved", "while_needed"]
 Annotate = Literal["off", "profiler", "nvtx"]
 """Kinds of marks. `profiler`: torch.profiler.record_function. `nvtx`: an NVTX range on the calling thread."""
 
@@ -97,6 +98,9 @@ class Settings(BaseModel):
     limit."""
     disk_directory: str | None = None
     """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room for."""
+    host_copies: HostCopies = "reserved"
+    """Whether the host memory of a trained handle stays reserved while the handle stays on the device: "reserved", so that it can always be
+    offloaded; "while_needed": it is given back where no coming phase needs it, and taken again before one does."""
     worker_role: WorkerRole = "hybrid"
     call_deadline_seconds: float = Field(default=30.0, ge=0)
     """The longest time in seconds that the end of a phase, and a weight sync, wait for a call of a module that another thread is in."""
@@ -234,6 +238,7 @@ class SettingsKeywords(TypedDict, total=False):
     pinned_limit_bytes: int | str | None
     host_limit_bytes: int | str | None
     disk_directory: str | os.PathLike[str] | None
+    host_copies: HostCopies
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify

@@ -43,6 +43,9 @@ class HandleSnapshot(_Frozen):
     foreign_bytes: int = 0
     """Device bytes that a framework keeps for the handle even while it is offloaded. They are not part of `resident_bytes`."""
     host_bytes: int
+    """Host bytes of its host copy; for a rollout engine that keeps its weights by itself, of the engine's mirror."""
+    mirror_bytes: int = 0
+    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps while they are off the device."""
     disk_bytes: int = 0
     """Bytes of the files that the host copy has on disk. A file is kept while its bytes are in host memory, too."""
     host_pageable_bytes: int

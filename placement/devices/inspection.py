@@ -72,6 +72,8 @@ class Inspection(_Frozen):
     link: LinkRates
     host_available_bytes: int
     """Host memory that this process can still take: the machine's, or what its control groups leave."""
+    disk_free_bytes: int | None = None
+    """Free bytes of the disk that host copies leave for (`Settings.disk_directory`); None where none is set."""
     pageable_reason: str | None
     """Why host memory could not be page-locked, so that copies run at a fraction of the link's rate; None if it could."""
     numa_nodes: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class _Sglang(TaggedEngine):
     """The part that both kinds share. The server's settings decide whether weights survive; they are read at registration."""
 
     why_nothing_moves = _SAVER
+    mirror_stays = False
 
     def _take_settings(self, memory_saver: Any, weights_backup: Any) -> None:
         if not memory_saver:
@@ -170,6 +172,7 @@ class SglangInProcess(_Sglang):
         super().__init__(**options)
         self._engine = engine
         self._send = send
+        self.mirror_stays = os.environ.get("TMS_RETAIN_CPU_BACKUP", "").lower() in ("1", "true", "yes")  # else a resume frees it
 
     def register(self) -> None:
         """Read the settings with which the engine was started.

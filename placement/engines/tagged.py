@@ -17,7 +17,9 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import BrokenHandleError, EngineError, EngineLost, IntegrityError
+from placement.core.journal import logger
 from placement.core.settings import parse_bytes
+from placement.core.snapshot import mib
 from placement.core.states import KV_CACHE, TAGS, WEIGHTS, State
 from placement.engines.base import Engine
 from placement.ownership.adapter import Adapter
@@ -72,11 +74,17 @@ class Residency(Storage):
         self._is_drained: bool | None = bool(offloaded)
         """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
         self._is_taken = False
+        self._has_mirror = False
+        self._told_mirror_bytes: int | None = None
+        """Its size as the engine itself told it at the last offload; None where it cannot."""
+        self._is_idle_mirror = self._has_told = False
+        """Whether the weights were kept, have come back, and nobody can have generated with them since; and whether that was logged."""
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:
         """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
+        self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded)
         if WEIGHTS in self.offloaded and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
             self.stale = None if kept else _DISCARDED_BEFORE
 
@@ -140,6 +148,16 @@ class Residency(Storage):
         return self._bytes_of(self.resident)
 
     @property
+    def mirror_bytes(self) -> int:
+        if not self.keeps_weights:
+            return 0
+        return self._bytes_of(frozenset({WEIGHTS})) if self._told_mirror_bytes is None else self._told_mirror_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.mirror_bytes if self._has_mirror else 0
+
+    @property
     def offloaded(self) -> frozenset[str]:
         return frozenset(self.tags) - self.resident
 
@@ -164,6 +182,8 @@ class Residency(Storage):
                 self._engine.offload(self._in_order(leaving)[::-1])
                 if WEIGHTS in leaving and not self.keeps_weights:
                     self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
+                elif WEIGHTS in leaving:
+                    self._has_mirror, self._told_mirror_bytes = True, self._engine.mirror_bytes()
                 self.resident -= leaving
         except EngineError:
             if self.doubt is None:  # the engine goes on as before, so it takes requests again
@@ -191,6 +211,8 @@ class Residency(Storage):
                     self.stale = "loading them failed half-way, so they are not valid"
                 raise
             self._measure(frozenset({tag}), before - self._free_bytes())
+            if tag == WEIGHTS:
+                self._has_mirror, self._is_idle_mirror = self._has_mirror and self._engine.mirror_stays, self.keeps_weights
         self._open()
         return self._copied(coming)
 
@@ -200,7 +222,14 @@ class Residency(Storage):
             raise EngineError(f"the weights of {self._engine!r} are offloaded, so they cannot have been filled: use phase('weight_sync')")
         if KV_CACHE in self.resident:
             self._engine.forget_cache()
-        self.stale = None
+        is_whole, self.stale = self.stale != _HALF_OF_ADAPTERS, None
+        if is_whole and self._is_idle_mirror and not self._has_told:
+            self._has_told = True
+            logger.info(
+                "%r copied its weights to the host and back (%s), and the sync has filled them before it generated. If each sync is whole "
+                "and none is left out, weights='discard' spares that (vLLM's level 2; SGLang without --enable-weights-cpu-backup)",
+                *(self._engine, mib(self.mirror_bytes)),
+            )
         self._open()
 
     def assume(self, offloaded: frozenset[str]) -> None:
@@ -208,6 +237,7 @@ class Residency(Storage):
         if unknown := offloaded - frozenset(self.tags):
             raise ValueError(f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}")
         self.resident = frozenset(self.tags) - offloaded
+        self._has_mirror = self.keeps_weights and WEIGHTS in offloaded
         self.stale = "it is unknown what happened to them while the engine was lost"
         self.doubt = None
         self._is_drained = True if offloaded else None
@@ -233,7 +263,7 @@ class Residency(Storage):
         elif self._is_drained is not False:
             with self._asking("open"):
                 self._engine.admit()
-                self._is_drained = False
+                self._is_drained = self._is_idle_mirror = False
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -361,6 +391,13 @@ class TaggedEngine(Engine):
     def forget_cache(self) -> None:
         """Drop cached results of the old weights. Called when weights were filled while the KV cache stayed on the device."""
 
+    mirror_stays = True
+    """Whether the host memory of weights that were kept stays with the engine when they are back on the device."""
+
+    def mirror_bytes(self) -> int | None:
+        """Host bytes that the engine's own copy of the weights takes, asked after an offload that keeps them. None: their device bytes."""
+        return None
+
     def register(self) -> None:
         """Check that the engine can be moved, and that it agrees with the record. Called before a manager takes the engine over.
 
@@ -454,8 +491,14 @@ class Follower(TaggedEngine):
     name. So all ranks make the same plan, and wait for the leader at each phase transition.
     """
 
-    def __init__(self, *, tags: Sequence[str] = (WEIGHTS, KV_CACHE), tag_bytes: Mapping[str, int | str] | None = None) -> None:
-        super().__init__(tags=tags, tag_bytes=tag_bytes, verify="answer")
+    def __init__(
+        self,
+        *,
+        tags: Sequence[str] = (WEIGHTS, KV_CACHE),
+        tag_bytes: Mapping[str, int | str] | None = None,
+        weights: Weights = "keep",
+    ) -> None:
+        super().__init__(tags=tags, tag_bytes=tag_bytes, weights=weights, verify="answer")
 
     def drain(self) -> None:
         """Nothing: the leader drains the engine."""

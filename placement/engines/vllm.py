@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import abc
 import inspect
+import os
 import re
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -250,6 +252,7 @@ class VllmInProcess(_Vllm):
         super().__init__(weights=weights, **options)
         self._llm = llm
         self._send = send
+        self.mirror_stays = os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") == "0"  # else torch's cache keeps it
 
     def register(self) -> None:
         """Check that the engine moves its memory, and that it is awake or asleep as the record says.
@@ -261,6 +264,15 @@ class VllmInProcess(_Vllm):
         if not getattr(config, "enable_sleep_mode", True) and not getattr(config, "enable_cumem_allocator", False):
             raise EngineError(f"{self!r} was made without sleep mode. {_ENABLE}")
         super().register()
+
+    def mirror_bytes(self) -> int | None:
+        """Host bytes of vLLM's allocator, if the model is in this process. torch rounds page-locked memory up to powers of two."""
+        allocator = getattr(getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None), "instance", None)
+        if allocator is None or not hasattr(self._llm.llm_engine, "model_executor"):
+            return None
+        found = (data.cpu_backup_tensor for data in allocator.pointer_to_data.values())
+        backups: list[torch.Tensor] = [each for each in found if each is not None]
+        return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in backups)
 
     def drain(self) -> None:
         """Check that no request is in flight. There is nothing to wait for, because generate() returns when it is done.

@@ -148,6 +148,7 @@ _BESIDE = {
     "skipped_byte_seconds": "skipped_byte",
 }
 """The seconds that phase transitions take beside the copies, with their names in the doctor's file."""
+_LIMITS = ("free_bytes", "chunk_bytes", "host_available_bytes", "disk_free_bytes", "pageable_reason")
 _RATES = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
 
 
@@ -167,6 +168,9 @@ class Link:
     """Free bytes of the device; None: not known. So with the following."""
     chunk_bytes: int | None = None
     host_available_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    pageable_reason: str | None = None
+    """Why the machine's host memory is not page-locked; None: it is, or nobody has looked."""
     transition_seconds: float = 0.0
     """The seconds of a phase transition that moves nothing. This and the following come on top of the copies."""
     moving_seconds: float = 0.0
@@ -204,7 +208,7 @@ class Link:
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
             beside = found.get("transitions") or {}  # an earlier version did not measure them
-            known: dict[str, Any] = {name: found.get(name) for name in ("free_bytes", "chunk_bytes", "host_available_bytes")}
+            known: dict[str, Any] = {name: found.get(name) for name in _LIMITS}
             known |= {name: float(found["link"][name]) for name in _RATES}
             known |= {name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()}
             return cls(**known)
@@ -239,6 +243,8 @@ class HandleForecast(_Frozen):
     """Host bytes of this rank's host copy."""
     node_host_bytes: int
     """Host bytes of the host copies of all ranks of a node."""
+    mirror_bytes: int = 0
+    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps by itself."""
 
 
 class PhaseForecast(_Frozen):
@@ -298,7 +304,11 @@ class Forecast(_Frozen):
     host_bytes: int
     """The most host bytes of this rank's host copies."""
     node_host_bytes: int
-    """Host bytes of the host copies of all ranks of a node."""
+    """Host bytes of the host copies of all ranks of a node, with the engines' mirrors."""
+    node_mirror_bytes: int = 0
+    """The part of `node_host_bytes` that is engines' mirrors."""
+    pageable_reason: str | None = None
+    """Why the other part is not page-locked, so that copies are slow; None: it is, or nobody has looked."""
     disk_bytes: int = 0
     """The most bytes of this rank's files on disk."""
     node_disk_bytes: int = 0
@@ -309,6 +319,10 @@ class Forecast(_Frozen):
     """Why the limit on host memory refuses registrations, a sentence for each; empty where it refuses none."""
     over_bytes: int = 0
     """Bytes by which the largest phase misses the budget."""
+    over_host_bytes: int = 0
+    """Bytes by which `node_host_bytes` misses the host memory that the link's file says is available; 0 if it fits or is not known."""
+    over_disk_bytes: int = 0
+    """The same of `node_disk_bytes` and the disk."""
     stall_seconds: float | None
     """How long the moves of all `phases` take together; None if the link is not known."""
     loaded_bytes: int

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.core.states import WEIGHTS, HandleView
+from placement.core.states import IDLE, WEIGHTS, HandleView
 from placement.devices.background import BackgroundThread, is_background
 from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
@@ -378,6 +378,10 @@ class SizedEngine(TaggedEngine):
         super().__init__(tags=tuple(tag_bytes), tag_bytes=tag_bytes, offloaded=tuple(tag_bytes), **given)
         self._device = device
         self._copied_bytes = tag_bytes.get(WEIGHTS, 0) if keeps_weights else 0
+        self.phase = IDLE
+        """The phase that is about to begin."""
+        self.woken_in: set[str] = set()
+        """The phases that weights were loaded for."""
 
     def offload(self, tags: Collection[str]) -> None:
         """Copy the weights to the host, if they leave and are kept."""
@@ -385,6 +389,7 @@ class SizedEngine(TaggedEngine):
 
     def load(self, tags: Collection[str]) -> None:
         """Copy the weights to the device, if they come and were kept."""
+        self.woken_in |= {self.phase} if WEIGHTS in tags else set()
         self._device.transfer(self._copied_bytes * (WEIGHTS in tags), "to_device")
 
     def drain(self) -> None:

@@ -176,9 +176,13 @@ def forecast(
     numbers: dict[str, Any] = {"budget_bytes": budget, "host_limit_bytes": limit, "work_seconds": work_seconds, "steps": steps}
     settings: dict[str, Any] = {"worker_role": worker_role, "phases": dict(phases or {})}
     with Run(resolve_policy(policy), sizes, objects, names, **numbers, **settings) as run:
-        rank_bytes = sum(each.host_bytes for each in run.handles(layout.ranks_per_node))
-        notes += _notes(handles, rank_bytes if limit is None else min(rank_bytes, limit), layout, found)
-        return in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
+        told = in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
+    if found is None:
+        return told
+    needs = (told.node_host_bytes, found.host_available_bytes), (told.node_disk_bytes, found.disk_free_bytes)
+    over_host, over_disk = (0 if left is None else max(0, needed - left) for needed, left in needs)
+    machine = {"over_host_bytes": over_host, "over_disk_bytes": over_disk, "pageable_reason": found.pageable_reason}
+    return told.model_copy(update=machine)
 
 
 def _check(handles: Mapping[str, Model | Rollout]) -> None:
@@ -300,20 +304,6 @@ def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.
     if not isinstance(found, type):
         raise ValueError(f"optimizer {optimizer!r} is a {type(found).__name__}, not a class")  # noqa: TRY004  # the text is wrong
     return found, {}
-
-
-def _notes(handles: Mapping[str, Model | Rollout], rank_bytes: int, layout: Layout, link: Link | None) -> list[str]:
-    """Notes on engines, and on host memory of which a rank takes `rank_bytes`."""
-    notes, node_bytes = [], rank_bytes * layout.ranks_per_node
-    for name, given in handles.items():
-        if isinstance(given, Rollout) and given.keeps_weights:
-            nbytes = given.tags[WEIGHTS]
-            notes.append(f"{name} keeps {nbytes:,} bytes of weights a GPU on the host by itself; they are not in the host bytes")
-    is_shared = any(isinstance(each, Model) and each.replicated for each in handles.values())
-    available = None if link is None or is_shared else link.host_available_bytes
-    if available is not None and node_bytes > available:
-        notes.append(f"the host has {available:,} bytes available, and the host copies of a node need {node_bytes:,}")
-    return notes
 
 
 def _bytes(given: int | str) -> int:

@@ -133,8 +133,19 @@ class Run(contextlib.AbstractContextManager["Run"]):
         for name, view in self._views().items():
             facts: dict[str, Any] = {key: getattr(view, key) for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")}
             node_bytes = self._manager.handles[name].host_bytes * (1 if self._objects[name].is_shared else ranks_per_node)
-            found.append(HandleForecast(**facts, host_bytes=self._host_bytes(name), node_host_bytes=node_bytes))
+            mirror_bytes = self._manager.handles[name].storage.mirror_bytes
+            found.append(HandleForecast(**facts, host_bytes=self._host_bytes(name), node_host_bytes=node_bytes, mirror_bytes=mirror_bytes))
         return tuple(found)
+
+    def idle_mirrors(self) -> list[str]:
+        """Notes on engines that keep their weights on the host only for weight syncs to fill them anew."""
+        engines = {name: each.target for name, each in self._objects.items() if isinstance(each.target, SizedEngine)}
+        return [
+            f"{name} keeps {engine.residency.mirror_bytes:,} bytes of weights a GPU on the host, and each weight_sync fills them anew "
+            "before use: discarding them (vLLM's level 2, SGLang without --enable-weights-cpu-backup) spares that memory and its copies"
+            for name, engine in engines.items()
+            if engine.residency.mirror_bytes and engine.woken_in == {"weight_sync"}
+        ]
 
     def _register(self, each: Object) -> None:
         self._objects[each.name] = each
@@ -162,6 +173,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         for each in self._objects.values():
             if isinstance(each.target, SizedEngine):
                 each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
+                each.target.phase = phase.name
         began = self._device.seconds
         problem = self._try_to_enter(phase)
         stall, moved, views = self._device.seconds - began, self._moved(), self._views()
@@ -295,7 +307,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return HostUse(
             nbytes=self._host_bytes(view.name),
             is_readonly=view.readonly,
-            is_fixed=is_shared or (view.kind == "optimizer" and not (counters.loaded_bytes or counters.offloaded_bytes)),
+            is_fixed=is_shared
+            or isinstance(self._objects[view.name].target, SizedEngine)
+            or (view.kind == "optimizer" and not (counters.loaded_bytes or counters.offloaded_bytes)),
             on_device=view.state is not State.CPU_OFFLOADED and not view.streaming,
             has_early=bool(view.prefetched_bytes),
             is_streamed=view.streaming,
@@ -318,6 +332,7 @@ def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, n
     if over:
         names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
         notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+    notes = [*notes, *run.idle_mirrors()]
     return summed_up(run, cycles[-1], ranks_per_node, others=[each for phases in cycles for each in phases], first=cycles[0], notes=notes)
 
 
@@ -349,6 +364,7 @@ def summed_up(
         peak_bytes=run.peak_bytes,
         host_bytes=host_bytes,
         node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
+        node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
         disk_bytes=disk_bytes,
         node_disk_bytes=disk_bytes * ranks_per_node,
         fits=not run.refused_registrations and not unfit and all(each.fits for each in everything),

@@ -77,6 +77,7 @@ _OF_HANDLE = (
     _Metric("placement_transitions_total", "Finished state transitions.", "trigger"),
     _Metric("placement_transition_failures_total", "Failed attempts at a state transition.", "reason", attrgetter("failures")),
     _Metric("placement_prefetched_bytes", "Device bytes that arrived early, part of the resident bytes."),
+    _Metric("placement_mirror_bytes", "Host bytes in which a rollout engine keeps its weights itself, part of the host bytes."),
     _Metric("placement_last_transition_timestamp_seconds", "Unix time of the last state transition."),
     _Metric("placement_broken", "1 if a failed move left the handle unusable.", value=lambda handle: handle.broken is not None),
     _Metric("placement_drift_bytes", "Bytes of tensors that the last audit found outside the handle's ranges."),

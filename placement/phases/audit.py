@@ -128,6 +128,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str], reason: str | None) -> Han
         prefetched_bytes=storage.prefetched_bytes,
         foreign_bytes=handle.foreign_bytes,
         host_bytes=handle.host_bytes,
+        mirror_bytes=min(storage.mirror_bytes, handle.host_bytes),
         disk_bytes=handle.disk_bytes,
         host_pageable_bytes=storage.host_pageable_bytes,
         state_seconds=counters.seconds_by_state(time.monotonic()),

@@ -20,9 +20,12 @@ from placement.devices.host.disk_file import check_directory
 from placement.devices.host.slab import Slab, SlabPart
 from placement.devices.memory import HostSlab
 from placement.registration.handle import Handle
+from placement.storage.base import Storage
 from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
+
+_NO_LIMIT = 1 << 62
 
 
 class HostTier:
@@ -58,26 +61,36 @@ class HostTier:
 
 
 class DiskTier(HostTier):
-    """Host copies hold at most `limit_bytes` of host memory; those needed last are in a folder.
+    """Host copies hold at most `limit_bytes` of host memory; those needed last are in a folder. With `gives_back`, those of handles that
+    are on the device take none as long as no coming phase transition is expected to use them.
 
     Args:
         handles: the manager's handles; read at each call.
         give_up_early: gives up all chunks that arrived early. The host copies that have some stay in host memory.
-        directory: where the files are.
+        directory: where the files are; None: there are none.
 
     Raises:
         ValueError: the folder cannot be used.
     """
 
     def __init__(
-        self, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object], limit_bytes: int, directory: str
+        self,
+        device: Device,
+        handles: Mapping[str, Handle],
+        give_up_early: Callable[[], object],
+        limit_bytes: int,
+        directory: str | None,
+        *,
+        gives_back: bool,
     ) -> None:
         self._device = device
         self._handles = handles
         self._give_up_early = give_up_early
         self._limit_bytes = limit_bytes
-        check_directory(directory)
+        if directory is not None:
+            check_directory(directory)
         self._directory = directory
+        self._gives_back = gives_back
         self._keeper = Keeper(limit_bytes)
         self._uses = UseHistory()
         self._spills: weakref.WeakKeyDictionary[Slab, Spill] = weakref.WeakKeyDictionary()
@@ -88,7 +101,7 @@ class DiskTier(HostTier):
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
         nbytes = needed()
-        shares = {name: _share(holding) for name, holding in _holdings([*self._handles.values(), handle]).items()}
+        shares = {each.name: _share(each.storage) for each in (*self._handles.values(), handle)}
         check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
         held = sum(share.held_bytes for share in shares.values())
         if held + nbytes <= self._limit_bytes:
@@ -126,10 +139,12 @@ class DiskTier(HostTier):
 
     def _arrange(self) -> None:
         order: list[Spill] = []
-        fixed_bytes = 0
+        fixed_bytes = sum(handle.storage.mirror_bytes for handle in self._handles.values())  # the engines take it again and again
         holdings = _holdings(self._handles.values())
         for name in self._uses.order(holdings):
             spills, other_bytes = self._spills_of(self._handles[name], holdings[name])
+            for spill in spills:
+                spill.is_idle = spill.drops and self._gives_back and self._uses.is_idle(name)
             order += spills
             fixed_bytes += other_bytes
         device, marks = self._device, [self._device.mark("to_device"), self._device.mark("to_host")]
@@ -141,8 +156,12 @@ class DiskTier(HostTier):
         for r in holding.ranges:
             ranges.setdefault(_whole(r.host), []).append(r)
         aside, fixed_bytes, spills = holding.scanner.reserved, 0, []
-        if aside is not None and _whole(aside) not in ranges:
-            fixed_bytes += aside.held_bytes
+        aside = None if aside is None else _whole(aside)
+        if aside is not None and aside not in ranges:
+            if self._gives_back and isinstance(aside, Slab):
+                ranges[aside] = []  # nothing is in it yet
+            else:
+                fixed_bytes += aside.held_bytes
         for slab, having in ranges.items():
             if not isinstance(slab, Slab) or any(r.is_replica for r in having):
                 fixed_bytes += sum(r.held_host_bytes for r in having if r.is_replica) or slab.held_bytes
@@ -154,7 +173,7 @@ class DiskTier(HostTier):
                 r.spill = spill
             is_sound = holding.is_consistent and holding.lost is None and all(r.moving_in is None for r in having)
             spill.drops = holding.on_device and (not holding.readonly or all(r.transient for r in having))
-            spill.can_leave = is_sound and not slab.has_views and not any(r.has_early for r in having)
+            spill.can_leave = is_sound and not slab.has_views and not any(r.has_early for r in having) and (bool(having) or spill.drops)
             spills.append(spill)
         return spills, fixed_bytes
 
@@ -164,9 +183,11 @@ class DiskTier(HostTier):
 
 def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]) -> HostTier:
     """The limit that the settings ask for. `give_up_early`: see `DiskTier`."""
-    if settings.host_limit_bytes is None or settings.disk_directory is None:
+    gives_back = settings.host_copies == "while_needed"
+    if settings.host_limit_bytes is None and not gives_back:
         return HostTier()
-    return DiskTier(device, handles, give_up_early, settings.host_limit_bytes, settings.disk_directory)
+    limit_bytes = _NO_LIMIT if settings.host_limit_bytes is None else settings.host_limit_bytes
+    return DiskTier(device, handles, give_up_early, limit_bytes, settings.disk_directory, gives_back=gives_back)
 
 
 def _holdings(handles: Iterable[Handle]) -> dict[str, ManagedStorage]:
@@ -180,8 +201,11 @@ def _whole(slab: HostSlab) -> HostSlab:
     return slab
 
 
-def _share(holding: ManagedStorage) -> HostShare:
-    ranges, reserved = holding.ranges, holding.reserved_bytes
+def _share(storage: Storage) -> HostShare:
+    if not isinstance(storage, ManagedStorage):
+        return HostShare(storage.mirror_bytes, storage.mirror_bytes, storage.mirror_bytes)
+    holding, ranges, aside = storage, storage.ranges, storage.scanner.reserved
+    reserved = max(holding.reserved_bytes, 0 if aside is None else aside.nbytes)  # also while it is given back
     shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
     own = sum(r.host.nbytes for r in ranges if not r.is_replica)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
@@ -214,6 +238,10 @@ class UseHistory:
         self._count += 1
         self._last.update(dict.fromkeys(used, self._count))
 
+    def is_idle(self, name: str) -> bool:
+        """Whether a whole cycle of phase transitions is expected to leave a handle's host copy alone. False until a cycle has been seen."""
+        return len(self._upcoming) > 1 and not any(name in used for used in self._upcoming)
+
     def order(self, names: Iterable[str]) -> list[str]:
         """The handles, soonest needed first.
 
@@ -233,7 +261,7 @@ class HostShare(NamedTuple):
     total_bytes: int
     """Bytes of its host copy, wherever it is now, and what is reserved for state that is not created yet."""
     fixed_bytes: int
-    """The part that cannot leave host memory: reserved, shared with other processes."""
+    """The part that cannot leave host memory: reserved, shared with other processes, an engine's mirror."""
     held_bytes: int
     """The part that is in host memory now."""
 

@@ -210,6 +210,11 @@ class Registry:
         if handle.readonly and not engine.residency.keeps_weights:
             raise RegistrationError(f"{handle.name!r}: an offload discards its weights, so it cannot be readonly; leave readonly=True out")
         engine.residency.attach(lambda: self._device.memory().free_bytes)
+        try:
+            self.admit(handle, lambda: engine.residency.mirror_bytes)
+        except HostMemoryError:
+            engine.residency.detach()
+            raise
         handle.storage, handle.built_object = engine.residency, engine
 
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:

@@ -96,7 +96,12 @@ class Storage(abc.ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host copy in host memory, and of host memory reserved for state that is not created yet."""
+        """Bytes of the host copy in host memory, and of host memory reserved for state that is not created yet; an engine's own copy."""
+        return 0
+
+    @property
+    def mirror_bytes(self) -> int:
+        """Host bytes of a rollout engine's mirror, its own copy of the weights, when it has one; `host_bytes` has them only then."""
         return 0
 
     @property

@@ -68,9 +68,10 @@ class Spill:
     Args:
         slab, holder: kept alive by others alone.
         name: the handle's name.
+        directory: the folder of files; None: it leaves only where it `drops`.
     """
 
-    def __init__(self, slab: Slab, holder: _Holder, name: str, directory: str, counters: HandleCounters, keeper: Keeper) -> None:
+    def __init__(self, slab: Slab, holder: _Holder, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
         self.is_claimed = False
         """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
@@ -80,6 +81,8 @@ class Spill:
         """Whether nothing but a claim or a tensor over it speaks against leaving."""
         self.drops = False
         """Whether the device has the bytes, and its next offload copies all of them: nothing need be written."""
+        self.is_idle = False
+        """Whether it is to leave although there is room for it, because nobody is expected to need it."""
         self.lost: str | None = None
         """Which values are lost, and why; None while none is."""
         self._slab, self._holder = weakref.ref(slab), weakref.ref(holder)
@@ -198,6 +201,7 @@ class Spill:
 
     def _write(self, slab: Slab, goes_on: GoesOn) -> bool:
         if self._file is None:
+            assert self._directory is not None
             self._file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
         try:
             written_bytes, is_whole = self._file.write(slab.address, goes_on)
@@ -253,12 +257,14 @@ class HostCopy(NamedTuple):
     is_here: bool
     """Whether it is in host memory now."""
     can_leave: bool = True
+    is_idle: bool = False
+    """Whether it leaves although there is room for it."""
 
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
     """The position of the host copy that leaves or comes next; None when each is where it should be, as far as the limit allows.
 
-    Copies leave only where the limit is exceeded, or where one that is needed sooner takes their place.
+    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle.
 
     Args:
         copies: soonest needed first.
@@ -268,7 +274,12 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
     leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
     if held > limit_bytes:
         return leaving[-1] if leaving else None
+    idle = [index for index in leaving if copies[index].is_idle]
+    if idle:
+        return idle[-1]
     for index, copy in enumerate(copies):
+        if copy.is_idle:
+            continue
         lacking = held + copy.nbytes - limit_bytes
         if not copy.is_here and lacking <= 0:
             return index
@@ -335,8 +346,11 @@ class Keeper:
         with self._in_front(spills):
             if not self._have_room(sum(spill.nbytes - spill.held_bytes for spill in spills)):
                 self._warn("limit", f"what is needed at once does not fit host_limit_bytes ({self._limit_bytes:,}), and goes over it")
+            began, given_back = time.monotonic(), sum(spill.nbytes for spill in spills if spill.place is Place.NOWHERE)
             for spill in spills:
                 spill.come(_unless_interrupted)
+            if given_back:
+                logger.info("waited %.3f s for %d bytes of host memory that had been given back", time.monotonic() - began, given_back)
 
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes within the limit. False if not enough can leave."""
@@ -410,7 +424,7 @@ class Keeper:
     def _step(self) -> bool:
         """Do the next thing of the arrangement. False if there is nothing to do."""
         with self.lock:
-            copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave) for spill in self._order]
+            copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave, spill.is_idle) for spill in self._order]
             position = None if self._is_held else next_step(copies, self._fixed_bytes, self._limit_bytes)
             if position is None:
                 return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from placement.engines.tagged import TaggedEngine
 from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import beside
-from tests.engines.standin import GARBAGE, Memory
+from tests.engines.standin import CHUNK, GARBAGE, TAG_BYTES, Memory
 
 
 class LLM:
@@ -227,6 +228,53 @@ def test_sglang_that_refuses_a_bucket_or_has_no_saver(shared: Path) -> None:
         manager.phase("rollout").__enter__()
     with pytest.raises(EngineError, match="memory saver"):
         beside(SglangInProcess(SglEngine(shared.with_name("other"), saver=False)), shared.with_name("other"))
+
+
+class Allocator:
+    """vllm/device_allocator/cumem.py, 0.33.0: a backup tensor for each allocation that was put to sleep, None while it is awake."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.pointer_to_data = {index: SimpleNamespace(cpu_backup_tensor=None) for index in range(len(sizes))}
+
+    def fill(self, is_asleep: bool) -> None:
+        for data, nbytes in zip(self.pointer_to_data.values(), self.sizes.values(), strict=True):
+            data.cpu_backup_tensor = torch.empty(nbytes, dtype=torch.uint8) if is_asleep and nbytes else None
+
+
+@pytest.mark.parametrize(("is_apart", "releases"), [(False, False), (False, True), (True, False)])
+def test_the_mirror_of_vllm_is_what_its_allocator_has(
+    is_apart: bool, releases: bool, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator({"layers": 3 * CHUNK, "head": 2 * CHUNK + 1, "kv_cache": 0})
+    module = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=allocator))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)  # type: ignore[arg-type]
+    monkeypatch.setenv("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", str(int(releases)))
+    llm = LLM(shared)
+    sleep, wake_up = llm.sleep, llm.wake_up
+    llm.sleep = lambda **how: (sleep(**how), allocator.fill(is_asleep=True))  # type: ignore[assignment, method-assign, func-returns-value]
+    llm.wake_up = lambda tags: (wake_up(tags), allocator.fill(is_asleep=False))  # type: ignore[assignment, method-assign, func-returns-value]
+    if not is_apart:
+        llm.llm_engine.model_executor = None
+    manager, actor, rollout = beside(VllmInProcess(llm), shared)
+    known = 0 if is_apart else 5 * CHUNK + 1
+    assert rollout.host_bytes == known
+    with manager.phase("weight_sync"):
+        publish(actor, rollout.object)
+        assert rollout.host_bytes == (0 if releases else TAG_BYTES["weights"] if is_apart else known)
+    assert rollout.host_bytes == (TAG_BYTES["weights"] if is_apart else known)
+
+
+@pytest.mark.parametrize(("keeps", "retains"), [(True, False), (True, True), (False, True)])
+def test_the_mirror_of_sglang_is_as_large_as_its_weights(keeps: bool, retains: bool, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", str(int(retains)))
+    inner = SglEngine(shared)
+    inner.server_args.enable_weights_cpu_backup = keeps
+    manager, actor, rollout = beside(SglangInProcess(inner, tag_bytes={tag: TAG_BYTES[tag] for tag in inner.memory.tags}), shared)
+    assert rollout.host_bytes == (TAG_BYTES["weights"] if keeps else 0)
+    with manager.phase("weight_sync"):
+        publish(actor, rollout.object)
+        assert rollout.host_bytes == (TAG_BYTES["weights"] if keeps and retains else 0)
 
 
 @pytest.mark.parametrize(

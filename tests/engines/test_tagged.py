@@ -15,14 +15,16 @@ import pytest
 import torch
 
 import placement
-from placement import BrokenHandleError, EngineError, EngineLost, Plan, PolicyError, RegistrationError, State
+from placement import BrokenHandleError, EngineError, EngineLost, HostMemoryError, Plan, PolicyError, RegistrationError, State
 from placement.engines import Follower, TaggedEngine
 from placement.engines.http import Server
 from placement.engines.sglang import SglangServer
 from placement.engines.vllm import VllmServer
-from placement.testing import assert_nothing_resident
+from placement.observe.collector import make_registry
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.conftest import beside
-from tests.engines.standin import CHUNK, Memory
+from tests.engines.standin import CAPACITY, CHUNK, Memory
+from tests.support.disk import settle
 
 
 class Own(TaggedEngine):
@@ -298,6 +300,103 @@ def test_what_a_snapshot_shows(shared: Path) -> None:
         with pytest.raises(EngineError, match="no"):
             manager.phase("train").__enter__()
     assert manager.audit().ok
+
+
+# --- the mirror: the copy of its weights that an engine keeps on the host
+
+
+def mirrored(manager: placement.Manager) -> tuple[int, int]:
+    """What the snapshot has of the engine, in all and as a mirror; the metric says the same."""
+    handle = {each.name: each for each in manager.snapshot().handles}["rollout"]
+    labels, metrics = {"handle": "rollout", "kind": "engine"}, make_registry(manager.snapshot)
+    assert metrics.get_sample_value("placement_mirror_bytes", labels) == handle.mirror_bytes
+    assert metrics.get_sample_value("placement_resident_bytes", labels | {"memory": "host"}) == handle.host_bytes
+    return handle.host_bytes, handle.mirror_bytes
+
+
+@pytest.mark.parametrize(
+    ("weights", "stays", "away", "back"), [("keep", True, 8, 8), ("keep", False, 8, 0), ("discard", True, 0, 0), ("discard", False, 0, 0)]
+)
+def test_the_mirror_of_an_engine_is_counted_as_long_as_it_is_there(weights: Any, stays: bool, away: int, back: int, shared: Path) -> None:
+    engine = Own(shared, weights=weights)
+    engine.mirror_stays = stays
+    manager, actor, _ = beside(engine, shared)
+    assert mirrored(manager) == (0, 0)  # both tags left at once: how large the weights are is seen when they come
+    for _ in range(2):
+        with manager.phase("weight_sync") as step:
+            assert mirrored(manager) == (back * CHUNK, back * CHUNK)
+            for bucket in actor.weights():
+                engine.update_weights(bucket)
+            step.switch("rollout")
+            assert mirrored(manager) == (back * CHUNK, back * CHUNK)
+        assert mirrored(manager) == (away * CHUNK, away * CHUNK)
+    assert sum(each.host_bytes for each in manager.snapshot().handles) == actor.host_bytes + away * CHUNK
+
+
+def test_an_engine_that_knows_its_mirror_is_believed_at_each_offload(shared: Path) -> None:
+    engine, sizes = Own(shared), [12 * CHUNK, 16 * CHUNK]
+    engine.mirror_bytes = lambda: sizes.pop(0)  # type: ignore[method-assign]
+    manager, _, _ = beside(engine, shared)
+    assert mirrored(manager) == (12 * CHUNK, 12 * CHUNK)
+    with manager.phase("rollout"):
+        pass
+    assert mirrored(manager) == (16 * CHUNK, 16 * CHUNK)
+
+
+def test_an_engine_that_sleeps_already_has_its_mirror_unless_it_was_lost_and_restarted(shared: Path) -> None:
+    engine = Own(shared, tag_bytes={"weights": 8 * CHUNK, "kv_cache": 24 * CHUNK}, offloaded=["weights", "kv_cache"])
+    for tag in ("weights", "kv_cache"):
+        engine.memory.give(tag)
+    manager, _, _ = beside(engine, shared)
+    assert mirrored(manager) == (8 * CHUNK, 8 * CHUNK)
+    engine.assume(offloaded=["kv_cache"])
+    assert mirrored(manager) == (0, 0)
+
+
+def test_the_mirror_counts_against_the_limit_on_host_memory(shared: Path, tmp_path: Path) -> None:
+    sizes = {"weights": 8 * CHUNK, "kv_cache": 24 * CHUNK}
+    limit = {"disk_directory": str(tmp_path), "host_limit_bytes": 10 * CHUNK}
+    manager, actor, _ = beside(Own(shared, tag_bytes=sizes), shared, **limit)
+    settle(manager)
+    assert actor.host_bytes == 0  # together they go over the limit, and the mirror cannot leave
+    assert actor.disk_bytes > 2 * CHUNK
+    assert mirrored(manager) == (8 * CHUNK, 8 * CHUNK)
+    with pytest.raises(HostMemoryError, match="'large' needs"):
+        manager.register("large", torch.nn.Linear(64, 64), role="ref")
+    manager.close()
+    engine = Own(shared.with_name("other"), tag_bytes=sizes)
+    small = placement.Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK), **{**limit, "host_limit_bytes": 7 * CHUNK})
+    with pytest.raises(HostMemoryError, match=r"'rollout' needs .* host_limit_bytes is"):
+        small.register("rollout", engine, role="rollout")
+    assert [*small.handles] == []
+    small.close()
+    beside(engine, shared.with_name("other"))  # the refusal has left the engine free
+
+
+@pytest.mark.parametrize(
+    ("weights", "phases", "adapters", "told"),
+    [
+        ("keep", ("weight_sync", "rollout"), "merged", 1),
+        ("keep", ("rollout", "weight_sync"), "merged", 0),
+        ("keep", ("weight_sync", "rollout"), "separate", 0),
+        ("discard", ("weight_sync", "rollout"), "merged", 0),
+    ],
+)
+def test_a_mirror_that_is_overwritten_unread_is_told_once(
+    weights: Any, phases: Any, adapters: Any, told: int, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "placement")
+    engine = Own(shared, weights=weights)
+    manager, actor, _ = beside(engine, shared)
+    for _ in range(2):
+        with manager.phase(phases[0]) as step:
+            for name in phases:
+                step.switch(name)
+                if name == "weight_sync":
+                    for bucket in actor.weights():
+                        bucket.adapters = adapters
+                        engine.update_weights(bucket)
+    assert sum("filled them before it generated" in each.getMessage() for each in caplog.records) == told
 
 
 def test_what_stays_behind_is_a_finding(shared: Path) -> None:

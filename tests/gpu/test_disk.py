@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import placement
-from placement.policies import Colocated
+from placement.policies import Colocated, Resident
 from placement.storage.disk import Place
 from placement.testing import assert_nothing_resident
 from tests.support.disk import send_to_disk, settle, spills_of
@@ -23,10 +24,8 @@ WIDTH = 2048
 class Job:
     """A model with AdamW on the GPU under placement, and the same without."""
 
-    def __init__(self, folder: Path, optimizer_in: str) -> None:
-        self.manager = placement.Manager(
-            device="cuda:0", policy=Colocated(optimizer_in), host_limit_bytes="1GiB", disk_directory=folder, streamed_bucket_bytes=32 * MIB
-        )
+    def __init__(self, **settings: Any) -> None:
+        self.manager = placement.Manager(device="cuda:0", streamed_bucket_bytes=32 * MIB, **settings)
         torch.manual_seed(0)
         self.net, self.other = (torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(4))) for _ in range(2))
         self.other.load_state_dict(self.net.state_dict())
@@ -46,13 +45,13 @@ class Job:
         assert all(torch.equal(found[name].cpu(), wanted[name].cpu()) for name in wanted)
         moments, others = self.adam.state_dict()["state"], self.other_adam.state_dict()["state"]
         assert all(torch.equal(moments[key][name].cpu(), value.cpu()) for key, state in others.items() for name, value in state.items())
-        assert_nothing_resident(self.manager)
 
 
 @pytest.fixture(params=["train", "streamed"])
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path, request.param)
+    made = Job(policy=Colocated(request.param), host_limit_bytes="1GiB", disk_directory=tmp_path)
     yield made
+    assert_nothing_resident(made.manager)
     made.manager.close()
     assert [*tmp_path.iterdir()] == []
 
@@ -88,3 +87,43 @@ def test_a_host_copy_that_is_given_up_while_the_device_has_the_bytes(job: Job) -
         assert {spill.place for spill in send_to_disk(job.manager, "actor")} == {Place.NOWHERE}
         assert job.actor.host_bytes == 0
     job.check()
+
+
+class Staying(Resident):
+    """Resident, but everything leaves in the phase `reward`."""
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        return view.total_plan({}) if view.phase == "reward" else super().plan(view)
+
+
+def anonymous_bytes() -> int:
+    """What the kernel counts as this process's own memory, page-locked or not."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
+
+
+def test_what_stays_on_the_device_has_no_host_memory_until_it_leaves() -> None:
+    job = Job(policy=Staying(), budget_bytes="1GiB", host_copies="while_needed")
+    handles = [job.actor, job.manager.handles["adam"]]
+    job.step()  # and with it what torch takes at first use
+    for slab in [*(r.host for r in job.actor.storage.ranges), handles[1].storage.scanner.reserved]:
+        slab.ready.wait()
+    reserved, before = sum(each.host_bytes for each in handles), anonymous_bytes()
+    for _ in range(5):
+        job.step()
+        settle(job.manager)
+    assert [each.host_bytes for each in handles] == [0, 0]
+    assert before - anonymous_bytes() > 0.9 * reserved
+    for _ in range(3):
+        with job.manager.phase("reward"):
+            slabs = [r.host for each in handles for r in each.storage.ranges]
+            for slab in slabs:
+                slab.ready.wait()
+            assert all(slab.pinned_bytes == slab.nbytes for slab in slabs)
+            assert not any(each.resident_bytes for each in handles)
+        job.step()
+        settle(job.manager)
+    with job.manager.phase("reward"):
+        job.check()
+    assert job.manager.snapshot().disk_wait_seconds > 0
+    job.manager.close()

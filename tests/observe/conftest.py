@@ -27,6 +27,7 @@ def _handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
         "num_bytes": 1001,
         "resident_bytes": 1002,
         "host_bytes": 1003,
+        "mirror_bytes": 1011,
         "disk_bytes": 1008,
         "spilled_bytes": 1009,
         "disk_read_bytes": 1010,

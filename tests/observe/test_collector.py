@@ -58,6 +58,7 @@ def expected_of_handle(handle: HandleSnapshot) -> Series:
         put("placement_transition_failures_total", handle.failures.get(reason, 0), reason=reason)
     plain = ("loaded_bytes_total", "offloaded_bytes_total", "skipped_bytes_total", "prefetched_bytes", "prefetch_used_bytes_total")
     plain += ("spilled_bytes_total", "disk_read_bytes_total", "last_transition_timestamp_seconds", "drift_bytes", "stray_references")
+    plain += ("mirror_bytes",)
     for name in plain:
         put(f"placement_{name}", getattr(handle, name.removesuffix("_total")))
     put("placement_broken", 0.0 if handle.broken is None else 1.0)

@@ -19,6 +19,8 @@ from torch import nn
 import placement
 from placement.cli import main
 from placement.cli.workers import trouble_of
+from placement.core.snapshot import readable
+from placement.forecasting.device import SizedEngine, SizesDevice
 from placement.observe.discovery import Identity
 from placement.testing import SimulatedDevice
 
@@ -48,6 +50,22 @@ def test_status_prints_every_worker_and_handle(
     assert lines[1].split()[1:3] == ["idle", "0"]
     assert lines[2].split()[1:4] == ["log_prob", "8", "KiB"]
     assert sum(line.startswith("actor ") for line in lines) == 2
+
+
+def test_what_each_node_takes_of_host_memory_by_kind(
+    workers: list[placement.Manager], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host_bytes = workers[0].handles["actor"].host_bytes
+    for worker in workers:
+        worker.register(
+            "rollout", SizedEngine(SizesDevice(), {"weights": 1 << 20, "kv_cache": 1 << 20}, keeps_weights=True), role="rollout"
+        )
+    for words in (["status", str(tmp_path)], ["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--workers", str(tmp_path)]):
+        main(words)
+        lines = capsys.readouterr().out.splitlines()
+        (head,) = [index for index, line in enumerate(lines) if line.split()[:2] == ["node", "page-locked"]]
+        cells = lines[head + 1].split()
+        assert cells == ["node0", *readable(2 * host_bytes).split(), "0", "2", "MiB", "0"]
 
 
 def test_status_as_json_and_from_the_environment(

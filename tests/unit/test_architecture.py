@@ -37,11 +37,13 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 36_240, "modules": 164}
+MOST_OF_ALL = {"lines": 37_500, "modules": 166}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
 
 690 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together, `registration.replication`
 which ranks they are.
+
+350 of the lines count host memory: the mirrors of engines, what a node takes by kind, and host copies that are given back.
 
 650 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl."""
 WALKS = {"register": (51, 14), "enter": (46, 23), "leave": (46, 23), "weights": (12, 9)}

@@ -96,6 +96,19 @@ def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:
     assert found[first, moved] == found[both, moved] < found[last, moved]
 
 
+def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> None:
+    from bench import engine_mirror
+
+    engine_mirror.main(["--device", "simulated", "--size", "tiny", "--out", str(tmp_path), "--system", "copied"])
+    content = json.loads((tmp_path / "engine_mirror_copied_simulated.json").read_text(encoding="utf-8"))
+    found = {row["metric"]: row["value"] for row in content["rows"]}
+    assert "errors" not in content
+    assert (found["asleep, snapshot, the mirror"], found["weights back, snapshot, the mirror"]) == (8 << 20, 0)
+    assert found["asleep, snapshot"] == found["all back, snapshot"] + (8 << 20)
+    assert {f"asleep, snapshot off by, {who}" for who in ("process", "machine")} <= found.keys()
+    assert found["bit-exact"] == 1
+
+
 def test_a_system_that_fails_is_a_row_and_the_next_one_goes_on(tmp_path: Path) -> None:
     results = Results("some", "simulated", "tiny", tmp_path)
     with results.system("moving", "broken peer"):

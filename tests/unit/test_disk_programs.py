@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import tempfile
+import unittest.mock
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import placement
+from placement.core.settings import HostCopies
+from placement.planning.host_tier import UseHistory
 from placement.testing import assert_nothing_resident
 from tests.support.disk import settle
 from tests.support.late_device import LateDevice
@@ -23,8 +26,8 @@ from tests.unit.test_prefetch import ALL, CHUNK
 from tests.unit.test_saving import WANTED, Changing, Unplaced
 
 IS_SWEEP = os.environ.get("SWEEP") == "all"
-LIMITS = (82_000, 100_000, 130_000)
-"""The least with which everything can be registered; about what trains at once; nearly everything."""
+LIMITS = (82_000, 100_000, 130_000, None)
+"""The least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk."""
 PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "checkpoint")
 ACTIONS = ("compute", "compute", "accumulate", "zero_grad", "read", "write", "hold a state dict", "checkpoint", "done", "leave")
 STEPS = st.lists(st.tuples(st.sampled_from(PHASES), WANTED, st.sampled_from(ACTIONS), st.booleans()), min_size=1, max_size=12)
@@ -34,14 +37,15 @@ Step = tuple[str, dict[str, int], str, bool]
 class Program:
     """A placed worker and the same without placement."""
 
-    def __init__(self, folder: str, limit_bytes: int, optimizer_in: Literal["train", "streamed"]) -> None:
+    def __init__(
+        self, folder: str, limit_bytes: int | None, optimizer_in: Literal["train", "streamed"], host_copies: HostCopies = "reserved"
+    ) -> None:
         self.folder = folder
         self.policy = Changing(optimizer_in)
         device = LateDevice(200 * CHUNK, chunk_bytes=CHUNK)
         torch.manual_seed(0)
-        self.worker = Worker(
-            policy=self.policy, device=device, host_limit_bytes=limit_bytes, disk_directory=folder, streamed_bucket_bytes=2 * CHUNK
-        )
+        limit = {} if limit_bytes is None else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
+        self.worker = Worker(policy=self.policy, device=device, streamed_bucket_bytes=2 * CHUNK, host_copies=host_copies, **limit)
         torch.manual_seed(0)
         self.free = Unplaced()
         self.manager = self.worker.manager
@@ -110,12 +114,28 @@ class Program:
     limit_bytes=82_000,
     optimizer_in="streamed",
 )
-@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS), optimizer_in=st.sampled_from(["train", "streamed"]))
+@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS[:3]), optimizer_in=st.sampled_from(["train", "streamed"]))
 def test_random_programs_on_a_disk_compute_the_same_bits(
     steps: list[Step], limit_bytes: int, optimizer_in: Literal["train", "streamed"]
 ) -> None:
+    compute_the_same_bits(steps, limit_bytes, optimizer_in)
+
+
+@pytest.mark.timeout(1500 if IS_SWEEP else 120)
+@settings(max_examples=2000 if IS_SWEEP else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS), optimizer_in=st.sampled_from(["train", "streamed"]))
+def test_random_programs_compute_the_same_bits_where_each_host_copy_is_given_back_while_the_device_has_the_bytes(
+    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"]
+) -> None:
+    with unittest.mock.patch.object(UseHistory, "is_idle", return_value=True):  # expects that nobody will need any
+        compute_the_same_bits(steps, limit_bytes, optimizer_in, "while_needed")
+
+
+def compute_the_same_bits(
+    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"], host_copies: HostCopies = "reserved"
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        program = Program(folder, limit_bytes, optimizer_in)
+        program = Program(folder, limit_bytes, optimizer_in, host_copies)
         for index, step in enumerate(steps):
             program.run(index, *step)
         program.leave()

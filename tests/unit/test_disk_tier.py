@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
@@ -43,6 +44,9 @@ class Worker:
         self.folder = folder
         self.device = Faults(SimulatedDevice(8 * MIB, chunk_bytes=CHUNK, granularity=PAGE))
         self.manager = placement.Manager(device=self.device, host_limit_bytes=limit_bytes, disk_directory=folder, **settings)
+        self.register()
+
+    def register(self) -> None:
         self.models = {name: model(seed) for seed, name in enumerate(("actor", "ref", "critic"))}
         self.adam = torch.optim.AdamW(self.models["actor"].parameters(), lr=1e-2)
         for name, each in self.models.items():
@@ -444,3 +448,142 @@ def test_early_chunks_make_way_for_a_registration(tmp_path: Path) -> None:
     with manager.phase("log_prob", only=["model2"]):
         assert torch.equal(models[2](torch.ones(2, 128)), model(2)(torch.ones(2, 128)))
     manager.close()
+
+
+# --- host copies that are given back while the device has the bytes
+
+
+class Staying(Worker):
+    """A worker whose models all stay on the device, under `resident`."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.device = Faults(SimulatedDevice(8 * MIB, chunk_bytes=CHUNK, granularity=PAGE))
+        settings = {"policy": "resident", "budget_bytes": 8 * MIB, "host_copies": "while_needed"} | settings
+        self.gives_back = settings["host_copies"] == "while_needed"
+        self.manager = placement.Manager(device=self.device, **settings)
+        self.register()
+
+    def settle(self) -> None:
+        if self.gives_back:
+            settle(self.manager)
+
+    def sizes(self) -> dict[str, int]:
+        return {name: handle.host_bytes for name, handle in self.handles.items()}
+
+    def rest(self) -> dict[str, int]:
+        """Steps until the cycle is known, and the host memory that is left then."""
+        for _ in range(4):
+            self.step()
+        until(lambda: not any(self.sizes()[name] for name in ("actor", "critic", "adam")))
+        return self.sizes()
+
+
+def test_what_stays_on_the_device_gives_its_host_copy_back() -> None:
+    reserved = Staying(host_copies="reserved")
+    for _ in range(4):
+        reserved.step()
+    assert all(reserved.sizes().values())
+    reserved.manager.close()
+    worker = Staying()
+    before = worker.sizes()
+    assert worker.rest() == {"actor": 0, "ref": before["ref"], "critic": 0, "adam": 0}  # a readonly one is never copied back
+    for _ in range(2):
+        worker.step()
+    assert worker.manager.snapshot().disk_wait_seconds == 0
+    assert sum(handle.counters.offloaded_bytes for handle in worker.handles.values()) == 0
+    worker.manager.check_integrity()
+    assert worker.manager.audit().ok
+    worker.check_values()  # a state dict reads the device
+    assert worker.sizes()["actor"] == 0
+    worker.manager.close()
+    assert all(torch.equal(value, worker.twin.state_dict()[key]) for key, value in worker.models["actor"].state_dict().items())
+
+
+def test_who_needs_it_all_at_once_waits_for_it_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "placement")
+    worker = Staying()
+    worker.rest()
+    large = nn.Linear(1024, 1980, bias=False)
+    worker.manager.register("large", large, role="reward")  # so large that trained models have to leave for it
+    with worker.manager.phase("reward"):
+        away = [handle for name, handle in worker.handles.items() if name != "large" and handle.state is State.CPU_OFFLOADED]
+        assert {"actor", "critic", "adam"} & {handle.name for handle in away}
+        assert all(handle.host_bytes for handle in away)
+        worker.check_values()
+    assert worker.manager.snapshot().disk_wait_seconds > 0
+    assert any("host memory that had been given back" in record.getMessage() for record in caplog.records)
+    for repeat in range(5):  # from the second time on it is expected, and taken again in the background
+        if repeat == 2:
+            waited = worker.manager.snapshot().disk_wait_seconds
+        with worker.manager.phase("train") as step:
+            worker.settle()
+            worker.learn()
+            step.switch("reward")
+            worker.settle()
+        worker.settle()
+        worker.check_values()
+    assert worker.manager.snapshot().disk_wait_seconds == waited
+    worker.manager.close()
+
+
+def test_it_is_taken_again_before_a_phase_that_is_expected_to_need_it() -> None:
+    """A cycle in which the models leave: nothing is given back, and nobody waits."""
+    worker = Staying(policy="colocated")
+    for _ in range(5):
+        worker.step()
+        assert all(worker.sizes().values())
+    assert worker.manager.snapshot().disk_wait_seconds == 0
+    worker.check_values()
+    worker.manager.close()
+
+
+@pytest.mark.parametrize("reader", ["save", "mirror", "deepcopy"])
+def test_readers_of_what_was_given_back_get_the_values(reader: str, tmp_path: Path) -> None:
+    worker = Staying()
+    worker.rest()
+    if reader == "deepcopy":
+        with worker.manager.phase("train"):
+            copied = copy.deepcopy(worker.models["actor"])
+        assert all(torch.equal(value, worker.twin.state_dict()[key]) for key, value in copied.state_dict().items())
+    elif reader == "save":
+        placement.checkpoint.save(worker.manager, tmp_path / "saved")
+        worker.step()
+        placement.checkpoint.load(worker.manager, tmp_path / "saved")
+        worker.twin.load_state_dict({key: value.clone() for key, value in worker.models["actor"].state_dict().items()})
+    else:
+        placement.checkpoint.async_save(worker.manager, tmp_path / "saved").result()
+        worker.check_values()
+    worker.manager.check_integrity()
+    worker.manager.close()
+
+
+class Alone(placement.policies.Resident):
+    """Resident, but a handle leaves the device in the phase `reward`."""
+
+    def __init__(self, leaving: str) -> None:
+        super().__init__()
+        self.leaving = leaving
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        return plan.giving_up(self.leaving) if view.phase == "reward" else plan
+
+
+@pytest.mark.parametrize("leaving", ["actor", "adam"])
+def test_without_host_memory_to_take_again_the_values_stay_on_the_device(leaving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Staying(policy=Alone(leaving))
+    worker.rest()
+    monkeypatch.setattr(disk_file, "available_bytes", lambda: 0)
+    for _ in range(2):
+        with pytest.raises(HostMemoryError, match=r"asked for .* bytes of a host copy that had left it"):
+            worker.manager.phase("reward").__enter__()
+        assert worker.handles[leaving].state is State.GPU_RESIDENT
+        worker.check_values()
+        worker.step()
+    monkeypatch.undo()
+    with worker.manager.phase("reward"):
+        assert worker.handles[leaving].state is State.CPU_OFFLOADED
+        assert worker.handles[leaving].host_bytes > 0
+        worker.check_values()
+    worker.manager.check_integrity()
+    worker.manager.close()

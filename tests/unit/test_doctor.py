@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from placement.devices import inspection
 from placement.devices.host import numa
 from placement.devices.host.slab import Slab
 from placement.devices.inspection import Inspection, inspect, settled
+from placement.devices.select import select_device
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 
 CHUNK = 64 << 10
@@ -153,6 +156,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "both directions at once" in capsys.readouterr().out
     assert main(["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--json"]) == 0
     assert Inspection(**json.loads(capsys.readouterr().out)).device == "simulated"
+
+
+def test_the_disk_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOST_LIMIT_BYTES", "1GiB")
+    monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", str(tmp_path))
+    with closing(select_device("simulated:8MiB")) as simulated:
+        found = examine(simulated, 1 << 20)
+        assert found.disk_free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+        assert "free for host copies" in table(found)
+        assert "available, page-locked" in table(found)
+        assert "available, pageable" in table(found.model_copy(update={"pageable_reason": "no"}))
+        monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", str(tmp_path / "none"))
+        found = examine(simulated, 1 << 20)
+    assert found.disk_free_bytes is None
+    assert any("is no folder; set disk_directory" in each for each in found.findings)
 
 
 def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -383,6 +383,52 @@ def test_an_engine_that_discards_its_weights_copies_nothing() -> None:
         assert (told.loaded_bytes, told.offloaded_bytes) == (copied, copied)
 
 
+def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
+    actor, layout = Model(mlp()), Layout(data_parallel=4)
+    alone = placement.forecast({"actor": actor}, layout=layout, cycle=["rollout"])
+    for keeps_weights, mirror in ((True, MIB), (False, 0)):
+        told = placement.forecast({"actor": actor, "rollout": Rollout(MIB, "3MiB", keeps_weights)}, layout=layout, cycle=["rollout"])
+        assert told.handles[1].mirror_bytes == told.handles[1].host_bytes == mirror
+        assert (told.host_bytes, told.node_host_bytes) == (alone.host_bytes + mirror, alone.node_host_bytes + 4 * mirror)
+        assert told.node_mirror_bytes == 4 * mirror
+    limit = alone.host_bytes + MIB // 2  # the mirror stays, so the actor's host copy leaves
+    kept, discarded = (
+        placement.forecast({"actor": actor, "rollout": Rollout(MIB, MIB, keeps)}, cycle=["rollout"], host_limit_bytes=limit)
+        for keeps in (True, False)
+    )
+    assert (kept.disk_bytes, discarded.disk_bytes) == (alone.host_bytes, 0)
+    refused = placement.forecast({"rollout": Rollout(MIB, MIB)}, cycle=["rollout"], host_limit_bytes=MIB - 1)
+    assert "'rollout' needs" in refused.refused_registrations[0]
+
+
+@pytest.mark.parametrize(
+    ("cycle", "keeps", "told"),
+    [("weight_sync,rollout,train", True, 1), ("rollout,train,weight_sync", True, 0), ("weight_sync,rollout,train", False, 0)],
+)
+def test_a_mirror_that_every_sync_overwrites_is_noted(cycle: str, keeps: bool, told: int) -> None:
+    handles = {"actor": Model(mlp(), optimizer="sgd"), "rollout": Rollout(MIB, MIB, keeps)}
+    found = placement.forecast(handles, cycle=cycle.split(","))
+    assert sum("weight_sync fills them anew" in note for note in found.notes) == told
+
+
+def test_what_a_node_has_too_little_of_is_told() -> None:
+    link = Link(
+        to_device_bytes_per_second=1e9,
+        to_host_bytes_per_second=1e9,
+        host_available_bytes=3 * MIB,
+        disk_free_bytes=MIB,
+        pageable_reason="no",
+    )
+    layout, handles = Layout(data_parallel=4), {"actor": Model(mlp()), "rollout": Rollout(MIB, MIB)}
+    told = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=link)
+    assert told.over_host_bytes == told.node_host_bytes - 3 * MIB > 0 == told.over_disk_bytes
+    assert "pageable (no), 4 MiB engines' mirrors, 0 on disk; does not fit: " in table(told)
+    roomy = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=1e9)
+    assert "page-locked, 4 MiB engines' mirrors, 0 on disk\n" in table(roomy)
+    limited = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=link, host_limit_bytes=MIB + MIB // 2)
+    assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
+
+
 # --- laws
 
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=5)

@@ -10,7 +10,8 @@ from placement.core.errors import HostMemoryError
 from placement.planning.host_tier import HostShare, UseHistory, check_fits_host
 from placement.storage.disk import HostCopy, next_step
 
-COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans()), max_size=12)
+COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.just(value=False)), max_size=12)
+SOME_IDLE = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.booleans()), max_size=12)
 
 
 def done(copies: list[HostCopy], fixed_bytes: int, limit_bytes: int) -> list[HostCopy]:
@@ -56,6 +57,25 @@ def test_nothing_leaves_for_what_is_needed_later(copies: list[HostCopy], fixed: 
     position = next_step(copies, fixed, limit)
     if position is not None and copies[position].is_here and fixed + held(copies) <= limit:
         assert any(not copy.is_here for copy in copies[:position])
+
+
+@given(SOME_IDLE, st.integers(0, 100), st.integers(1, 500))
+def test_what_is_idle_leaves_and_does_not_come_back(copies: list[HostCopy], fixed: int, limit: int) -> None:
+    for before, copy in zip(copies, done(copies, fixed, limit), strict=True):
+        if copy.is_idle and copy.nbytes:
+            assert copy.is_here is (before.is_here and not copy.can_leave)
+
+
+def test_a_host_copy_is_idle_once_a_whole_cycle_has_left_it_alone() -> None:
+    history = UseHistory()
+    assert not history.is_idle("critic")
+    idle = []
+    for step in range(4):
+        for phase in ("log_prob", "train"):
+            history.note(phase, frozenset({"actor"} if phase == "train" else ()) | frozenset({"critic"} if step == 0 else ()))
+            idle.append((history.is_idle("critic"), history.is_idle("actor")))
+    assert idle[:2] == [(False, False)] * 2
+    assert idle[-3:] == [(True, False)] * 3
 
 
 def test_what_is_needed_last_leaves() -> None:
