@@ -182,6 +182,7 @@ class Manager:
         readonly: bool = False,
         external: bool = False,
         replicated: bool | ProcessGroup = False,
+        masters: Any = None,
         replace: bool = False,
     ) -> Handle:
         """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
@@ -205,6 +206,9 @@ class Manager:
                 share one host copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of what changed to the host;
                 it loads 1/N over its own link and gathers the rest from the others. All ranks must register it at the same place of their
                 program. True: gather over torch.distributed's default process group. A process group of the same ranks: over that one.
+            masters: for a module in bfloat16 or float16: the optimizer that has float32 master weights of which its weights are the cast,
+                bit for bit. Such weights have no host copy of their own while that optimizer, which is registered next, has one. Found
+                by comparing, here and at each offload; what is no cast any more is copied like any other.
             replace: for set-up code that runs again. If the name is taken by this very object, its handle is returned as it is. If it is
                 taken by another object, that one is unregistered first, with the optimizers that step it.
 
@@ -224,7 +228,9 @@ class Manager:
             try:
                 with self._replication.registering(name, target, replicated) as replicas:
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
-                    handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
+                    handle = registry.add(
+                        name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks, masters=masters
+                    )
                     self._stack.join(handle, agree)
             except BaseException:
                 for added in [each for known, each in registry.handles.items() if known not in before]:

@@ -37,6 +37,7 @@ from placement.registration.handle import Handle, Lazy
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
 from placement.registration.unregistered import StepWatch
 from placement.storage.base import ExternalStorage, NotBuilt
+from placement.storage.cast import CastStorage
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated import ReplicatedStorage
@@ -98,11 +99,13 @@ class Registry:
         readonly: bool,
         external: bool,
         ranks: Ranks | None = None,
+        masters: Any = None,
     ) -> Handle:
         """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object and the registry are as before.
 
         Args:
             ranks: the ranks that share the host copy; None: it is this process's own.
+            masters: see `Manager.register`.
         """
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
@@ -112,11 +115,13 @@ class Registry:
         handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._settings.call_deadline_seconds
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
+            if masters is not None and (readonly or external or ranks is not None or not isinstance(target, torch.nn.Module)):
+                raise RegistrationError(f"{name!r}: masters= is for a module that is trained, and not readonly, external or replicated")
             if isinstance(target, Lazy):
                 handle.lazy = target
             else:
                 with _collecting_later():
-                    self._bind(handle, target, external, ranks)
+                    self._bind(handle, target, external, ranks, masters)
             self.handles[name] = handle
         except BaseException:
             self.remove(handle)
@@ -180,7 +185,7 @@ class Registry:
             raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager; register the module first")
         return found
 
-    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None) -> None:
+    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None, masters: Any = None) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None:
             check_can_be_replicated(handle.name, adapter)
@@ -194,7 +199,10 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            if ranks is None:
+            if masters is not None:
+                optimizer = OptimizerAdapter(masters, name=handle.name, compute_device=self._device.torch_device)
+                handle.storage = holding = CastStorage(self._device, adapter, handle.name, optimizer)
+            elif ranks is None:
                 handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
             else:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
@@ -204,6 +212,9 @@ class Registry:
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
+                for owner in handle.owners:
+                    if isinstance(owner.storage, CastStorage):
+                        owner.storage.rest_on(holding)
                 handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
                 if ranks is not None:
                     handle.streamed.refusal = "the ranks write its host copy together; use optimizer_in='train' for it"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +25,14 @@ from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, HostReadLocks
 from placement.storage.range import Range
 from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
-from placement.storage.state_dicts import was_handed_out
+from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import WritesWhileOffloaded
 from placement.tensors.plain import has_storage, is_plain_type
+
+if TYPE_CHECKING:
+    from placement.storage.cast import CastStorage
 
 
 class AdoptedStorage(Storage):
@@ -72,6 +76,8 @@ class AdoptedStorage(Storage):
         self._dropped: tuple[Range, ...] | None = None
         """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
         self._may_have_stray_references = True
+        self.casts: tuple[CastStorage, ...] = ()
+        """The modules that may have no host copy of their own, because this optimizer has their masters."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -276,8 +282,15 @@ class AdoptedStorage(Storage):
         """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`.
 
         Raises:
-            HostMemoryError: see `ManagedStorage.make_host_copy_own`.
+            HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`.
         """
+        if not are_only_read.get():
+            self.before_masters_change()
+
+    def before_masters_change(self) -> None:
+        """See `CastStorage.masters_change`."""
+        for each in self.casts:
+            each.masters_change()
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
         place = self.by_address.find(tensor)
@@ -435,6 +448,8 @@ class AdoptedStorage(Storage):
         """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory behind it."""
         if not gone:
             return
+        if not all(r.transient for r in gone):
+            self.before_masters_change()
         self.state_dict_tensors.leave_ranges(gone)
         for r in gone:
             r.pages.discard(chunk_pool)

@@ -374,7 +374,9 @@ class StorageScanner:
         """Host memory that this process needs for `adopt_first`."""
         return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
-    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
+    def adopt(
+        self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False, range_class: type[Range] = Range
+    ) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
 
         Args:
@@ -384,7 +386,7 @@ class StorageScanner:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
-        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = range_class(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:

@@ -43,7 +43,7 @@ class Verifier:
 
     def choose(self, ranges: Iterable[Range]) -> list[Span]:
         """The chunks of these ranges to compare in one move."""
-        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges] if self._mode != "off" else []
+        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges if not r.can_be_cast] if self._mode != "off" else []
         if self._mode == "always" or not whole:
             return whole
         r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])
@@ -54,7 +54,7 @@ class Verifier:
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
-                    if r.prints is None and not holding.on_device and r.moving_in is None:
+                    if r.prints is None and not holding.on_device and r.moving_in is None and not r.can_be_cast:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
