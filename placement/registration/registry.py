@@ -199,13 +199,7 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            if masters is not None:
-                optimizer = OptimizerAdapter(masters, name=handle.name, compute_device=self._device.torch_device)
-                handle.storage = holding = CastStorage(self._device, adapter, handle.name, optimizer)
-            elif ranks is None:
-                handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
-            else:
-                handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
+            handle.storage = holding = self._storage(handle, adapter, ranks, masters)
             holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
                 self.admit(handle, holding.expected_host_bytes)
@@ -227,6 +221,14 @@ class Registry:
         handle.guards = guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
+
+    def _storage(self, handle: Handle, adapter: Adapter, ranks: Ranks | None, masters: Any) -> ManagedStorage:
+        if masters is not None:
+            optimizer = OptimizerAdapter(masters, name=handle.name, compute_device=self._device.torch_device)
+            return CastStorage(self._device, adapter, handle.name, optimizer)
+        if ranks is not None:
+            return ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
+        return ManagedStorage(self._device, adapter, handle.name, handle.readonly)
 
     def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
         """Give the handle the storage of an engine that places its own memory. The handle keeps the engine alive."""

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -30,9 +30,6 @@ from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import WritesWhileOffloaded
 from placement.tensors.plain import has_storage, is_plain_type
-
-if TYPE_CHECKING:
-    from placement.storage.cast import CastStorage
 
 
 class AdoptedStorage(Storage):
@@ -76,8 +73,9 @@ class AdoptedStorage(Storage):
         self._dropped: tuple[Range, ...] | None = None
         """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
         self._may_have_stray_references = True
-        self.casts: tuple[CastStorage, ...] = ()
-        """The modules that may have no host copy of their own, because this optimizer has their masters."""
+        self.before_offload: list[Callable[[Any], object]] = []
+        self.before_change: list[Callable[[Collection[object]], object]] = []
+        """What rests on the values in the host copy (`CastStorage`) is told before they leave the device, and before these change."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -285,12 +283,12 @@ class AdoptedStorage(Storage):
             HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`.
         """
         if not are_only_read.get():
-            self.before_masters_change()
+            self.note_change()
 
-    def before_masters_change(self) -> None:
+    def note_change(self, coming: Collection[object] = ()) -> None:
         """See `CastStorage.masters_change`."""
-        for each in self.casts:
-            each.masters_change()
+        for told in self.before_change:
+            told(coming)
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
         place = self.by_address.find(tensor)
@@ -449,7 +447,7 @@ class AdoptedStorage(Storage):
         if not gone:
             return
         if not all(r.transient for r in gone):
-            self.before_masters_change()
+            self.note_change()
         self.state_dict_tensors.leave_ranges(gone)
         for r in gone:
             r.pages.discard(chunk_pool)

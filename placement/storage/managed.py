@@ -161,8 +161,8 @@ class ManagedStorage(AdoptedStorage):
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
-        for each in self.casts:
-            each.note(self)
+        for note in self.before_offload:
+            note(self)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy.
@@ -324,7 +324,7 @@ class ManagedStorage(AdoptedStorage):
             self.on_device = False
 
     def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """Have the pages of a range on the device, whatever state they are in. See `Pages.settle` for what it raises."""
+        """See `Pages.settle`."""
         r.pages.settle(Side.DEVICE, chunk_pool)
 
     def before_forced_offload(self, r: Range) -> None:
@@ -401,7 +401,7 @@ class ManagedStorage(AdoptedStorage):
 
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
-        self.before_masters_change()
+        self.note_change()
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
             return

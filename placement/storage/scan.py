@@ -232,6 +232,8 @@ class StorageScanner:
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._stood: tuple[tuple[Range, ...], object] | None = None
         """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
+        self.classes: Mapping[int, type[Range]] = {}
+        """The class of the first range of storages (`_cdata`) that are to be in one of their own."""
         self.reserved: HostSlab | None = None
         """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
@@ -367,16 +369,18 @@ class StorageScanner:
 
     def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
         """Like `adopt`, for the storages that are not transient and exist at registration."""
-        fresh = self.adopt(adoptees)
-        return () if fresh is None else (fresh,)
+        groups: dict[type[Range], list[Adoptee]] = {}
+        for each in adoptees:
+            groups.setdefault(self.classes.get(each.storage._cdata, Range), []).append(each)
+        fresh = [self.adopt(group) for group in groups.values()]
+        self.classes = {}
+        return tuple(filter(None, fresh))
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for `adopt_first`."""
         return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
-    def adopt(
-        self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False, range_class: type[Range] = Range
-    ) -> Range | None:
+    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
 
         Args:
@@ -386,7 +390,7 @@ class StorageScanner:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
-        fresh = range_class(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = self.classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:

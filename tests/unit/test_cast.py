@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,14 +14,18 @@ import torch
 
 import placement
 from placement import HostMemoryError, IntegrityError, Manager, RegistrationError
+from placement.ownership.partial_step import allow
 from placement.policies import Colocated
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import assert_same, batch
+from tests.faults.test_interrupts import Lines
+from tests.support.disk import settle
+from tests.support.worker import Scripted, assert_same, batch
 
 CAPACITY = 64 << 20
 WIDTH = 96
 
 
+@allow
 class MasterAdam(torch.optim.Optimizer):
     """Adam on float32 masters in its state, from which it writes the weights."""
 
@@ -39,6 +45,14 @@ class MasterAdam(torch.optim.Optimizer):
                 state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-2)
                 parameter.copy_(state["master"])
 
+    def _init_group(self, *_: Any) -> None:
+        """A step in parts is known to be right for classes that have it."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Torch's own would cast the state to the weights' dtype."""
+        for parameter, state in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+            self.state[parameter] = dict(state)
+
 
 def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
     torch.manual_seed(0)
@@ -55,8 +69,7 @@ class Job:
         self.model, self.plain = net(dtype), net(dtype)
         self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
         self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
-        self.device = SimulatedDevice(CAPACITY)
-        self.manager = Manager(**{"device": self.device, **keywords})
+        self.manager = Manager(**{"device": SimulatedDevice(CAPACITY), **keywords})
         self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
         self.optimizer = self.manager.register("actor.optimizer", self.adam)
 
@@ -84,7 +97,7 @@ class Job:
         """The values are those of the plain copy, on the device and in the host copy."""
         with self.manager.phase("log_prob"):
             assert_same(self.model.state_dict(), self.plain.state_dict())
-        with self.manager.phase("train"):
+        with self.manager.phase("restore"):
             assert_same([*self.adam.state.values()], [*self.plain_adam.state.values()])
         assert_same(self.actor.state_dict(), self.plain.state_dict())
         assert_same(self.optimizer.state_dict()["state"], self.plain_adam.state_dict()["state"])
@@ -127,3 +140,429 @@ def test_an_offload_copies_nothing_of_them_and_a_load_brings_masters_only_where_
         assert job.actor.counters.loaded_bytes - loaded >= 2 * job.weight_bytes
     assert job.is_cast
     job.check()
+
+
+# --- weights that are no cast
+
+
+@pytest.mark.parametrize("phase", ["log_prob", "train"])
+def test_weights_written_by_hand_are_copied_until_the_next_comparison(phase: str) -> None:
+    job = Job()
+    job.train()
+    with job.manager.phase(phase), torch.no_grad():
+        for model in (job.model, job.plain):
+            model[0].weight[0, 0] = 0.5
+            model[2].bias[3] = -0.0
+    assert not job.is_cast
+    job.check()
+    job.train(1)  # writes all weights anew from the masters
+    assert job.is_cast
+    job.check()
+
+
+def test_a_step_that_rounds_otherwise() -> None:
+    job = Job()
+    with job.manager.phase("train"):
+        job.learn()
+        for model in (job.model, job.plain):
+            model[0].weight.data.view(torch.int16)[0] += 1
+    assert not job.is_cast
+    job.check()
+
+
+def test_masters_that_were_not_cast_into_the_weights() -> None:
+    job = Job()
+    with job.manager.phase("train"), torch.no_grad():
+        for adam in (job.adam, job.plain_adam):
+            for state in adam.state.values():
+                state["master"].add_(1.0)
+    assert not job.is_cast
+    job.check()
+
+
+def test_nan_in_a_weight_is_copied() -> None:
+    job = Job()
+    with job.manager.phase("train"), torch.no_grad():
+        for model, adam in ((job.model, job.adam), (job.plain, job.plain_adam)):
+            adam.state[model[0].weight]["master"][0, :3] = float("nan")
+            model[0].weight.copy_(adam.state[model[0].weight]["master"])
+    assert not job.is_cast
+    job.check()
+
+
+def test_weights_that_are_nan_throughout_raise_and_stay() -> None:
+    job = Job()
+    job.train()
+    with pytest.raises(IntegrityError, match=r"0\.weight"), job.manager.phase("train"), torch.no_grad():
+        job.model[0].weight.fill_(float("nan"))
+    assert not job.is_cast
+    assert job.actor.state_dict()["0.weight"].isnan().all()
+    assert_same(job.actor.state_dict()["2.weight"], job.plain.state_dict()["2.weight"])
+
+
+def test_new_tensors_in_place_of_weights() -> None:
+    job = Job()
+    with job.manager.phase("train"), torch.no_grad():
+        for model in (job.model, job.plain):
+            model[0].weight.data = model[0].weight.data * 2
+    job.check()
+    job.train()
+    job.check()
+
+
+# --- read while offloaded
+
+
+def test_values_are_right_in_every_reading() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    assert_same(job.model.state_dict(), job.plain.state_dict())
+    job.train(1)
+    assert job.is_cast
+    saved = io.BytesIO()
+    torch.save(job.actor.state_dict(), saved)
+    saved.seek(0)
+    assert_same(torch.load(saved), job.plain.state_dict())
+    job.train(2)
+    assert job.is_cast
+    assert job.manager.audit().ok
+    assert job.is_cast
+    job.check()
+
+
+@pytest.mark.parametrize("while_training", [False, True])
+def test_checkpoints(tmp_path: Any, *, while_training: bool) -> None:
+    job = Job()
+    job.train()
+    if while_training:
+        with job.manager.phase("train"):
+            job.learn(1)
+            placement.checkpoint.save(job.manager, tmp_path)
+    else:
+        placement.checkpoint.save(job.manager, tmp_path)
+    wanted = copy.deepcopy((job.plain.state_dict(), job.plain_adam.state_dict()))
+    for seed in range(2, 5):
+        job.train(seed)
+    assert job.is_cast
+    placement.checkpoint.load(job.manager, tmp_path)
+    job.plain.load_state_dict(wanted[0])
+    job.plain_adam.load_state_dict(wanted[1])
+    job.check()
+    job.train(7)
+    job.check()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_published_weights(*, streamed: bool) -> None:
+    job = Job(policy=Colocated(stream_sync=streamed))
+    job.train()
+    with job.manager.phase("weight_sync"):
+        found = {name: tensor.clone() for bucket in job.actor.weights() for name, tensor in bucket}
+    assert_same(found, dict(job.plain.state_dict()))
+    job.check()
+
+
+def test_written_into_a_state_dict_is_the_value() -> None:
+    job = Job()
+    job.train()
+    with torch.no_grad():
+        job.actor.state_dict()["0.bias"].fill_(2.0)
+        job.plain[0].bias.fill_(2.0)
+    job.check()
+
+
+# --- masters that change alone
+
+
+def test_writing_into_the_optimizers_state_dict_leaves_the_weights() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
+    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
+    job.check()
+
+
+def test_writing_into_a_state_dict_that_was_taken_before() -> None:
+    job = Job()
+    with job.manager.phase("train"):
+        job.learn()
+        shown = job.optimizer.state_dict()["state"][0]["master"]
+    shown.fill_(3.0)
+    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
+    job.check()
+
+
+def test_a_checkpoint_of_the_optimizer_alone(tmp_path: Any) -> None:
+    job = Job()
+    placement.checkpoint.save(job.manager, tmp_path, only=["actor.optimizer"])
+    old = copy.deepcopy(job.plain_adam.state_dict())
+    job.train()
+    assert job.is_cast
+    placement.checkpoint.load(job.manager, tmp_path, only=["actor.optimizer"])
+    job.plain_adam.load_state_dict(old)
+    job.check()
+
+
+def optimizer_alone(view: placement.View) -> placement.Plan:
+    return view.total_plan({"actor.optimizer": placement.State.GPU_RESIDENT})
+
+
+def test_masters_that_are_loaded_without_the_weights() -> None:
+    job = Job(policy=Scripted(eval=optimizer_alone))
+    job.train()
+    assert job.is_cast
+    with job.manager.phase("eval"), torch.no_grad():
+        assert job.optimizer.resident_bytes
+        assert not job.is_cast
+        for adam in (job.adam, job.plain_adam):
+            for state in adam.state.values():
+                state["master"].add_(1.0)
+    job.check()
+
+
+def test_weights_that_leave_before_their_masters() -> None:
+    job = Job(policy=Scripted(eval=optimizer_alone))
+    with job.manager.phase("train") as phase:
+        job.learn()
+        phase.switch("eval")
+        assert not job.is_cast
+    job.check()
+    job.train(1)
+    assert job.is_cast
+
+
+def test_weights_that_leave_after_their_masters() -> None:
+    job = Job(policy=Colocated(optimizer_in="optimizer_step"))
+    for seed in range(2):
+        with job.manager.phase("train"):
+            with job.manager.phase("optimizer_step"):
+                job.learn(seed)
+            assert not job.optimizer.resident_bytes
+        assert job.is_cast
+    with job.manager.phase("train"):
+        with job.manager.phase("optimizer_step"):
+            job.learn(2)
+        for model in (job.model, job.plain):
+            model[0].bias.data.add_(1.0)
+    assert not job.is_cast
+    job.check()
+
+
+def test_streamed_steps_make_the_weights_like_any_others() -> None:
+    job = Job(policy=Colocated(optimizer_in="streamed"))
+    for seed in range(2):
+        job.train(seed)
+        assert not job.is_cast
+    job.check()
+
+
+def test_a_loaded_state_dict_of_the_optimizer() -> None:
+    job = Job()
+    old = copy.deepcopy(job.plain_adam.state_dict())
+    job.train()
+    with job.manager.phase("train"):
+        job.adam.load_state_dict(copy.deepcopy(old))
+    job.plain_adam.load_state_dict(old)
+    assert not job.is_cast
+    job.check()
+    job.train(1)
+    job.train(2)
+    assert job.is_cast
+    job.check()
+
+
+def _clear(job: Job) -> None:
+    job.adam.state.clear()
+
+
+def _drop_masters(job: Job) -> None:
+    for state in job.adam.state.values():
+        state["master"] = torch.zeros_like(state["master"])
+
+
+def _unregister(job: Job) -> None:
+    job.manager.unregister("actor.optimizer")
+
+
+@pytest.mark.parametrize("way", [_clear, _drop_masters, _unregister])
+def test_masters_that_go_while_offloaded(way: Callable[[Job], None]) -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    way(job)
+    with job.manager.phase("train"):
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+    assert_same(job.actor.state_dict(), job.plain.state_dict())
+
+
+def test_an_optimizer_that_is_garbage_collected() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    del job.adam
+    gc.collect()
+    assert "actor.optimizer" not in job.manager.handles
+    assert_same(job.actor.state_dict(), job.plain.state_dict())
+
+
+@pytest.mark.parametrize("how", ["close", "unregister"])
+def test_handing_back(how: str) -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    if how == "close":
+        job.manager.close()
+    else:
+        job.manager.unregister("actor.optimizer")
+        job.manager.unregister("actor")
+    assert_same(job.model.state_dict(), job.plain.state_dict())
+
+
+def test_an_optimizer_that_is_registered_again() -> None:
+    job = Job()
+    job.train()
+    job.manager.unregister("actor.optimizer")
+    job.optimizer = job.manager.register("actor.optimizer", job.adam)
+    job.train(1)
+    assert job.is_cast
+    job.check()
+
+
+# --- errors and memory
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["cast", "written"])
+@pytest.mark.parametrize("call", ["enter", "leave", "come back"])
+def test_interrupted_at_any_line(call: str, changes: bool) -> None:
+    """Ctrl-C at each line of `cast.py`, and at a share of the others, while the weights come or leave with their masters or alone."""
+    job = Job(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    job.train()
+
+    def run(lines: Lines) -> None:
+        if call == "enter":
+            with lines:
+                job.manager.enter("train")
+        elif call == "come back":
+            with lines:
+                job.manager.enter("log_prob")
+        else:
+            job.manager.enter("train")
+            job.learn()
+            for model in (job.model, job.plain) if changes else ():
+                model[0].bias.data.add_(1.0)
+            with lines:
+                job.manager.leave()
+
+    run(counting := Lines())
+    while job.manager.snapshot().phases:
+        job.manager.leave()
+    visited = [(line, visit) for line, visits in counting.visits.items() for visit in {1, visits}]
+    ours = [each for each in visited if each[0][0].co_filename.endswith("cast.py")]
+    assert ours
+    others = [each for each in visited if each not in ours]
+    for line, visit in ours + others[:: 1 + len(others) // 40]:
+        with suppress(KeyboardInterrupt):
+            run(Lines(line, visit))
+        while job.manager.snapshot().phases:
+            job.manager.leave()
+        job.check()
+
+
+@pytest.mark.parametrize("operation", ["create", "map", "copy", "sync", "host", "reserve"])
+def test_any_failing_call(operation: str) -> None:
+    """In a round of phases each call of an operation fails once. No value is lost, and the next round is right."""
+    job = Job(device=(device := Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))))
+
+    def round_of_phases(seed: int) -> None:
+        with job.manager.phase("log_prob") as phase:
+            phase.switch("train")
+            job.learn(seed)
+        with job.manager.phase("train"):
+            pass
+
+    round_of_phases(0)
+    before = device.calls[operation]
+    round_of_phases(1)
+    for at in range(1, device.calls[operation] - before + 1):
+        device.fail(operation, at=at)
+        with suppress(InjectedFault, HostMemoryError, placement.DeviceMemoryError, placement.BrokenHandleError):
+            round_of_phases(at)
+        device.clear()
+        job.check()
+
+
+def test_lack_of_memory_on_the_way_back() -> None:
+    """An offload fails, and the memory that the weights gave up is not there any more: they end on the host, whole."""
+    device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    job = Job(device=device)
+    job.train()
+    for at in range(1, 40):
+        with suppress(InjectedFault, placement.DeviceMemoryError, placement.BrokenHandleError), job.manager.phase("train"):
+            job.learn(at)
+            device.fail("sync", at=at)
+            device.fail("create", forever=True)
+        device.clear()
+        job.check()
+
+
+def test_no_host_memory_for_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.train()
+    monkeypatch.setattr("placement.devices.host.disk_file.available_bytes", lambda: 0)
+    job.manager.enter("train")
+    for model in (job.model, job.plain):
+        model[0].bias.data.add_(1.0)
+    with pytest.raises(HostMemoryError):
+        job.manager.leave()
+    assert job.actor.resident_bytes
+    monkeypatch.undo()
+    job.check()
+
+
+def test_with_every_byte_verified() -> None:
+    job = Job(verify="always")
+    for seed in range(3):
+        job.train(seed)
+        assert job.is_cast
+    job.check()
+
+
+def test_masters_on_disk(tmp_path: Any) -> None:
+    job = Job(host_limit_bytes=400_000, disk_directory=str(tmp_path))
+    for seed in range(2):
+        job.train(seed)
+        settle(job.manager)
+    assert job.is_cast
+    with job.manager.phase("log_prob"):
+        settle(job.manager)
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+    assert_same(job.actor.state_dict(), job.plain.state_dict())
+    job.check()
+
+
+# --- refused
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    manager = Manager(device=SimulatedDevice(CAPACITY))
+    model = net()
+    adam = MasterAdam(model[:3].parameters())
+    for keywords in ({"readonly": True}, {"external": True}):
+        with pytest.raises(RegistrationError, match="masters="):
+            manager.register("actor", model, masters=adam, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match="masters="):
+        manager.register("actor", placement.Lazy(net), masters=adam)
+    with pytest.raises(RegistrationError, match="is no optimizer"):
+        manager.register("actor", model, masters=model)
+    with pytest.raises(RegistrationError, match="no float32 tensor for any"):
+        manager.register("actor", model, masters=torch.optim.AdamW(model.parameters()))
+    assert not manager.handles
+    adam.state[model[0].weight]["master"][0, 0] += 1.0
+    values = copy.deepcopy(model.state_dict())
+    manager.register("actor", model, masters=adam)
+    with pytest.raises(RegistrationError, match="are not the cast of float32 masters in 'adam'"):
+        manager.register("adam", adam)
+    assert [*manager.handles] == ["actor"]
+    assert_same(model.state_dict(), values)

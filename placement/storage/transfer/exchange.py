@@ -306,8 +306,7 @@ class Exchange:
         if leaving:
             self.device.sync()
         for holding in coming:
-            for each in holding.casts:
-                each.masters_change(is_coming=each in coming)
+            holding.note_change(coming)
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
         for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
