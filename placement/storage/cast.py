@@ -62,7 +62,8 @@ class CastRange(Range):
     key = ""
     """See `OptimizerAdapter.masters`."""
     weights: Sequence[_Weight] = ()
-    optimizer: ManagedStorage | None = None
+    optimizer: ManagedStorage
+    """The storage of the masters. Set as long as `weights` are."""
     dtype: torch.dtype
 
     def __init__(self, device: Device, *its: Any) -> None:
@@ -94,19 +95,14 @@ class CastRange(Range):
                 self.cast_into(self.host.view(0, self.nbytes))
             self.is_cast = False
 
-    @property
-    def has_resting_masters(self) -> bool:
-        """Whether the masters are offloaded, and nothing is moving them."""
-        return self.optimizer is not None and not self.optimizer.on_device and self.optimizer.is_consistent
-
     @torch.no_grad()
     def cast_into(self, out: torch.Tensor, start: int = 0) -> None:
         """Write the cast of the masters, wherever they are, into the bytes (uint8) from `start` on; zeros where no weight is."""
-        on_device = self.optimizer is not None and self.optimizer.on_device
 
         @functools.cache
         def masters_in(r: Range) -> torch.Tensor:
-            return (self._device.view(r.layout.addresses, 0, r.nbytes) if on_device else r.view(0, r.nbytes)).view(torch.float32)
+            bytes_now = self._device.view(r.layout.addresses, 0, r.nbytes) if self.optimizer.on_device else r.view(0, r.nbytes)
+            return bytes_now.view(torch.float32)
 
         out.zero_()
         into, values, end = [], [], start + out.numel()
@@ -126,7 +122,7 @@ class CastRange(Range):
         """Cast into pages that have memory, on the current stream. Waits where masters are read on the host: nothing else knows of it."""
         for index in indices:
             self.cast_into(self._device.view(self.layout.addresses, self.starts[index], self.used_sizes[index]), self.starts[index])
-        if self.has_resting_masters:
+        if not self.optimizer.on_device:
             self._device.wait_for_work()
 
     def fingerprints_of_cast(self, device: torch.device) -> torch.Tensor | None:
@@ -230,7 +226,8 @@ class CastStorage(ManagedStorage):
             if self not in coming:
                 if r.is_cast:
                     r.have()
-                r.weights, r.optimizer = (), None  # they keep the masters' host copy
+                r.weights = ()
+                vars(r).pop("optimizer", None)  # or the range would keep the storage and its host copy
 
     # --- loading
 
@@ -239,7 +236,8 @@ class CastStorage(ManagedStorage):
             return super().bring(r, indices)
         self.is_complete = False
         r.pages.note_filling(indices)
-        return 2 * r.pages.used_bytes_of(indices) if r.has_resting_masters else 0
+        masters_come = r.optimizer.on_device or not r.optimizer.is_consistent
+        return 0 if masters_come else 2 * r.pages.used_bytes_of(indices)
 
     def complete(self) -> None:
         self.device.order()
@@ -265,7 +263,7 @@ class CastStorage(ManagedStorage):
                 self._locked.pop().lock.release()
 
     def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        if isinstance(r, CastRange) and r.is_cast and r.optimizer is not None:  # an offload has failed; pages may have lost their memory
+        if isinstance(r, CastRange) and r.is_cast:  # an offload has failed; pages may have lost their memory
             r.optimizer.make_consistent(chunk_pool)
             lacking = r.pages.without_memory()
             r.pages.put(lacking, chunk_pool.take_wiped([r.chunk_sizes[index] for index in lacking]), chunk_pool)
