@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from placement.group.protocol import Group, Reached
 
 _logger = logging.getLogger("placement")
+_Make = Callable[[Device, Adapter, str, bool], ManagedStorage]
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -115,13 +117,16 @@ class Registry:
         handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._settings.call_deadline_seconds
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
-            if masters is not None and (readonly or external or ranks is not None or not isinstance(target, torch.nn.Module)):
-                raise RegistrationError(f"{name!r}: masters= is for a module that is trained, and not readonly, external or replicated")
+            make: _Make = ManagedStorage if ranks is None else partial(ReplicatedStorage, ranks=ranks)
+            if masters is not None:
+                if readonly or external or ranks is not None or not isinstance(target, torch.nn.Module):
+                    raise RegistrationError(f"{name!r}: masters= is for a module that is trained, and not readonly, external or replicated")
+                make = partial(CastStorage, masters=masters)
             if isinstance(target, Lazy):
                 handle.lazy = target
             else:
                 with _collecting_later():
-                    self._bind(handle, target, external, ranks, masters)
+                    self._bind(handle, target, external, ranks, make)
             self.handles[name] = handle
         except BaseException:
             self.remove(handle)
@@ -185,7 +190,7 @@ class Registry:
             raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager; register the module first")
         return found
 
-    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None, masters: Any = None) -> None:
+    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None, make: _Make = ManagedStorage) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None:
             check_can_be_replicated(handle.name, adapter)
@@ -199,7 +204,7 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            handle.storage = holding = self._storage(handle, adapter, ranks, masters)
+            handle.storage = holding = make(self._device, adapter, handle.name, handle.readonly)
             holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
                 self.admit(handle, holding.expected_host_bytes)
@@ -221,14 +226,6 @@ class Registry:
         handle.guards = guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
-
-    def _storage(self, handle: Handle, adapter: Adapter, ranks: Ranks | None, masters: Any) -> ManagedStorage:
-        if masters is not None:
-            optimizer = OptimizerAdapter(masters, name=handle.name, compute_device=self._device.torch_device)
-            return CastStorage(self._device, adapter, handle.name, optimizer)
-        if ranks is not None:
-            return ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
-        return ManagedStorage(self._device, adapter, handle.name, handle.readonly)
 
     def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
         """Give the handle the storage of an engine that places its own memory. The handle keeps the engine alive."""

@@ -75,7 +75,7 @@ class AdoptedStorage(Storage):
         self._may_have_stray_references = True
         self.before_offload: list[Callable[[Any], object]] = []
         self.before_change: list[Callable[[Collection[object]], object]] = []
-        """What rests on the values in the host copy (`CastStorage`) is told before they leave the device, and before these change."""
+        """Called before the values leave the device, and before those in the host copy change: see `CastStorage`."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:

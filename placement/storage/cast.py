@@ -32,7 +32,6 @@ from placement.devices.memory import HostSlab
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.storage.managed import ManagedStorage
-from placement.storage.pages import Behind
 from placement.storage.range import Range
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
@@ -137,12 +136,6 @@ class CastRange(Range):
             found.append(fingerprints(staging, [nbytes]) + staging[:nbytes].view(self.dtype).isnan().any())  # no page equals one with NaN
         return torch.cat(found)
 
-    def let_go(self) -> None:
-        """Give the slab's memory back if the weights are a cast."""
-        if self.is_cast and isinstance(self.host, Slab) and not self.host.is_released and not self.host.has_views:
-            with suppress(OSError):  # it stays until the next offload
-                release(self.host)
-
 
 class CastStorage(ManagedStorage):
     """The storage of a module with a `CastRange`.
@@ -154,10 +147,10 @@ class CastStorage(ManagedStorage):
     can_prefetch = False
     is_complete = True
 
-    def __init__(self, device: Device, adapter: Adapter, name: str, masters: OptimizerAdapter) -> None:
-        super().__init__(device, adapter, name, False)
-        self._masters = masters
-        dtypes = {weight.untyped_storage()._cdata: weight.dtype for _, weight, _ in masters.masters()}
+    def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, masters: Any) -> None:
+        super().__init__(device, adapter, name, readonly)
+        self._masters = OptimizerAdapter(masters, name=name, compute_device=device.torch_device)
+        dtypes = {weight.untyped_storage()._cdata: weight.dtype for _, weight, _ in self._masters.masters()}
         dtype = next(iter(dtypes.values()), None)
         if dtype is None:
             raise RegistrationError(
@@ -192,8 +185,10 @@ class CastStorage(ManagedStorage):
                     f"{self.name!r}: its weights are not the cast of float32 masters in {optimizer.name!r}, bit for bit. Make the masters "
                     "from the weights that it has now, or register it without masters="
                 )
-            r.prints, r.expected, r.is_cast = prints, prints, not self.on_device
-            r.let_go()
+            r.expected = prints
+            if not self.on_device and not r.host.has_views:
+                r.prints, r.is_cast = prints, True
+        self.make_consistent(ChunkPool(self.device))
         optimizer.before_offload.append(self.note)
         optimizer.before_change.append(self.masters_change)
 
@@ -236,8 +231,7 @@ class CastStorage(ManagedStorage):
             return super().bring(r, indices)
         self.is_complete = False
         r.pages.note_filling(indices)
-        masters_come = r.optimizer.on_device or not r.optimizer.is_consistent
-        return 0 if masters_come else 2 * r.pages.used_bytes_of(indices)
+        return 0 if r.optimizer.on_device or not r.optimizer.is_consistent else 2 * r.pages.used_bytes_of(indices)
 
     def complete(self) -> None:
         self.device.order()
@@ -257,7 +251,9 @@ class CastStorage(ManagedStorage):
             if not self.on_device:
                 self.is_complete = True
                 for r in self._cast_ranges():
-                    r.let_go()
+                    if r.is_cast and isinstance(r.host, Slab) and not r.host.is_released and not r.host.has_views:
+                        with suppress(OSError):  # the memory stays until the next offload
+                            release(r.host)
         finally:
             while self._locked:
                 self._locked.pop().lock.release()
@@ -290,6 +286,4 @@ class CastStorage(ManagedStorage):
 
     def before_forced_offload(self, r: Range) -> None:
         if isinstance(r, CastRange):
-            if r.is_cast:
-                r.pages.note_clean(r.pages.at(Behind.OWN))
             r.have()

@@ -369,10 +369,8 @@ class StorageScanner:
 
     def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
         """Like `adopt`, for the storages that are not transient and exist at registration."""
-        groups: dict[type[Range], list[Adoptee]] = {}
-        for each in adoptees:
-            groups.setdefault(self.classes.get(each.storage._cdata, Range), []).append(each)
-        fresh = [self.adopt(group) for group in groups.values()]
+        apart = self.adopt([each for each in adoptees if each.storage._cdata in self.classes])
+        fresh = apart, self.adopt([each for each in adoptees if each.storage._cdata not in self.classes])
         self.classes = {}
         return tuple(filter(None, fresh))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import placement
 from placement import HostMemoryError, IntegrityError, Manager, RegistrationError
 from placement.ownership.partial_step import allow
 from placement.policies import Colocated
+from placement.storage.cast import CastRange, CastStorage
+from placement.storage.managed import MoveResult
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.faults.test_interrupts import Lines
 from tests.support.disk import settle
@@ -95,6 +98,9 @@ class Job:
 
     def check(self) -> None:
         """The values are those of the plain copy, on the device and in the host copy."""
+        holding = self.actor.holding
+        assert isinstance(holding, CastStorage)
+        assert not any(isinstance(r, CastRange) and r.is_cast and holding.on_device for r in holding.ranges)
         with self.manager.phase("log_prob"):
             assert_same(self.model.state_dict(), self.plain.state_dict())
         with self.manager.phase("restore"):
@@ -231,15 +237,13 @@ def test_values_are_right_in_every_reading() -> None:
     job.check()
 
 
-@pytest.mark.parametrize("while_training", [False, True])
-def test_checkpoints(tmp_path: Any, *, while_training: bool) -> None:
+@pytest.mark.parametrize("phase", ["idle", "log_prob", "train"])
+def test_checkpoints(tmp_path: Any, phase: str) -> None:
     job = Job()
     job.train()
-    if while_training:
-        with job.manager.phase("train"):
+    with job.manager.phase(phase) if phase != "idle" else nullcontext():
+        if phase == "train":
             job.learn(1)
-            placement.checkpoint.save(job.manager, tmp_path)
-    else:
         placement.checkpoint.save(job.manager, tmp_path)
     wanted = copy.deepcopy((job.plain.state_dict(), job.plain_adam.state_dict()))
     for seed in range(2, 5):
@@ -270,6 +274,73 @@ def test_written_into_a_state_dict_is_the_value() -> None:
         job.actor.state_dict()["0.bias"].fill_(2.0)
         job.plain[0].bias.fill_(2.0)
     job.check()
+
+
+def test_a_read_in_another_thread_waits_for_the_end_of_the_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    found: list[torch.Tensor] = []
+    readers: list[threading.Thread] = []
+    commit = CastStorage.commit_offload
+
+    def commit_while_somebody_reads(holding: CastStorage, *arguments: Any) -> MoveResult:
+        (r,) = (each for each in holding.ranges if each.can_be_cast)
+        readers.append(threading.Thread(target=lambda: found.append(r.view(0, r.nbytes).clone())))
+        readers[0].start()
+        readers[0].join(0.2)
+        assert not found
+        return commit(holding, *arguments)
+
+    with job.manager.phase("train"):
+        job.learn()
+        wanted = torch.cat([p.detach().view(-1).view(torch.uint8) for p in job.model.parameters() if p.requires_grad])
+        monkeypatch.setattr(CastStorage, "commit_offload", commit_while_somebody_reads)
+    readers[0].join()
+    monkeypatch.undo()
+    assert found[0][: WIDTH * WIDTH * 2].equal(wanted[: WIDTH * WIDTH * 2])
+    job.check()
+
+
+def test_a_state_dict_that_is_held_when_the_optimizer_is_registered() -> None:
+    job = Job()
+    job.manager.unregister("actor.optimizer")
+    shown = job.actor.state_dict()
+    job.optimizer = job.manager.register("actor.optimizer", job.adam)
+    shown["0.bias"].fill_(2.0)
+    job.plain[0].bias.data.fill_(2.0)
+    del shown
+    job.check()
+
+
+def test_a_view_of_the_host_copy_that_outlives_a_phase() -> None:
+    job = Job()
+    job.train()
+    view = job.actor.state_dict()["0.bias"][:4]
+    job.train(1)
+    assert not job.is_cast
+    view.fill_(2.0)
+    job.plain[0].bias.data[:4] = 2.0
+    del view
+    job.check()
+
+
+def test_registered_while_the_weights_are_on_the_device() -> None:
+    job = Job()
+    job.manager.unregister("actor.optimizer")
+    with job.manager.phase("log_prob"):
+        job.optimizer = job.manager.register("actor.optimizer", job.adam)
+        assert job.actor.resident_bytes
+    assert job.is_cast
+    job.check()
+
+
+def test_a_policy_that_keeps_and_prefetches() -> None:
+    job = Job(policy="cyclic", budget_bytes=300_000)
+    for seed in range(6):
+        with job.manager.phase("log_prob", only=["actor"]) as phase:
+            phase.switch("train")
+            job.learn(seed)
+        assert_same(job.actor.state_dict(), job.plain.state_dict())
+    job.manager.check_integrity()
 
 
 # --- masters that change alone
