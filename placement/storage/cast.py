@@ -28,7 +28,6 @@ from placement.core.errors import RegistrationError
 from placement.devices.base import Device
 from placement.devices.host.disk_file import release, renew
 from placement.devices.host.slab import Slab, upload
-from placement.devices.memory import HostSlab
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.storage.managed import ManagedStorage
@@ -71,11 +70,6 @@ class CastRange(Range):
         self.lock = threading.RLock()
         """Held while weights are cast into the slab, and from the decision of an offload that they are a cast up to its end."""
 
-    @property
-    def slab(self) -> HostSlab:
-        self.have()
-        return super().slab
-
     def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
         self.have()
         return super().view(offset, nbytes, even_if_lost=even_if_lost)
@@ -89,7 +83,6 @@ class CastRange(Range):
         with self.lock:
             if isinstance(self.host, Slab) and self.host.is_released:
                 renew(self.host)
-                self.prints = self.prints if self.is_cast else None
             if self.is_cast:
                 self.cast_into(self.host.view(0, self.nbytes))
             self.is_cast = False
@@ -195,11 +188,10 @@ class CastStorage(ManagedStorage):
     def note(self, optimizer: ManagedStorage) -> None:
         """Called when the optimizer is about to leave the device, which has been waited for."""
         is_written = bool(optimizer.state_dict_tensors) or optimizer.state_dict_tensors.are_held
-        for r in self._cast_ranges():
+        for r in self._cast_ranges() if self.on_device else ():
             with r.lock:  # nobody reads the masters' host copy
-                if not r.is_cast:
-                    self._find_weights(r, optimizer)
-                    r.expected = r.fingerprints_of_cast(self.device.torch_device) if self.on_device and not is_written else None
+                self._find_weights(r, optimizer)
+                r.expected = None if is_written else r.fingerprints_of_cast(self.device.torch_device)
 
     def _find_weights(self, r: CastRange, optimizer: ManagedStorage) -> None:
         found = []
@@ -243,7 +235,8 @@ class CastStorage(ManagedStorage):
     def commit_load(self) -> None:
         super().commit_load()
         for r in self._cast_ranges():
-            r.is_cast = False
+            if r.is_cast:
+                r.prints, r.is_cast = None, False  # from here on there is no host copy
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
         try:
@@ -279,11 +272,11 @@ class CastStorage(ManagedStorage):
             r.is_cast = not r.host.has_views
             if r.is_cast:
                 return ()
-        if not r.host.held_bytes:
-            changed = range(len(prints))
         r.have()
         return changed
 
-    def before_forced_offload(self, r: Range) -> None:
+    def make_host_copy_own(self, r: Range) -> None:
         if isinstance(r, CastRange):
             r.have()
+
+    before_forced_offload = make_host_copy_own

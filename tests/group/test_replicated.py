@@ -337,3 +337,7 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(two_ranks: Ranks, gene
     for loaded, stepped in two_ranks.run(trained.resumes, generation, str(tmp_path / "a")):
         assert loaded == [False, False]
         assert stepped == [True, True]
+
+
+def test_weights_that_are_the_cast_of_shared_masters(ranks: Ranks, generation: int) -> None:
+    ranks.run(trained.weights_of_masters, generation)

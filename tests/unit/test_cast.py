@@ -19,10 +19,13 @@ from placement.ownership.partial_step import allow
 from placement.policies import Colocated
 from placement.storage.cast import CastRange, CastStorage
 from placement.storage.managed import MoveResult
+from placement.storage.transfer.verification import mirror
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import Foresight
 from tests.faults.test_interrupts import Lines
 from tests.support.disk import settle
 from tests.support.worker import Scripted, assert_same, batch
+from tests.unit.test_publish_changes import Receiver
 
 CAPACITY = 64 << 20
 WIDTH = 96
@@ -31,6 +34,8 @@ WIDTH = 96
 @allow
 class MasterAdam(torch.optim.Optimizer):
     """Adam on float32 masters in its state, from which it writes the weights."""
+
+    writes_weights = True
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -46,7 +51,8 @@ class MasterAdam(torch.optim.Optimizer):
                 state["exp_avg"].lerp_(gradient, 0.1)
                 state["exp_avg_sq"].lerp_(gradient.square(), 0.1)
                 state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-2)
-                parameter.copy_(state["master"])
+                if self.writes_weights:
+                    parameter.copy_(state["master"])
 
     def _init_group(self, *_: Any) -> None:
         """A step in parts is known to be right for classes that have it."""
@@ -68,13 +74,13 @@ def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
 class Job:
     """A model in bfloat16 beside a plain copy of it, which placement does not know and which learns the same."""
 
-    def __init__(self, *, has_masters: bool = True, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
+    def __init__(self, *, has_masters: bool = True, replicated: bool = False, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
         self.model, self.plain = net(dtype), net(dtype)
         self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
         self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
         self.manager = Manager(**{"device": SimulatedDevice(CAPACITY), **keywords})
         self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
-        self.optimizer = self.manager.register("actor.optimizer", self.adam)
+        self.optimizer = self.manager.register("actor.optimizer", self.adam, replicated=replicated)
 
     @property
     def weight_bytes(self) -> int:
@@ -94,13 +100,21 @@ class Job:
 
     def train(self, seed: int = 0) -> None:
         with self.manager.phase("train"):
+            self.check_masters()
             self.learn(seed)
+
+    def check_masters(self) -> None:
+        """Values are left to masters only while both are offloaded."""
+        holding = self.actor.holding
+        assert holding is not None
+        for r in holding.ranges:
+            if isinstance(r, CastRange) and r.is_cast and holding.is_consistent:
+                assert not holding.on_device
+                assert not r.optimizer.on_device
 
     def check(self) -> None:
         """The values are those of the plain copy, on the device and in the host copy."""
-        holding = self.actor.holding
-        assert isinstance(holding, CastStorage)
-        assert not any(isinstance(r, CastRange) and r.is_cast and holding.on_device for r in holding.ranges)
+        self.check_masters()
         with self.manager.phase("log_prob"):
             assert_same(self.model.state_dict(), self.plain.state_dict())
         with self.manager.phase("restore"):
@@ -132,7 +146,11 @@ def test_trains_the_same_and_saves_the_weights_host_memory(dtype: torch.dtype) -
 
 
 def test_has_no_host_copy_from_the_registration_of_the_optimizer_on() -> None:
-    assert Job().is_cast
+    job = Job()
+    assert job.is_cast
+    with job.manager.phase("log_prob"):
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+    assert job.is_cast
 
 
 def test_an_offload_copies_nothing_of_them_and_a_load_brings_masters_only_where_they_stay() -> None:
@@ -244,7 +262,7 @@ def test_checkpoints(tmp_path: Any, phase: str) -> None:
     with job.manager.phase(phase) if phase != "idle" else nullcontext():
         if phase == "train":
             job.learn(1)
-        placement.checkpoint.save(job.manager, tmp_path)
+        placement.checkpoint.async_save(job.manager, tmp_path).result()
     wanted = copy.deepcopy((job.plain.state_dict(), job.plain_adam.state_dict()))
     for seed in range(2, 5):
         job.train(seed)
@@ -264,6 +282,27 @@ def test_published_weights(*, streamed: bool) -> None:
     with job.manager.phase("weight_sync"):
         found = {name: tensor.clone() for bucket in job.actor.weights() for name, tensor in bucket}
     assert_same(found, dict(job.plain.state_dict()))
+    job.check()
+
+
+def test_published_changes() -> None:
+    """They are computed from what was published last. That is in a host copy only if the model stays on the device until it is trained."""
+    job = Job()
+    job.train()
+    receiver = Receiver(job.actor)
+    with job.manager.phase("weight_sync") as phase:
+        receiver.sync()
+        assert job.is_cast
+        phase.switch("train")
+        assert not job.is_cast
+        job.learn(1)
+        phase.switch("weight_sync")
+        receiver.sync()
+        receiver.check()
+    job.train(3)
+    with job.manager.phase("weight_sync"):
+        receiver.sync()
+        receiver.check()
     job.check()
 
 
@@ -334,13 +373,16 @@ def test_registered_while_the_weights_are_on_the_device() -> None:
 
 
 def test_a_policy_that_keeps_and_prefetches() -> None:
-    job = Job(policy="cyclic", budget_bytes=300_000)
-    for seed in range(6):
-        with job.manager.phase("log_prob", only=["actor"]) as phase:
-            phase.switch("train")
-            job.learn(seed)
-        assert_same(job.actor.state_dict(), job.plain.state_dict())
-    job.manager.check_integrity()
+    for policy in ("cyclic", Foresight()):
+        job = Job(policy=policy, budget_bytes=400_000)
+        for seed in range(6):
+            with job.manager.phase("values") as phase:
+                phase.switch("log_prob", only=["actor"])
+                phase.switch("values")
+                phase.switch("train")
+                job.learn(seed)
+            assert_same(job.actor.state_dict(), job.plain.state_dict())
+        job.manager.check_integrity()
 
 
 # --- masters that change alone
@@ -367,7 +409,9 @@ def test_writing_into_a_state_dict_that_was_taken_before() -> None:
 
 def test_a_checkpoint_of_the_optimizer_alone(tmp_path: Any) -> None:
     job = Job()
+    job.train()
     placement.checkpoint.save(job.manager, tmp_path, only=["actor.optimizer"])
+    assert job.is_cast
     old = copy.deepcopy(job.plain_adam.state_dict())
     job.train()
     assert job.is_cast
@@ -426,6 +470,15 @@ def test_streamed_steps_make_the_weights_like_any_others() -> None:
     for seed in range(2):
         job.train(seed)
         assert not job.is_cast
+    job.check()
+
+
+def test_a_streamed_step_that_leaves_the_weights_as_they_are() -> None:
+    job = Job(policy=Colocated(optimizer_in="streamed"))
+    assert job.is_cast
+    job.adam.writes_weights = job.plain_adam.writes_weights = False
+    job.train()
+    assert not job.is_cast
     job.check()
 
 
@@ -504,12 +557,44 @@ def test_an_optimizer_that_is_registered_again() -> None:
 # --- errors and memory
 
 
+def nowhere(view: placement.View) -> placement.Plan:
+    return view.total_plan({})
+
+
+def test_a_failed_offload_leaves_the_weights_on_the_device() -> None:
+    device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    job = Job(device=device, policy=Scripted(eval=nowhere))
+    job.train()
+    assert job.is_cast
+    failed = 0
+    for at in range(1, 12):
+        with job.manager.phase("train") as phase:
+            job.learn(at)
+            device.fail("sync", at=at)
+            with suppress(InjectedFault):
+                phase.switch("eval")
+            device.clear()
+            if job.actor.resident_bytes:
+                failed += 1
+                job.check_masters()
+                assert_same(job.model.state_dict(), job.plain.state_dict())
+                job.learn(at + 100)
+                holding = job.actor.holding
+                assert isinstance(holding, CastStorage)
+                mirror(holding)
+                for r in holding.ranges:
+                    assert r.view(0, r.nbytes).equal(device.view(r.layout.addresses, 0, r.nbytes))
+        job.check()
+    assert failed
+
+
 @pytest.mark.parametrize("changes", [False, True], ids=["cast", "written"])
 @pytest.mark.parametrize("call", ["enter", "leave", "come back"])
 def test_interrupted_at_any_line(call: str, changes: bool) -> None:
     """Ctrl-C at each line of `cast.py`, and at a share of the others, while the weights come or leave with their masters or alone."""
     job = Job(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
     job.train()
+    assert job.is_cast
 
     def run(lines: Lines) -> None:
         if call == "enter":
@@ -564,15 +649,17 @@ def test_any_failing_call(operation: str) -> None:
         job.check()
 
 
-def test_lack_of_memory_on_the_way_back() -> None:
-    """An offload fails, and the memory that the weights gave up is not there any more: they end on the host, whole."""
+@pytest.mark.parametrize("forever", [False, True])
+def test_lack_of_memory_on_the_way_back(*, forever: bool) -> None:
+    """An offload fails, and the memory that the weights gave up is not there any more: they end on the host, whole. If the device goes on
+    failing, their masters may be on the device then, and change there."""
     device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
     job = Job(device=device)
     job.train()
     for at in range(1, 40):
         with suppress(InjectedFault, placement.DeviceMemoryError, placement.BrokenHandleError), job.manager.phase("train"):
             job.learn(at)
-            device.fail("sync", at=at)
+            device.fail("sync", at=at, forever=forever)
             device.fail("create", forever=True)
         device.clear()
         job.check()

@@ -54,7 +54,7 @@ class Verifier:
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
-                    if r.prints is None and not holding.on_device and r.moving_in is None and not r.can_be_cast:
+                    if r.prints is None and not holding.on_device and r.moving_in is None:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
