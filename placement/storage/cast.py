@@ -145,10 +145,11 @@ class CastStorage(ManagedStorage):
         self._masters = OptimizerAdapter(masters, name=name, compute_device=device.torch_device)
         dtypes = {weight.untyped_storage()._cdata: weight.dtype for _, weight, _ in self._masters.masters()}
         dtype = next(iter(dtypes.values()), None)
-        if dtype is None:
+        if dtype is None or self._masters.external is not None:
             raise RegistrationError(
-                f"{name!r}: masters= has no float32 tensor for any bfloat16 or float16 weight as a whole. Make the masters first (by a "
-                "step, or from a checkpoint). Those of shards (Megatron's distributed optimizer on several ranks) do not do."
+                f"{name!r}: masters= has no float32 tensor that placement moves for any bfloat16 or float16 weight as a whole. Make the "
+                "masters first (by a step, or from a checkpoint). Those of shards (Megatron's distributed optimizer on several ranks) do "
+                "not do."
             )
         self.scanner.classes = {key: CastRange for key, each in dtypes.items() if each is dtype}
         self._locked: list[CastRange] = []
@@ -159,11 +160,13 @@ class CastStorage(ManagedStorage):
     # --- what the masters do
 
     def rest_on(self, optimizer: ManagedStorage) -> None:
-        """Leave the weights to the masters of an optimizer that was just registered, and is offloaded.
+        """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
 
         Raises:
-            RegistrationError: they are not the cast of any.
+            RegistrationError: they are not the cast of these.
         """
+        if not any(optimizer.has_place(masters) for _, _, masters in self._masters.masters()):
+            return
         for r in self._cast_ranges():
             now = self.device.view(r.layout.addresses, 0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes)
             prints = fingerprints(now, r.used_sizes)
@@ -188,7 +191,7 @@ class CastStorage(ManagedStorage):
     def note(self, optimizer: ManagedStorage) -> None:
         """Called when the optimizer is about to leave the device, which has been waited for."""
         is_written = bool(optimizer.state_dict_tensors) or optimizer.state_dict_tensors.are_held
-        for r in self._cast_ranges() if self.on_device else ():
+        for r in self._cast_ranges():
             with r.lock:  # nobody reads the masters' host copy
                 self._find_weights(r, optimizer)
                 r.expected = None if is_written else r.fingerprints_of_cast(self.device.torch_device)
@@ -232,12 +235,6 @@ class CastStorage(ManagedStorage):
                 r.cast_to_device(range(len(r.chunk_sizes)))
         self.is_complete = True
 
-    def commit_load(self) -> None:
-        super().commit_load()
-        for r in self._cast_ranges():
-            if r.is_cast:
-                r.prints, r.is_cast = None, False  # from here on there is no host copy
-
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
         try:
             super().make_consistent(chunk_pool)
@@ -252,13 +249,13 @@ class CastStorage(ManagedStorage):
                 self._locked.pop().lock.release()
 
     def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        if isinstance(r, CastRange) and r.is_cast:  # an offload has failed; pages may have lost their memory
+        if isinstance(r, CastRange) and r.is_cast:  # loaded just now, or an offload has failed and pages may have lost their memory
             r.optimizer.make_consistent(chunk_pool)
             lacking = r.pages.without_memory()
             r.pages.put(lacking, chunk_pool.take_wiped([r.chunk_sizes[index] for index in lacking]), chunk_pool)
             r.cast_to_device(lacking)
             r.pages.note_changed(lacking)
-            r.is_cast = False
+            r.prints, r.is_cast = None, False  # from here on there is no host copy
         super().settle_on_device(r, chunk_pool)
 
     # --- offloading

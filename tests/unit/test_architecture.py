@@ -37,12 +37,12 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 36_500, "modules": 164}
+MOST_OF_ALL = {"lines": 36_490, "modules": 164}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
 
 600 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together.
 
-350 of the lines are of weights that have no host copy because masters have them: `storage.cast`.
+340 of the lines are of weights that have no host copy because masters have them: `storage.cast`.
 
 650 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl."""
 WALKS = {"register": (51, 14), "enter": (46, 23), "leave": (46, 23), "weights": (12, 9)}

@@ -443,9 +443,10 @@ def test_weights_that_leave_before_their_masters() -> None:
         job.learn()
         phase.switch("eval")
         assert not job.is_cast
-    job.check()
-    job.train(1)
+    with job.manager.phase("log_prob"):
+        pass
     assert job.is_cast
+    job.check()
 
 
 def test_weights_that_leave_after_their_masters() -> None:
@@ -700,10 +701,27 @@ def test_masters_on_disk(tmp_path: Any) -> None:
     job.check()
 
 
+def test_weights_that_two_optimizers_step() -> None:
+    """Those whose masters are in the one that was named have no host copy."""
+    model = net()
+    adam, sgd = MasterAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    manager = Manager(device=SimulatedDevice(CAPACITY))
+    actor = manager.register("actor", model, role="actor", masters=adam)
+    manager.register("sgd", sgd)
+    before = actor.host_bytes
+    manager.register("adam", adam)
+    saved = sum(each.nbytes for each in model[0].parameters())
+    assert before - saved - 512 <= actor.host_bytes <= before - saved
+    values = copy.deepcopy(actor.state_dict())
+    with manager.phase("train"):
+        assert_same(model.state_dict(), values)
+    manager.close()
+
+
 # --- refused
 
 
-def test_what_cannot_be_had_is_refused() -> None:
+def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager(device=SimulatedDevice(CAPACITY))
     model = net()
     adam = MasterAdam(model[:3].parameters())
@@ -714,8 +732,12 @@ def test_what_cannot_be_had_is_refused() -> None:
         manager.register("actor", placement.Lazy(net), masters=adam)
     with pytest.raises(RegistrationError, match="is no optimizer"):
         manager.register("actor", model, masters=model)
-    with pytest.raises(RegistrationError, match="no float32 tensor for any"):
+    with pytest.raises(RegistrationError, match="no float32 tensor that placement moves for any"):
         manager.register("actor", model, masters=torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr("placement.ownership.optimizer._external", lambda *_: "its framework")
+    with pytest.raises(RegistrationError, match="no float32 tensor that placement moves"):
+        manager.register("actor", model, masters=adam)
+    monkeypatch.undo()
     assert not manager.handles
     adam.state[model[0].weight]["master"][0, 0] += 1.0
     values = copy.deepcopy(model.state_dict())
