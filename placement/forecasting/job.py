@@ -246,6 +246,8 @@ def _objects(name: str, given: Model | Rollout, layout: Layout, device: SizesDev
         return [made], notes
     made.keeps_gradients, made.gradient_bytes = given.gradients == "kept", sum(each.nbytes for each in module.trained)
     optimizer = SizedOptimizer(module.trained, state_of(given.optimizer, given.optimizer_options))
+    if given.optimizer == "adamw-master" and (nbytes := sum(each.nbytes for each in module.trained if each.dtype.itemsize == 2)):
+        notes.append(f"{name}: masters= would save {nbytes:,} host bytes a rank; a load without its optimizer would bring twice as many")
     return [made, Object(f"{name}.optimizer", optimizer, role)], notes
 
 

@@ -303,6 +303,26 @@ class OptimizerAdapter(Adapter):
         own = self._copied()
         return {**stepped_for(objects), **({} if own is None else {id(each): own for each in self._copies})}
 
+    def masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each 16-bit part of a parameter with a float32 tensor of as many elements, which may be its master.
+
+        Before them stands the latter's key in the state; "" for what is stepped in the parameter's place.
+        """
+        objects, leaves = self._look()
+        models = stepped_for(objects)
+        for leaf in leaves:
+            for own in parameters_of([leaf]):
+                for key, value in {"": own, **leaf.optimizer.state.get(own, {})}.items():
+                    pairs = (
+                        zip(plain_parts(models.get(id(own), own), ""), plain_parts(value, ""), strict=False)
+                        if isinstance(value, torch.Tensor)
+                        else ()
+                    )
+                    for (_, weight), (_, master) in pairs:
+                        is_fit = weight.numel() == master.numel() and weight.is_contiguous() and master.is_contiguous()
+                        if is_fit and weight.dtype in (torch.bfloat16, torch.float16) and master.dtype is torch.float32:
+                            yield key, weight, master
+
     def is_stand_in(self, parameter: torch.Tensor) -> bool:
         """Whether only a wrapper without state of its own lists a parameter, and so none of the optimizers inside steps it."""
         return all(each is not parameter for each in parameters_of([leaf for leaf in self.leaves() if not leaf.is_hollow]))

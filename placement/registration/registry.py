@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from placement.registration.replication import check_can_be_replicated
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
 from placement.registration.unregistered import StepWatch
 from placement.storage.base import ExternalStorage, NotBuilt
+from placement.storage.cast import CastStorage
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated import ReplicatedStorage
@@ -37,6 +39,7 @@ from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
 _logger = logging.getLogger("placement")
+_Make = Callable[[Device, Adapter, str, bool], ManagedStorage]
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -86,11 +89,13 @@ class Registry:
         readonly: bool,
         external: bool,
         ranks: Ranks | None = None,
+        masters: Any = None,
     ) -> Handle:
         """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object and the registry are as before.
 
         Args:
             ranks: the ranks that share the host copy; None: it is this process's own.
+            masters: see `Manager.register`.
         """
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
@@ -100,11 +105,16 @@ class Registry:
         handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._settings.call_deadline_seconds
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
+            make: _Make = ManagedStorage if ranks is None else partial(ReplicatedStorage, ranks=ranks)
+            if masters is not None:
+                if readonly or external or ranks is not None or not isinstance(target, torch.nn.Module):
+                    raise RegistrationError(f"{name!r}: masters= is for a module that is trained, and not readonly, external or replicated")
+                make = partial(CastStorage, masters=masters)
             if isinstance(target, Lazy):
                 handle.lazy = target
             else:
                 with _collecting_later():
-                    self._bind(handle, target, external, ranks)
+                    self._bind(handle, target, external, ranks, make)
             self.handles[name] = handle
         except BaseException:
             self.remove(handle)
@@ -168,7 +178,7 @@ class Registry:
             raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager; register the module first")
         return found
 
-    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None) -> None:
+    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None, make: _Make = ManagedStorage) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None:
             check_can_be_replicated(handle.name, adapter)
@@ -182,16 +192,16 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            if ranks is None:
-                handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
-            else:
-                handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
+            handle.storage = holding = make(self._device, adapter, handle.name, handle.readonly)
             holding.nan_check.is_on = self._settings.nan_check
             with torch.no_grad():
                 self.admit(handle, holding.expected_host_bytes)
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
+                for owner in handle.owners:
+                    if isinstance(owner.storage, CastStorage):
+                        owner.storage.rest_on(holding)
                 handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
                 if ranks is not None:
                     handle.streamed.refusal = "the ranks write its host copy together; use optimizer_in='train' for it"

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, HostReadLocks
 from placement.storage.range import Range
 from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
-from placement.storage.state_dicts import was_handed_out
+from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import WritesWhileOffloaded
@@ -72,6 +73,9 @@ class AdoptedStorage(Storage):
         self._dropped: tuple[Range, ...] | None = None
         """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
         self._may_have_stray_references = True
+        self.before_offload: list[Callable[[Any], object]] = []
+        self.before_change: list[Callable[[Collection[object]], object]] = []
+        """Called before the values leave the device, and before those in the host copy change: see `CastStorage`."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -276,8 +280,15 @@ class AdoptedStorage(Storage):
         """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`.
 
         Raises:
-            HostMemoryError: see `ManagedStorage.make_host_copy_own`.
+            HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`.
         """
+        if not are_only_read.get():
+            self.note_change()
+
+    def note_change(self, coming: Collection[object] = ()) -> None:
+        """See `CastStorage.masters_change`."""
+        for told in self.before_change:
+            told(coming)
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
         place = self.by_address.find(tensor)
@@ -435,6 +446,8 @@ class AdoptedStorage(Storage):
         """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory behind it."""
         if not gone:
             return
+        if not all(r.transient for r in gone):
+            self.note_change()
         self.state_dict_tensors.leave_ranges(gone)
         for r in gone:
             r.pages.discard(chunk_pool)

@@ -161,6 +161,8 @@ class ManagedStorage(AdoptedStorage):
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
+        for note in self.before_offload:
+            note(self)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy.
@@ -314,12 +316,16 @@ class ManagedStorage(AdoptedStorage):
         try:
             for r in self.ranges:
                 if r.moving_in is None:
-                    r.pages.settle(Side.DEVICE, chunk_pool)
+                    self.settle_on_device(r, chunk_pool)
         except DeviceMemoryError:
             for r in self.ranges:
                 self.before_forced_offload(r)
             self.calls.refuse()
             self.on_device = False
+
+    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
+        """See `Pages.settle`."""
+        r.pages.settle(Side.DEVICE, chunk_pool)
 
     def before_forced_offload(self, r: Range) -> None:
         """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
@@ -395,6 +401,7 @@ class ManagedStorage(AdoptedStorage):
 
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
+        self.note_change()
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
             return

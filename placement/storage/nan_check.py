@@ -254,7 +254,7 @@ def _was_numbers(place: Place) -> bool:
 
 def _lacks_values(place: Place) -> bool:
     """Whether the host copy may have come back to host memory without its bytes, because the device had them."""
-    return place.range.spill is not None and place.range.prints is None
+    return place.range.can_be_cast or (place.range.spill is not None and place.range.prints is None)
 
 
 def _on_host(place: Place) -> torch.Tensor:

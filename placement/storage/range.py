@@ -64,6 +64,8 @@ class Range:
 
     is_replica = False
     """Whether ranks share the host copy, or may share it again. It stays in host memory."""
+    can_be_cast = False
+    """Whether an offload may leave the bytes to master weights: see `CastRange`."""
     _pages_class = Pages
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:

@@ -200,6 +200,7 @@ class ReplicatedStorage(ManagedStorage):
                     self._make_own(r)
 
     def before_shown(self) -> None:
+        super().before_shown()
         for r in () if are_only_read.get() else self._shared_ranges():
             if r.is_shared and not r.is_frozen and not self.on_device:
                 try:

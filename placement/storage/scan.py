@@ -232,6 +232,8 @@ class StorageScanner:
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._stood: tuple[tuple[Range, ...], object] | None = None
         """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
+        self.classes: Mapping[int, type[Range]] = {}
+        """The class of the first range of storages (`_cdata`) that are to be in one of their own."""
         self.reserved: HostSlab | None = None
         """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
@@ -367,8 +369,10 @@ class StorageScanner:
 
     def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
         """Like `adopt`, for the storages that are not transient and exist at registration."""
-        fresh = self.adopt(adoptees)
-        return () if fresh is None else (fresh,)
+        apart = self.adopt([each for each in adoptees if each.storage._cdata in self.classes])
+        fresh = apart, self.adopt([each for each in adoptees if each.storage._cdata not in self.classes])
+        self.classes = {}
+        return tuple(filter(None, fresh))
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for `adopt_first`."""
@@ -384,7 +388,7 @@ class StorageScanner:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
-        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = self.classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:

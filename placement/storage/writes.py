@@ -251,11 +251,6 @@ def _has_nan(adoptee: Adoptee, *, throughout: bool) -> bool:
     return has_nan(adoptee.aliases[0].detach(), throughout=throughout)
 
 
-def _is_poison(adoptee: Adoptee) -> bool:
-    """Whether a tensor of a type without NaN has the numbers of poison and no others, in whatever order (a part, transposed)."""
-    return not _has_nan(adoptee, throughout=False) and is_poison(adoptee.aliases[0].detach())
-
-
 def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:
     """Whether every tensor of the adoptee has its registered values, so that it can be put back without losing anything."""
     for owned in adoptee.owned:

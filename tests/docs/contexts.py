@@ -122,6 +122,20 @@ def disk(tools: Tools) -> Iterator[Names]:
 
 
 @contextmanager
+def masters(tools: Tools) -> Iterator[Names]:
+    """A model in bfloat16, and an optimizer with its masters."""
+    tools.take_for_gpu(simulated())
+    model = _linear().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter]["master"] = parameter.detach().float()
+    names: Names = {"manager": placement.Manager(), "actor_model": model, "actor_optimizer": optimizer}
+    yield names
+    assert names["actor"].host_bytes == 0
+    names["manager"].close()
+
+
+@contextmanager
 def alone(tools: Tools) -> Iterator[Names]:
     """A manager without handles, and a model that generates."""
     names: Names = {"placement": placement, "manager": placement.Manager(device=simulated()), "model": _linear()}
@@ -327,5 +341,21 @@ def saver(tools: Tools) -> Iterator[Names]:
 
 CONTEXTS: dict[str, Callable[[Tools], Any]] = {
     each.__name__: each
-    for each in (worker, manager, disk, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, verl_engines, saver)
+    for each in (
+        worker,
+        manager,
+        disk,
+        masters,
+        alone,
+        ranks,
+        targets,
+        listed,
+        vllm,
+        own_engine,
+        leases,
+        lease_by_hand,
+        verl,
+        verl_engines,
+        saver,
+    )
 }

@@ -14,6 +14,7 @@ from torch import nn
 import placement
 from placement.policies import Resident
 from placement.testing import assert_nothing_resident
+from tests.unit.test_cast import MasterAdam
 
 pytestmark = pytest.mark.gpu
 
@@ -288,3 +289,43 @@ def test_the_demo_computes_the_same_on_the_gpu_with_and_without_placement(tmp_pa
     assert results["managed"]["losses"] == results["plain"]["losses"]
     assert results["managed"]["weights_sha256"] == results["plain"]["weights_sha256"]
     assert len(results["managed"]["losses"]) == 20
+
+
+def any_numbers(seed: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Float32 numbers of all kinds: huge, subnormal, infinite, negative zeros; no NaN."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    bits = torch.randint(-(1 << 31), 1 << 31, shape, device="cuda", generator=generator).to(torch.int32)
+    numbers = bits.view(torch.float32)
+    return torch.where(numbers.isnan(), -0.0, numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_cast_to_the_same_bits_everywhere(manager: placement.Manager, dtype: torch.dtype) -> None:
+    """On the GPU from masters there, on the GPU from masters on the host (in three pieces), and on the host. No host memory is theirs."""
+    model = nn.Linear(8192, 4096, bias=False, device="cuda", dtype=dtype)
+    model.weight.data.copy_(any_numbers(0, (4096, 8192)))
+    wanted = model.weight.data.view(torch.int16).clone()
+    adam = MasterAdam(model.parameters())
+    master = adam.state[model.weight]["master"]
+    master.copy_(any_numbers(0, (4096, 8192)))
+    actor = manager.register("actor", model, role="actor", masters=adam)
+    manager.register("actor.optimizer", adam)
+    for step in range(1, 4):
+        assert actor.host_bytes == 0
+        with manager.phase("log_prob"):
+            assert torch.equal(model.weight.data.view(torch.int16), wanted)
+        assert actor.host_bytes == 0
+        with manager.phase("train"):
+            assert torch.equal(model.weight.data.view(torch.int16), wanted)
+            master.copy_(any_numbers(step, (4096, 8192)))
+            model.weight.data.copy_(master)
+            wanted = model.weight.data.view(torch.int16).clone()
+        assert actor.host_bytes == 0
+        assert_nothing_resident(manager)
+    assert torch.equal(actor.state_dict()["weight"].view(torch.int16), wanted.cpu())
+    with manager.phase("train"):
+        model.weight.data[0, 0] = 0.5
+    assert actor.host_bytes == model.weight.nbytes
+    wanted.view(dtype)[0, 0] = 0.5
+    with manager.phase("log_prob"):
+        assert torch.equal(model.weight.data.view(torch.int16), wanted)

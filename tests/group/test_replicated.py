@@ -369,3 +369,7 @@ def test_a_group_that_nobody_can_tell_is_refused(three: Ranks, generation: int) 
         assert "0 replicate all of them" in sharded
         of, came = (2, 1) if rank == 0 else (3, 2)
         assert f"of the {of} ranks of its process group {came} register it" in unequal
+
+
+def test_weights_that_are_the_cast_of_shared_masters(ranks: Ranks, generation: int) -> None:
+    ranks.run(trained.weights_of_masters, generation)

@@ -25,6 +25,7 @@ from placement.storage.shared import copy as shared_copy
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, told
+from tests.unit import test_cast
 
 _SIZE = 128
 
@@ -516,3 +517,19 @@ def _step_that_may_fail(rank: Rank) -> None:
             rank.learn(batch, placed=False, averages=False)
     except (PlacementError, RuntimeError):
         pass
+
+
+def weights_of_masters(generation: int) -> None:
+    """A model whose weights are the cast of masters that all ranks share. Writing into these leaves the weights as they are."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
+    for seed in range(2):
+        job.train(seed)
+        assert job.is_cast
+        assert job.optimizer.host_bytes < 6 * job.weight_bytes / world_size + (1 << 14)
+    job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
+    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
+    job.check()
+    job.manager.close()
+    dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -289,7 +290,16 @@ def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) ->
     assert all(outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0 for outcome in outcomes)
 
 
-@pytest.mark.parametrize("kind", worker.KINDS[:1] + worker.KINDS[3:4], ids=str)
+CAST = worker.KINDS[-1]
+
+
+def test_weights_that_are_the_cast_of_masters_have_no_host_copy(two_ranks: Ranks) -> None:
+    for saved_bytes, weight_bytes, other_bytes in two_ranks.run(worker.host_bytes_saved, CAST):
+        assert saved_bytes >= weight_bytes
+        assert other_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [*worker.KINDS[:1], *worker.KINDS[3:4], replace(worker.KINDS[0], has_masters=True), CAST], ids=str)
 def test_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> None:
     (outcome,) = one_rank.run(worker.compare, kind)
     assert outcome.resident_bytes["actor"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 import placement
 from placement.testing import assert_nothing_resident
 from tests.support.ranks import Ranks
-from tests.support.worker import batch, make_manager
+from tests.support.worker import assert_same, batch, make_manager
+from tests.unit.test_cast import MasterAdam
 
 
 @dataclass
@@ -108,3 +110,31 @@ def compare(folder: Path) -> None:
 
 def test_two_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(compare, tmp_path)
+
+
+def weights_of_masters() -> None:
+    outcomes = []
+    for manager in (None, make_manager()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 21), nn.Tanh(), nn.Linear(21, 3)).bfloat16()
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+        adam = MasterAdam(model.parameters())
+        if manager is not None:
+            actor = manager.register("actor", model, role="actor", masters=adam)
+            manager.register("actor.optimizer", adam)
+            assert actor.host_bytes == 0
+        for seed in range(3):
+            with nullcontext() if manager is None else manager.phase("log_prob"), torch.no_grad():
+                outcomes.append(model(batch(seed, 8).bfloat16()))
+            with nullcontext() if manager is None else manager.phase("train"):
+                model(batch(seed, 8).bfloat16()).float().square().mean().backward()
+                adam.step()
+                adam.zero_grad()
+            assert manager is None or actor.host_bytes == 0
+    assert_same(outcomes[3:], outcomes[:3])
+    assert not outcomes[0].equal(outcomes[1])
+
+
+def test_shards_that_are_the_cast_of_masters_have_no_host_copy(two_ranks: Ranks) -> None:
+    two_ranks.run(weights_of_masters)

@@ -52,6 +52,8 @@ class Program:
     """Further objects to register, by name, after model and optimizer (keywords of `register` as a pair: (object, {...}))."""
     phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
     """Phase and method, in the order of a step. By default gradients of the first backward pass cross a phase transition."""
+    has_masters: bool = False
+    """Whether the model is registered as the cast of the optimizer's masters."""
 
     def phases_of(self, step: int) -> list[tuple[str, str]]:
         """What a step consists of."""
@@ -82,7 +84,7 @@ class Program:
 
     def register(self, manager: Manager) -> None:
         """Register model and optimizer, as a user does."""
-        manager.register("actor", self.model, role="actor")
+        manager.register("actor", self.model, role="actor", masters=self.optimizer if self.has_masters else None)
         manager.register("actor.optimizer", self.optimizer)
         for name, item in self.more.items():
             target, keywords = item if isinstance(item, tuple) else (item, {})

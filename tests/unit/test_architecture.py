@@ -45,6 +45,8 @@ which ranks they are.
 
 350 of the lines count host memory: the mirrors of engines, what a node takes by kind, and host copies that are given back.
 
+340 of the lines are of weights that have no host copy because masters have them: `storage.cast`.
+
 650 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl."""
 WALKS = {"register": (51, 14), "enter": (46, 23), "leave": (46, 23), "weights": (12, 9)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""

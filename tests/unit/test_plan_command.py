@@ -126,6 +126,17 @@ def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> No
     assert handles["ref"]["node_host_bytes"] < 8.1 * handles["ref"]["host_bytes"]
     assert handles["actor.optimizer"]["host_bytes"] == pytest.approx(3 * handles["actor"]["host_bytes"] / 2, rel=0.01)
     assert found["budget_bytes"] is None
+    assert not any("masters=" in note for note in found["notes"])
+
+
+def test_what_masters_would_save(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--roles", "actor", "--dtype", "bfloat16", "--optimizer", "adamw-master", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (note,) = [note for note in found["notes"] if "masters=" in note]
+    actor, optimizer = found["handles"]
+    saved = int(note.split("save ")[1].split(" host")[0].replace(",", ""))
+    assert 0.98 * actor["host_bytes"] < saved <= actor["host_bytes"]
+    assert 6 * saved <= optimizer["host_bytes"]
 
 
 def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -305,6 +305,8 @@ class Exchange:
             holding.end_calls(self.calls_since_seconds)
         if leaving:
             self.device.sync()
+        for holding in coming:
+            holding.note_change(coming)
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
         for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:

@@ -188,6 +188,7 @@ class StreamedStep:
         chunk_pool, aside = ChunkPool(device, self.window_bytes), ChunkPool(device)
         for r in holding.ranges:
             r.claim()  # before anything changes
+        holding.note_change()
         holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:

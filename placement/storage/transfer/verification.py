@@ -43,7 +43,7 @@ class Verifier:
 
     def choose(self, ranges: Iterable[Range]) -> list[Span]:
         """The chunks of these ranges to compare in one move."""
-        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges] if self._mode != "off" else []
+        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges if not r.can_be_cast] if self._mode != "off" else []
         if self._mode == "always" or not whole:
             return whole
         r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])

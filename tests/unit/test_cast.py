@@ -1,0 +1,748 @@
+"""Weights in 16 bits that have no host copy of their own, because an optimizer has the float32 masters of which they are the cast."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import HostMemoryError, IntegrityError, Manager, RegistrationError
+from placement.ownership.partial_step import allow
+from placement.policies import Colocated
+from placement.storage.cast import CastRange, CastStorage
+from placement.storage.managed import MoveResult
+from placement.storage.transfer.verification import mirror
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import Foresight
+from tests.faults.test_interrupts import Lines
+from tests.support.disk import settle
+from tests.support.worker import Scripted, assert_same, batch
+from tests.unit.test_publish_changes import Receiver
+
+CAPACITY = 64 << 20
+WIDTH = 96
+
+
+@allow
+class MasterAdam(torch.optim.Optimizer):
+    """Adam on float32 masters in its state, from which it writes the weights."""
+
+    writes_weights = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        for parameter in self.param_groups[0]["params"]:
+            master = parameter.detach().float()
+            self.state[parameter] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master), "master": master}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state, gradient = self.state[parameter], parameter.grad.float()
+                state["exp_avg"].lerp_(gradient, 0.1)
+                state["exp_avg_sq"].lerp_(gradient.square(), 0.1)
+                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-2)
+                if self.writes_weights:
+                    parameter.copy_(state["master"])
+
+    def _init_group(self, *_: Any) -> None:
+        """A step in parts is known to be right for classes that have it."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Torch's own would cast the state to the weights' dtype."""
+        for parameter, state in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+            self.state[parameter] = dict(state)
+
+
+def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH))
+    model[:3].to(dtype)
+    model[3].requires_grad_(False)
+    return model
+
+
+class Job:
+    """A model in bfloat16 beside a plain copy of it, which placement does not know and which learns the same."""
+
+    def __init__(self, *, has_masters: bool = True, replicated: bool = False, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
+        self.model, self.plain = net(dtype), net(dtype)
+        self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
+        self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
+        self.manager = Manager(**{"device": SimulatedDevice(CAPACITY), **keywords})
+        self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
+        self.optimizer = self.manager.register("actor.optimizer", self.adam, replicated=replicated)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the weights have no host memory."""
+        return self.actor.host_bytes < self.weight_bytes
+
+    def learn(self, seed: int = 0) -> None:
+        for model, adam in ((self.model, self.adam), (self.plain, self.plain_adam)):
+            adam.zero_grad()
+            loss(model, seed).backward()
+            adam.step()
+            adam.zero_grad()
+
+    def train(self, seed: int = 0) -> None:
+        with self.manager.phase("train"):
+            self.check_masters()
+            self.learn(seed)
+
+    def check_masters(self) -> None:
+        """Values are left to masters only while both are offloaded."""
+        holding = self.actor.holding
+        assert holding is not None
+        for r in holding.ranges:
+            if isinstance(r, CastRange) and r.is_cast and holding.is_consistent:
+                assert not holding.on_device
+                assert not r.optimizer.on_device
+
+    def check(self) -> None:
+        """The values are those of the plain copy, on the device and in the host copy."""
+        self.check_masters()
+        with self.manager.phase("log_prob"):
+            assert_same(self.model.state_dict(), self.plain.state_dict())
+        with self.manager.phase("restore"):
+            assert_same([*self.adam.state.values()], [*self.plain_adam.state.values()])
+        assert_same(self.actor.state_dict(), self.plain.state_dict())
+        assert_same(self.optimizer.state_dict()["state"], self.plain_adam.state_dict()["state"])
+        self.manager.check_integrity()
+        assert self.manager.audit().ok
+        assert_nothing_resident(self.manager)
+
+
+def loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    inner = torch.nn.Sequential(*list(model)[:3])  # type: ignore[call-overload]
+    return inner(batch(seed, WIDTH).to(model[0].weight.dtype)).float().square().mean()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_trains_the_same_and_saves_the_weights_host_memory(dtype: torch.dtype) -> None:
+    job, usual = Job(dtype=dtype), Job(has_masters=False, dtype=dtype)
+    for seed in range(3):
+        job.train(seed)
+        usual.train(seed)
+        held = {name: each.host_bytes for name, each in ((one.name, one) for one in job.manager.snapshot().handles)}
+        others = {each.name: each.host_bytes for each in usual.manager.snapshot().handles}
+        assert others["actor"] - held["actor"] >= job.weight_bytes
+        assert held["actor.optimizer"] == others["actor.optimizer"]
+    job.check()
+    assert_same(job.actor.state_dict(), usual.actor.state_dict())
+
+
+def test_has_no_host_copy_from_the_registration_of_the_optimizer_on() -> None:
+    job = Job()
+    assert job.is_cast
+    with job.manager.phase("log_prob"):
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+    assert job.is_cast
+
+
+def test_an_offload_copies_nothing_of_them_and_a_load_brings_masters_only_where_they_stay() -> None:
+    job = Job()
+    before = job.actor.counters.offloaded_bytes
+    job.train()
+    assert job.actor.counters.offloaded_bytes == before
+    loaded = job.actor.counters.loaded_bytes
+    with job.manager.phase("log_prob"):
+        assert not job.optimizer.resident_bytes
+        assert job.actor.counters.loaded_bytes - loaded >= 2 * job.weight_bytes
+    assert job.is_cast
+    job.check()
+
+
+# --- weights that are no cast
+
+
+@pytest.mark.parametrize("phase", ["log_prob", "train"])
+def test_weights_written_by_hand_are_copied_until_the_next_comparison(phase: str) -> None:
+    job = Job()
+    job.train()
+    with job.manager.phase(phase), torch.no_grad():
+        for model in (job.model, job.plain):
+            model[0].weight[0, 0] = 0.5
+            model[2].bias[3] = -0.0
+    assert not job.is_cast
+    job.check()
+    job.train(1)  # writes all weights anew from the masters
+    assert job.is_cast
+    job.check()
+
+
+def test_a_step_that_rounds_otherwise() -> None:
+    job = Job()
+    with job.manager.phase("train"):
+        job.learn()
+        for model in (job.model, job.plain):
+            model[0].weight.data.view(torch.int16)[0] += 1
+    assert not job.is_cast
+    job.check()
+
+
+def test_masters_that_were_not_cast_into_the_weights() -> None:
+    job = Job()
+    with job.manager.phase("train"), torch.no_grad():
+        for adam in (job.adam, job.plain_adam):
+            for state in adam.state.values():
+                state["master"].add_(1.0)
+    assert not job.is_cast
+    job.check()
+
+
+def test_nan_in_a_weight_is_copied() -> None:
+    job = Job()
+    with job.manager.phase("train"), torch.no_grad():
+        for model, adam in ((job.model, job.adam), (job.plain, job.plain_adam)):
+            adam.state[model[0].weight]["master"][0, :3] = float("nan")
+            model[0].weight.copy_(adam.state[model[0].weight]["master"])
+    assert not job.is_cast
+    job.check()
+
+
+def test_weights_that_are_nan_throughout_raise_and_stay() -> None:
+    job = Job()
+    job.train()
+    with pytest.raises(IntegrityError, match=r"0\.weight"), job.manager.phase("train"), torch.no_grad():
+        job.model[0].weight.fill_(float("nan"))
+    assert not job.is_cast
+    assert job.actor.state_dict()["0.weight"].isnan().all()
+    assert_same(job.actor.state_dict()["2.weight"], job.plain.state_dict()["2.weight"])
+
+
+def test_new_tensors_in_place_of_weights() -> None:
+    job = Job()
+    with job.manager.phase("train"), torch.no_grad():
+        for model in (job.model, job.plain):
+            model[0].weight.data = model[0].weight.data * 2
+    job.check()
+    job.train()
+    job.check()
+
+
+# --- read while offloaded
+
+
+def test_values_are_right_in_every_reading() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    assert_same(job.model.state_dict(), job.plain.state_dict())
+    job.train(1)
+    assert job.is_cast
+    saved = io.BytesIO()
+    torch.save(job.actor.state_dict(), saved)
+    saved.seek(0)
+    assert_same(torch.load(saved), job.plain.state_dict())
+    job.train(2)
+    assert job.is_cast
+    assert job.manager.audit().ok
+    assert job.is_cast
+    job.check()
+
+
+@pytest.mark.parametrize("phase", ["idle", "log_prob", "train"])
+def test_checkpoints(tmp_path: Any, phase: str) -> None:
+    job = Job()
+    job.train()
+    with job.manager.phase(phase) if phase != "idle" else nullcontext():
+        if phase == "train":
+            job.learn(1)
+        placement.checkpoint.async_save(job.manager, tmp_path).result()
+    wanted = copy.deepcopy((job.plain.state_dict(), job.plain_adam.state_dict()))
+    for seed in range(2, 5):
+        job.train(seed)
+    assert job.is_cast
+    placement.checkpoint.load(job.manager, tmp_path)
+    job.plain.load_state_dict(wanted[0])
+    job.plain_adam.load_state_dict(wanted[1])
+    job.check()
+    job.train(7)
+    job.check()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_published_weights(*, streamed: bool) -> None:
+    job = Job(policy=Colocated(stream_sync=streamed))
+    job.train()
+    with job.manager.phase("weight_sync"):
+        found = {name: tensor.clone() for bucket in job.actor.weights() for name, tensor in bucket}
+    assert_same(found, dict(job.plain.state_dict()))
+    job.check()
+
+
+def test_published_changes() -> None:
+    """They are computed from what was published last. That is in a host copy only if the model stays on the device until it is trained."""
+    job = Job()
+    job.train()
+    receiver = Receiver(job.actor)
+    with job.manager.phase("weight_sync") as phase:
+        receiver.sync()
+        assert job.is_cast
+        phase.switch("train")
+        assert not job.is_cast
+        job.learn(1)
+        phase.switch("weight_sync")
+        receiver.sync()
+        receiver.check()
+    job.train(3)
+    with job.manager.phase("weight_sync"):
+        receiver.sync()
+        receiver.check()
+    job.check()
+
+
+def test_written_into_a_state_dict_is_the_value() -> None:
+    job = Job()
+    job.train()
+    with torch.no_grad():
+        job.actor.state_dict()["0.bias"].fill_(2.0)
+        job.plain[0].bias.fill_(2.0)
+    job.check()
+
+
+def test_a_read_in_another_thread_waits_for_the_end_of_the_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    found: list[torch.Tensor] = []
+    readers: list[threading.Thread] = []
+    commit = CastStorage.commit_offload
+
+    def commit_while_somebody_reads(holding: CastStorage, *arguments: Any) -> MoveResult:
+        (r,) = (each for each in holding.ranges if each.can_be_cast)
+        readers.append(threading.Thread(target=lambda: found.append(r.view(0, r.nbytes).clone())))
+        readers[0].start()
+        readers[0].join(0.2)
+        assert not found
+        return commit(holding, *arguments)
+
+    with job.manager.phase("train"):
+        job.learn()
+        wanted = torch.cat([p.detach().view(-1).view(torch.uint8) for p in job.model.parameters() if p.requires_grad])
+        monkeypatch.setattr(CastStorage, "commit_offload", commit_while_somebody_reads)
+    readers[0].join()
+    monkeypatch.undo()
+    assert found[0][: WIDTH * WIDTH * 2].equal(wanted[: WIDTH * WIDTH * 2])
+    job.check()
+
+
+def test_a_state_dict_that_is_held_when_the_optimizer_is_registered() -> None:
+    job = Job()
+    job.manager.unregister("actor.optimizer")
+    shown = job.actor.state_dict()
+    job.optimizer = job.manager.register("actor.optimizer", job.adam)
+    shown["0.bias"].fill_(2.0)
+    job.plain[0].bias.data.fill_(2.0)
+    del shown
+    job.check()
+
+
+def test_a_view_of_the_host_copy_that_outlives_a_phase() -> None:
+    job = Job()
+    job.train()
+    view = job.actor.state_dict()["0.bias"][:4]
+    job.train(1)
+    assert not job.is_cast
+    view.fill_(2.0)
+    job.plain[0].bias.data[:4] = 2.0
+    del view
+    job.check()
+
+
+def test_registered_while_the_weights_are_on_the_device() -> None:
+    job = Job()
+    job.manager.unregister("actor.optimizer")
+    with job.manager.phase("log_prob"):
+        job.optimizer = job.manager.register("actor.optimizer", job.adam)
+        assert job.actor.resident_bytes
+    assert job.is_cast
+    job.check()
+
+
+def test_a_policy_that_keeps_and_prefetches() -> None:
+    for policy in ("cyclic", Foresight()):
+        job = Job(policy=policy, budget_bytes=400_000)
+        for seed in range(6):
+            with job.manager.phase("values") as phase:
+                phase.switch("log_prob", only=["actor"])
+                phase.switch("values")
+                phase.switch("train")
+                job.learn(seed)
+            assert_same(job.actor.state_dict(), job.plain.state_dict())
+        job.manager.check_integrity()
+
+
+# --- masters that change alone
+
+
+def test_writing_into_the_optimizers_state_dict_leaves_the_weights() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
+    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
+    job.check()
+
+
+def test_writing_into_a_state_dict_that_was_taken_before() -> None:
+    job = Job()
+    with job.manager.phase("train"):
+        job.learn()
+        shown = job.optimizer.state_dict()["state"][0]["master"]
+    shown.fill_(3.0)
+    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
+    job.check()
+
+
+def test_a_checkpoint_of_the_optimizer_alone(tmp_path: Any) -> None:
+    job = Job()
+    job.train()
+    placement.checkpoint.save(job.manager, tmp_path, only=["actor.optimizer"])
+    assert job.is_cast
+    old = copy.deepcopy(job.plain_adam.state_dict())
+    job.train()
+    assert job.is_cast
+    placement.checkpoint.load(job.manager, tmp_path, only=["actor.optimizer"])
+    job.plain_adam.load_state_dict(old)
+    job.check()
+
+
+def optimizer_alone(view: placement.View) -> placement.Plan:
+    return view.total_plan({"actor.optimizer": placement.State.GPU_RESIDENT})
+
+
+def test_masters_that_are_loaded_without_the_weights() -> None:
+    job = Job(policy=Scripted(eval=optimizer_alone))
+    job.train()
+    assert job.is_cast
+    with job.manager.phase("eval"), torch.no_grad():
+        assert job.optimizer.resident_bytes
+        assert not job.is_cast
+        for adam in (job.adam, job.plain_adam):
+            for state in adam.state.values():
+                state["master"].add_(1.0)
+    job.check()
+
+
+def test_weights_that_leave_before_their_masters() -> None:
+    job = Job(policy=Scripted(eval=optimizer_alone))
+    with job.manager.phase("train") as phase:
+        job.learn()
+        phase.switch("eval")
+        assert not job.is_cast
+    with job.manager.phase("log_prob"):
+        pass
+    assert job.is_cast
+    job.check()
+
+
+def test_weights_that_leave_after_their_masters() -> None:
+    job = Job(policy=Colocated(optimizer_in="optimizer_step"))
+    for seed in range(2):
+        with job.manager.phase("train"):
+            with job.manager.phase("optimizer_step"):
+                job.learn(seed)
+            assert not job.optimizer.resident_bytes
+        assert job.is_cast
+    with job.manager.phase("train"):
+        with job.manager.phase("optimizer_step"):
+            job.learn(2)
+        for model in (job.model, job.plain):
+            model[0].bias.data.add_(1.0)
+    assert not job.is_cast
+    job.check()
+
+
+def test_streamed_steps_make_the_weights_like_any_others() -> None:
+    job = Job(policy=Colocated(optimizer_in="streamed"))
+    for seed in range(2):
+        job.train(seed)
+        assert not job.is_cast
+    job.check()
+
+
+def test_a_streamed_step_that_leaves_the_weights_as_they_are() -> None:
+    job = Job(policy=Colocated(optimizer_in="streamed"))
+    assert job.is_cast
+    job.adam.writes_weights = job.plain_adam.writes_weights = False
+    job.train()
+    assert not job.is_cast
+    job.check()
+
+
+def test_a_loaded_state_dict_of_the_optimizer() -> None:
+    job = Job()
+    old = copy.deepcopy(job.plain_adam.state_dict())
+    job.train()
+    with job.manager.phase("train"):
+        job.adam.load_state_dict(copy.deepcopy(old))
+    job.plain_adam.load_state_dict(old)
+    assert not job.is_cast
+    job.check()
+    job.train(1)
+    job.train(2)
+    assert job.is_cast
+    job.check()
+
+
+def _clear(job: Job) -> None:
+    job.adam.state.clear()
+
+
+def _drop_masters(job: Job) -> None:
+    for state in job.adam.state.values():
+        state["master"] = torch.zeros_like(state["master"])
+
+
+def _unregister(job: Job) -> None:
+    job.manager.unregister("actor.optimizer")
+
+
+@pytest.mark.parametrize("way", [_clear, _drop_masters, _unregister])
+def test_masters_that_go_while_offloaded(way: Callable[[Job], None]) -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    way(job)
+    with job.manager.phase("train"):
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+    assert_same(job.actor.state_dict(), job.plain.state_dict())
+
+
+def test_an_optimizer_that_is_garbage_collected() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    del job.adam
+    gc.collect()
+    assert "actor.optimizer" not in job.manager.handles
+    assert_same(job.actor.state_dict(), job.plain.state_dict())
+
+
+@pytest.mark.parametrize("how", ["close", "unregister"])
+def test_handing_back(how: str) -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    if how == "close":
+        job.manager.close()
+    else:
+        job.manager.unregister("actor.optimizer")
+        job.manager.unregister("actor")
+    assert_same(job.model.state_dict(), job.plain.state_dict())
+
+
+def test_an_optimizer_that_is_registered_again() -> None:
+    job = Job()
+    job.train()
+    job.manager.unregister("actor.optimizer")
+    job.optimizer = job.manager.register("actor.optimizer", job.adam)
+    job.train(1)
+    assert job.is_cast
+    job.check()
+
+
+# --- errors and memory
+
+
+def nowhere(view: placement.View) -> placement.Plan:
+    return view.total_plan({})
+
+
+def test_a_failed_offload_leaves_the_weights_on_the_device() -> None:
+    device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    job = Job(device=device, policy=Scripted(eval=nowhere))
+    job.train()
+    assert job.is_cast
+    failed = 0
+    for at in range(1, 12):
+        with job.manager.phase("train") as phase:
+            job.learn(at)
+            device.fail("sync", at=at)
+            with suppress(InjectedFault):
+                phase.switch("eval")
+            device.clear()
+            if job.actor.resident_bytes:
+                failed += 1
+                job.check_masters()
+                assert_same(job.model.state_dict(), job.plain.state_dict())
+                job.learn(at + 100)
+                holding = job.actor.holding
+                assert isinstance(holding, CastStorage)
+                mirror(holding)
+                for r in holding.ranges:
+                    assert r.view(0, r.nbytes).equal(device.view(r.layout.addresses, 0, r.nbytes))
+        job.check()
+    assert failed
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["cast", "written"])
+@pytest.mark.parametrize("call", ["enter", "leave", "come back"])
+def test_interrupted_at_any_line(call: str, changes: bool) -> None:
+    """Ctrl-C at each line of `cast.py`, and at a share of the others, while the weights come or leave with their masters or alone."""
+    job = Job(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    job.train()
+    assert job.is_cast
+
+    def run(lines: Lines) -> None:
+        if call == "enter":
+            with lines:
+                job.manager.enter("train")
+        elif call == "come back":
+            with lines:
+                job.manager.enter("log_prob")
+        else:
+            job.manager.enter("train")
+            job.learn()
+            for model in (job.model, job.plain) if changes else ():
+                model[0].bias.data.add_(1.0)
+            with lines:
+                job.manager.leave()
+
+    run(counting := Lines())
+    while job.manager.snapshot().phases:
+        job.manager.leave()
+    visited = [(line, visit) for line, visits in counting.visits.items() for visit in {1, visits}]
+    ours = [each for each in visited if each[0][0].co_filename.endswith("cast.py")]
+    assert ours
+    others = [each for each in visited if each not in ours]
+    for line, visit in ours + others[:: 1 + len(others) // 40]:
+        with suppress(KeyboardInterrupt):
+            run(Lines(line, visit))
+        while job.manager.snapshot().phases:
+            job.manager.leave()
+        job.check()
+
+
+@pytest.mark.parametrize("operation", ["create", "map", "copy", "sync", "host", "reserve"])
+def test_any_failing_call(operation: str) -> None:
+    """In a round of phases each call of an operation fails once. No value is lost, and the next round is right."""
+    job = Job(device=(device := Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))))
+
+    def round_of_phases(seed: int) -> None:
+        with job.manager.phase("log_prob") as phase:
+            phase.switch("train")
+            job.learn(seed)
+        with job.manager.phase("train"):
+            pass
+
+    round_of_phases(0)
+    before = device.calls[operation]
+    round_of_phases(1)
+    for at in range(1, device.calls[operation] - before + 1):
+        device.fail(operation, at=at)
+        with suppress(InjectedFault, HostMemoryError, placement.DeviceMemoryError, placement.BrokenHandleError):
+            round_of_phases(at)
+        device.clear()
+        job.check()
+
+
+@pytest.mark.parametrize("forever", [False, True])
+def test_lack_of_memory_on_the_way_back(*, forever: bool) -> None:
+    """An offload fails, and the memory that the weights gave up is not there any more: they end on the host, whole. If the device goes on
+    failing, their masters may be on the device then, and change there."""
+    device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    job = Job(device=device)
+    job.train()
+    for at in range(1, 40):
+        with suppress(InjectedFault, placement.DeviceMemoryError, placement.BrokenHandleError), job.manager.phase("train"):
+            job.learn(at)
+            device.fail("sync", at=at, forever=forever)
+            device.fail("create", forever=True)
+        device.clear()
+        job.check()
+
+
+def test_no_host_memory_for_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.train()
+    monkeypatch.setattr("placement.devices.host.disk_file.available_bytes", lambda: 0)
+    job.manager.enter("train")
+    for model in (job.model, job.plain):
+        model[0].bias.data.add_(1.0)
+    with pytest.raises(HostMemoryError):
+        job.manager.leave()
+    assert job.actor.resident_bytes
+    monkeypatch.undo()
+    job.check()
+
+
+def test_with_every_byte_verified() -> None:
+    job = Job(verify="always")
+    for seed in range(3):
+        job.train(seed)
+        assert job.is_cast
+    job.check()
+
+
+def test_masters_on_disk(tmp_path: Any) -> None:
+    job = Job(host_limit_bytes=400_000, disk_directory=str(tmp_path))
+    for seed in range(2):
+        job.train(seed)
+        settle(job.manager)
+    assert job.is_cast
+    with job.manager.phase("log_prob"):
+        settle(job.manager)
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+    assert_same(job.actor.state_dict(), job.plain.state_dict())
+    job.check()
+
+
+def test_weights_that_two_optimizers_step() -> None:
+    """Those whose masters are in the one that was named have no host copy."""
+    model = net()
+    adam, sgd = MasterAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    manager = Manager(device=SimulatedDevice(CAPACITY))
+    actor = manager.register("actor", model, role="actor", masters=adam)
+    manager.register("sgd", sgd)
+    before = actor.host_bytes
+    manager.register("adam", adam)
+    saved = sum(each.nbytes for each in model[0].parameters())
+    assert before - saved - 512 <= actor.host_bytes <= before - saved
+    values = copy.deepcopy(actor.state_dict())
+    with manager.phase("train"):
+        assert_same(model.state_dict(), values)
+    manager.close()
+
+
+# --- refused
+
+
+def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(device=SimulatedDevice(CAPACITY))
+    model = net()
+    adam = MasterAdam(model[:3].parameters())
+    for keywords in ({"readonly": True}, {"external": True}):
+        with pytest.raises(RegistrationError, match="masters="):
+            manager.register("actor", model, masters=adam, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match="masters="):
+        manager.register("actor", placement.Lazy(net), masters=adam)
+    with pytest.raises(RegistrationError, match="is no optimizer"):
+        manager.register("actor", model, masters=model)
+    with pytest.raises(RegistrationError, match="no float32 tensor that placement moves for any"):
+        manager.register("actor", model, masters=torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr("placement.ownership.optimizer._external", lambda *_: "its framework")
+    with pytest.raises(RegistrationError, match="no float32 tensor that placement moves"):
+        manager.register("actor", model, masters=adam)
+    monkeypatch.undo()
+    assert not manager.handles
+    adam.state[model[0].weight]["master"][0, 0] += 1.0
+    values = copy.deepcopy(model.state_dict())
+    manager.register("actor", model, masters=adam)
+    with pytest.raises(RegistrationError, match="are not the cast of float32 masters in 'adam'"):
+        manager.register("adam", adam)
+    assert [*manager.handles] == ["actor"]
+    assert_same(model.state_dict(), values)
