@@ -140,7 +140,7 @@ class DiskTier(HostTier):
         ranges: dict[HostSlab, list[Range]] = {}
         for r in holding.ranges:
             ranges.setdefault(_whole(r.host), []).append(r)
-        aside, fixed_bytes, spills = holding.scanner.reserved, 0, []
+        aside, fixed_bytes, spills = holding.scanner.reserved, sum(r.record_bytes for r in holding.ranges), []
         if aside is not None and _whole(aside) not in ranges:
             fixed_bytes += aside.held_bytes
         for slab, having in ranges.items():
@@ -181,7 +181,7 @@ def _whole(slab: HostSlab) -> HostSlab:
 
 
 def _share(holding: ManagedStorage) -> HostShare:
-    ranges, reserved = holding.ranges, holding.reserved_bytes
+    ranges, reserved = holding.ranges, holding.reserved_bytes + sum(r.record_bytes for r in holding.ranges)
     shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
     own = sum(r.host.nbytes for r in ranges if not r.is_replica)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)

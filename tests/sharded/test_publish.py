@@ -102,15 +102,16 @@ def _change_some(module: Any, by: int) -> None:
             getattr(parameter.data, "_local_tensor", parameter.data).view(-1)[: 1 + index % 3] += by
 
 
-def _changes(build: str, breaks: bool = False) -> list[int]:
+def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> list[int]:
     """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync.
 
     Args:
         breaks: whether the first rank stops in the middle of the second sync; what it has read is lost.
+        streams: whether weights are published from the host copy; then, and where it is False, they were offloaded after the training.
     """
     torch.manual_seed(0)
     module = BUILDS[build](worker.Model())
-    manager = manager_of()
+    manager = manager_of(streams=bool(streams))
     actor = manager.register("actor", module, role="actor")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     manager.register("sgd", optimizer)  # a phase "train" loads what is trained
@@ -119,6 +120,8 @@ def _changes(build: str, breaks: bool = False) -> list[int]:
     for step in range(3):
         with manager.phase("train") as phase:
             _change_some(module, step)
+            if streams is not None:
+                phase.switch("idle")
             phase.switch("weight_sync")
             mine: list[Any] = []
             stops = breaks and step == 1 and dist.get_rank() == 0
@@ -140,14 +143,16 @@ def _changes(build: str, breaks: bool = False) -> list[int]:
 
 
 @pytest.mark.parametrize("build", ["plain", "fsdp2", "fsdp2_rows", "fsdp2_external", "fsdp1_flat"])
-def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Ranks, build: str) -> None:
-    for first, *later in two_ranks.run(_changes, build):
+@pytest.mark.parametrize("streams", [None, False, True], ids=["", "offloaded before", "streamed"])
+def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Ranks, build: str, streams: bool | None) -> None:
+    for first, *later in two_ranks.run(_changes, build, False, streams):
         is_computed = build in ("fsdp2_external", "fsdp1_flat")  # no host copy of ours, or no block of the weight: whole each time
         assert min(later) > first / 2 if is_computed else max(later) < first / 4
 
 
-def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(two_ranks: Ranks) -> None:
-    (first, stopped, later), others = two_ranks.run(_changes, "fsdp2", True)
+@pytest.mark.parametrize("streams", [None, False, True], ids=["", "offloaded before", "streamed"])
+def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(two_ranks: Ranks, streams: bool | None) -> None:
+    (first, stopped, later), others = two_ranks.run(_changes, "fsdp2", True, streams)
     assert stopped == 0
     assert later == first
     assert others[2] < others[0] / 4
