@@ -152,8 +152,8 @@ class ChangeRecord:
 
     # --- when the host copy is overwritten
 
-    def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> None:
-        """Pages may be saved next: those whose fingerprints differ.
+    def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> bool:
+        """Pages may be saved next: those whose fingerprints differ. Returns whether any of them will be compared.
 
         Args:
             first: the number of the first page.
@@ -169,6 +169,7 @@ class ChangeRecord:
                 self._awaited[index] = value
             else:
                 del self.since[index]
+        return bool(self._awaited)
 
     def save(self, pages: _Pages, copies: Sequence[Copy], direction: Direction) -> None:
         """`Device.copy` to the host copy that compares the pages of `expect`."""

@@ -452,6 +452,26 @@ def test_an_offload_that_fails_at_any_call(operation: str) -> None:
     assert not faults.fired  # each call of the offload has failed once
 
 
+@pytest.mark.usefixtures("small_slices")
+def test_a_swap_records_what_leaves() -> None:
+    job = Job(torch.bfloat16)
+    reference = Model()
+    job.manager.register("ref", reference, role="ref", readonly=True)
+    wanted = copy.deepcopy(job.manager.handles["ref"].state_dict())
+    receiver = Receiver(job.actor)
+    for index in range(3):
+        with job.manager.phase("train") as phase:
+            job.step(index)
+            phase.switch("ref_log_prob")
+            assert job.actor.resident_bytes == 0
+            assert all(value.equal(wanted[name]) for name, value in reference.state_dict().items())
+            phase.switch("weight_sync")
+            got = receiver.sync()
+            receiver.check()
+        if index:
+            assert wholes(got) <= {"steps"}
+
+
 class Stays(Colocated):
     """What leaves in "ref_log_prob" stays aside, and is saved while that phase computes."""
 

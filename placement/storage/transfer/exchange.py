@@ -83,6 +83,8 @@ class Leaving:
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
+    is_compared: bool = False
+    """Whether the pages that are saved are compared with the host copy (`ChangeRecord`)."""
     dropped: tuple[Range, ...] | None = None
     """Gradient ranges that are dropped instead of saved; None: gradients are saved."""
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
@@ -332,8 +334,7 @@ class Exchange:
         if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
             for each, part in zip(leaving, parts, strict=True):
                 # Comparing takes as long as the copies. Where nobody waits for the memory, it goes on when every tensor was looked at.
-                is_compared = any(r.pages.record is not None for r in each.holding.ranges)
-                for _ in part if remaps_first or self._arrivals or not is_compared else ():
+                for _ in part if remaps_first or self._arrivals or not each.is_compared else ():
                     pass
         if leaving:
             self.while_copying()
@@ -405,9 +406,9 @@ class Exchange:
             leaving.rewritten_chunks += len(changed) if keeps_host_copy else 0
             pages.note_clean(range(first, last))
             pages.note_changed(dirty)
-            if pages.record is not None:
-                pages.record.expect(first, host_prints, answer)
+            if is_compared := pages.record is not None and pages.record.expect(first, host_prints, answer):
                 asked = ask(last, last + _LEAD)  # before the copies, because comparing takes as long as they do
+                leaving.is_compared = True
             if dirty:
                 r.prints = None
             if holds_back:
@@ -415,7 +416,7 @@ class Exchange:
             else:
                 leaving.batches.extend(self._copy_out(r, range(first, last)))
             # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-            if pages.record is None:
+            if not is_compared:
                 asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
             leaving.copied_bytes += pages.bytes_to_save(dirty)
             leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - pages.used_bytes_of(dirty)
