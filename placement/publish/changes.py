@@ -208,7 +208,8 @@ class Publication:
         if r.is_shown or r not in self._last.prints or r not in self.published.prints:
             return None
         size = r.chunk_sizes[0]
-        pages = slice(start // size, (start + max(1, part.tensor.nbytes) - 1) // size + 1)
+        last_element = sum(stride * max(0, count - 1) for stride, count in zip(part.tensor.stride(), part.tensor.shape, strict=True))
+        pages = slice(start // size, (start + last_element * part.tensor.itemsize) // size + 1)
         last, now = self._last.prints[r], self.published.prints[r]
         if now[pages].equal(last[pages]):
             return Basis(None, False)
@@ -216,7 +217,7 @@ class Publication:
         if host is not None and host[pages].equal(last[pages]):
             return Basis(None, True)
         record = r.pages.record
-        if record is None or (piece := record.piece(start)) is None:
+        if record is None or (piece := record.piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype)) is None:
             return None
         if record.has(pages, now):
             return Basis(piece, False)

@@ -141,10 +141,10 @@ class ChangeRecord:
         """Bytes of host memory."""
         return sum(each.nbytes for piece in self._pieces.values() for each in piece.found)
 
-    def piece(self, start: int) -> Piece | None:
-        """The piece that begins at this byte; None where none is recorded."""
+    def piece(self, start: int, *form: object) -> Piece | None:
+        """The piece that begins at this byte and has this number of elements, dtype and published dtype; None where none is recorded."""
         piece = self._pieces.get(start)
-        return None if piece is None or piece.is_dropped else piece
+        return None if piece is None or piece.is_dropped or form != (piece.num_elements, piece.dtype, piece.published) else piece
 
     def has(self, pages: slice, prints: torch.Tensor) -> bool:
         """Whether the positions in these pages are complete up to the version with these fingerprints (of all pages, on the CPU)."""

@@ -245,6 +245,36 @@ def test_twenty_steps_that_are_offloaded_before_the_publication(streams: bool) -
     assert_nothing_resident(job.manager)
 
 
+class Views(nn.Module):
+    """Parameters that share storages: a part of another one, at its beginning, and one with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(64, 256, dtype=torch.bfloat16)
+        self.part, self.whole = nn.Parameter(whole[:4]), nn.Parameter(whole)
+        self.gaps = nn.Parameter(torch.zeros(64, 4096, dtype=torch.bfloat16)[:, ::256])
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_parameters_that_are_views(offloads: bool) -> None:
+    model = Views()
+    manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
+    actor = manager.register("actor", model, role="actor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    manager.register("sgd", optimizer)
+    receiver = Receiver(actor)
+    for index in range(4):
+        with manager.phase("train") as phase:
+            with torch.no_grad():
+                model.whole[3 + 60 * (index % 2), 7] += 1
+                model.gaps[63, index] += 1
+            if offloads:
+                phase.switch("idle")
+            phase.switch("weight_sync")
+            receiver.sync()
+            receiver.check()
+
+
 def test_a_host_copy_with_a_record_dies_with_its_model() -> None:
     job = Job(torch.bfloat16)
     receiver = Receiver(job.actor)
