@@ -19,6 +19,7 @@ import pytest
 
 import placement
 from placement.devices.host import disk_file
+from placement.planning.host_tier import UseHistory
 from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
 from tests.support.disk import send_to_disk, settle, tier_of
@@ -120,13 +121,26 @@ OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
 }
 
 
+def worker_that_gives_back(_: Path) -> FaultyWorker:
+    """One that gives back whatever host copy the device has the bytes of, and so must take it again for each offload."""
+    worker = FaultyWorker(CAPACITY_BYTES, host_copies="while_needed").register_few()
+    quiet(worker)
+    return worker
+
+
+CALLS = [*((worker_in, each) for each in OPERATIONS), *((worker_that_gives_back, each) for each in ("release", "memory"))]
+
+
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_call_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, forever: bool) -> None:
+@pytest.mark.parametrize(("make", "operation"), CALLS)
+def test_every_call_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], FaultyWorker], operation: str, forever: bool
+) -> None:
     owner, name, fail = OPERATIONS[operation]
+    monkeypatch.setattr(UseHistory, "is_idle", lambda *_: True)  # of no effect where nothing is given back
     points = 0
     while True:
-        worker = worker_in(tmp_path)
+        worker = make(tmp_path)
         with monkeypatch.context() as patched:
             failing = Failing(getattr(owner, name), points + 1, forever, fail)
             patched.setattr(owner, name, failing)
