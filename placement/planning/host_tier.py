@@ -155,7 +155,7 @@ class DiskTier(HostTier):
         ranges: dict[HostSlab, list[Range]] = {}
         for r in holding.ranges:
             ranges.setdefault(_whole(r.host), []).append(r)
-        aside, fixed_bytes, spills = holding.scanner.reserved, 0, []
+        aside, fixed_bytes, spills = holding.scanner.reserved, sum(r.record_bytes for r in holding.ranges), []
         aside = None if aside is None else _whole(aside)
         if aside is not None and aside not in ranges:
             if self._gives_back and isinstance(aside, Slab):
@@ -206,6 +206,7 @@ def _share(storage: Storage) -> HostShare:
         return HostShare(storage.mirror_bytes, storage.mirror_bytes, storage.mirror_bytes)
     holding, ranges, aside = storage, storage.ranges, storage.scanner.reserved
     reserved = max(holding.reserved_bytes, 0 if aside is None else aside.nbytes)  # also while it is given back
+    reserved += sum(r.record_bytes for r in ranges)
     shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
     own = sum(r.host.nbytes for r in ranges if not r.is_replica)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)

@@ -257,11 +257,11 @@ def weight_changes(
 
 
 def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, begun: int) -> Iterator[Changes]:
-    handle.published = None  # until it is complete, nobody knows what the receivers have
+    handle.published = None
     for bucket in publication.buckets(handle.module_adapters()[0].compute_device, bucket_bytes):
         _require_syncing(handle, begun)
         yield bucket
-    handle.published = publication.published
+    handle.published = publication.complete()
 
 
 def _positive(bucket_bytes: int | str) -> int:

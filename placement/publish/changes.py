@@ -3,9 +3,10 @@
 The values of that version are in the host copy, where they were left when the model was offloaded after it had been published, or when
 training began again (`Published.keep`). So no second snapshot is kept: of each publication only the fingerprints of its pages are, 8
 bytes a page. Where they are those of the host copy, it has the values that were published, and is compared with the device, bit by bit in
-the published dtype. Where they are not, because the model was trained on before it was offloaded, or offloaded before it was published, a
-weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged adapters,
-converted names).
+the published dtype. An offload after that overwrites them. It records the positions of what it changes (`storage.record`), and the next
+publication takes the values there. Where neither can be proved, because the model was trained on before it was offloaded, or somebody wrote
+the host copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged
+adapters, converted names).
 
 The old values come to the device bucket by bucket while those before them are compared (`Ahead`). Pages that have not changed at all are
 known by their fingerprints, and do not come.
@@ -26,6 +27,7 @@ from placement.publish.ahead import Ahead, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
+from placement.storage.record import BITS, ChangeRecord, Piece
 from placement.storage.transfer.verification import mirror
 
 
@@ -93,6 +95,8 @@ class Form(NamedTuple):
     dtype: torch.dtype
     offset: tuple[int, ...] | None
     part: tuple[int, ...]
+    place: tuple[Range, int] | None
+    """The range in which this rank's part lies, and where it begins there, in bytes; None where that is no block of a range."""
 
 
 @dataclass(frozen=True)
@@ -127,31 +131,56 @@ class Publication:
         self._weights = weights
         self._parts = [weight.part() for _, weight, _ in weights]
         forms = [
-            Form(name, dtype, None if part is None else part.offset, tuple(weight.shape if part is None else part.tensor.shape))
+            Form(
+                name,
+                dtype,
+                None if part is None else part.offset,
+                tuple(weight.shape if part is None else part.tensor.shape),
+                _place(storage, part),
+            )
             for (name, weight, dtype), part in zip(weights, self._parts, strict=True)
         ]
         found = {r: _prints(storage, r) for r in storage.ranges if not r.transient and r.moving_in is None}
         self.published = Published(time.time_ns(), forms, {r: prints for r, prints in found.items() if prints is not None})
-        self._last = last if last is not None and last.forms == forms and storage.on_device else None
-        self._kinds = [self._kind(part) for part in self._parts]
+        self._last = last if last is not None and last.forms == forms else None
+        self._views: dict[int, torch.UntypedStorage] = {}
+        self._bases = [self._basis(form, part) for form, part in zip(forms, self._parts, strict=True)]
+
+    def complete(self) -> Published:
+        """The receivers have everything. From here on offloads record what they change, where the host copy is this process's alone."""
+        storage, pieces = self._storage, dict[Range, list[Piece]]()
+        for form, part in zip(self.published.forms, self._parts, strict=True):
+            if form.place is not None and part is not None and part.tensor.is_contiguous():
+                r, start = form.place
+                pieces.setdefault(r, []).append(Piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
+        if isinstance(storage, ManagedStorage) and not storage.readonly:
+            for r, prints in self.published.prints.items():
+                if r in pieces and not r.is_replica:
+                    r.pages.record = ChangeRecord(storage.device, pieces[r], prints)
+        return self.published
 
     def buckets(self, device: torch.device, bucket_bytes: int) -> Iterator[Changes]:
-        """The changes in buckets of at most `bucket_bytes`, or of one change where that is larger."""
-        base = None if self._last is None or all(kind == "whole" for kind in self._kinds) else self._last.version
-        storages: dict[int, torch.UntypedStorage] = {}
-        old = Reader(device, lambda tensor: self._storage.over_mirror(tensor, storages))
+        """The changes in buckets of at most `bucket_bytes`, or of one change where that is larger.
+
+        Until `complete`, nobody knows what the receivers have.
+        """
+        for r in self._storage.ranges:
+            r.pages.record = None
+        base = None if self._last is None or all(basis is None for basis in self._bases) else self._last.version
+        old = Reader(device, self._on_host)
         new = Reader(device, None if self._storage.on_device else self._storage.over_host)
-        waiting = deque(zip(self._weights, self.published.forms, self._parts, self._kinds, strict=True))
-        ahead = Ahead(old, [(weight, weight.dtype) for (_, weight, _), _, _, kind in waiting if kind == "compared"], bucket_bytes)
+        waiting = deque(zip(self._weights, self.published.forms, self._parts, self._bases, strict=True))
+        compared = [(weight, weight.dtype) for (_, weight, _), _, _, basis in waiting if basis is not None and basis.is_compared]
+        ahead = Ahead(old, compared, bucket_bytes)
         bucket = Changes(base, self.published.version)
         try:
             while waiting:
-                (_, weight, _), form, part, kind = waiting.popleft()
+                (_, weight, _), form, part, basis = waiting.popleft()
                 with plainly():
-                    if kind == "compared":
+                    if basis is not None and basis.is_compared:
                         ahead.fetch()
-                    change = _change(form, weight, part, kind, old, new)
-                    if kind == "compared":
+                    change = self._change(form, weight, part, basis, old, new)
+                    if basis is not None and basis.is_compared:
                         ahead.used(weight.shape.numel() * weight.dtype.itemsize)
                 if bucket and bucket.nbytes + change.nbytes > bucket_bytes:
                     yield bucket
@@ -168,46 +197,75 @@ class Publication:
         finally:
             ahead.end()
 
-    def _kind(self, part: Part | None) -> str:
-        """How a weight is published: "whole"; "compared" with the host copy; or "same": none of its pages has changed."""
-        storage, last = self._storage, self._last
-        place = storage.by_address.find(part.tensor) if part is not None and last and isinstance(storage, ManagedStorage) else None
-        if part is None or last is None or place is None:
-            return "whole"
-        r, offset = place
-        if r.prints is None or r.is_shown or r not in last.prints or r not in self.published.prints:
-            return "whole"
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._storage.over_mirror(tensor, self._views)
+
+    def _basis(self, form: Form, part: Part | None) -> Basis | None:
+        """Find out from where on the changes of one weight are known; None: it is published whole."""
+        if self._last is None or part is None or form.place is None:
+            return None
+        r, start = form.place
+        if r.is_shown or r not in self._last.prints or r not in self.published.prints:
+            return None
         size = r.chunk_sizes[0]
-        pages = slice(offset // size, (offset + max(1, part.tensor.untyped_storage().nbytes()) - 1) // size + 1)
-        host = r.prints[pages].cpu()
-        if not host.equal(last.prints[r][pages]):
-            return "whole"
-        return "same" if host.equal(self.published.prints[r][pages]) else "compared"
+        last_element = sum(stride * max(0, count - 1) for stride, count in zip(part.tensor.stride(), part.tensor.shape, strict=True))
+        pages = slice(start // size, (start + last_element * part.tensor.itemsize) // size + 1)
+        last, now = self._last.prints[r], self.published.prints[r]
+        if now[pages].equal(last[pages]):
+            return Basis(None, False)
+        host = r.prints.cpu() if r.prints is not None and self._storage.on_device else None
+        if host is not None and host[pages].equal(last[pages]):
+            return Basis(None, True)
+        record = r.pages.record
+        if record is None or (piece := record.piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype)) is None:
+            return None
+        if record.has(pages, now):
+            return Basis(piece, False)
+        return Basis(piece, True) if host is not None and record.has(pages, host) else None
 
-
-def _change(form: Form, weight: Weight, part: Part | None, kind: str, old: Reader, new: Reader) -> WeightChange:
-    shape, dtype = tuple(weight.shape), form.dtype
-    if part is None:
-        return WeightChange(form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype))
-    if kind == "same":
-        nothing = torch.empty(0, dtype=torch.int32, device=new.device)
-        return WeightChange(form.name, shape, part.offset, form.part, nothing, nothing.to(dtype))
-    values = new.read(part.tensor, dtype).contiguous().view(-1)
-    if kind == "compared":
+    def _change(self, form: Form, weight: Weight, part: Part | None, basis: Basis | None, old: Reader, new: Reader) -> WeightChange:
+        shape, dtype = tuple(weight.shape), form.dtype
+        if part is None:
+            return WeightChange(form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype))
+        if basis is None:
+            return WeightChange(form.name, shape, part.offset, form.part, None, new.read(part.tensor, dtype).contiguous().view(-1))
+        known = _NOTHING.to(new.device) if basis.piece is None else basis.piece.positions(new.device)
+        if not basis.is_compared:
+            now = part.tensor.detach() if self._storage.on_device or not len(known) else self._on_host(part.tensor)
+            assert now is not None  # it has a place in the range
+            values = now.reshape(-1)[known.to(now.device, torch.int64)].to(dtype)
+            return WeightChange(form.name, shape, part.offset, form.part, known, values.to(new.device))
+        values = new.read(part.tensor, dtype).contiguous().view(-1)
         before = old.read(part.tensor, weight.dtype).to(dtype).contiguous().view(-1)
-        bits = _BITS[dtype.itemsize]  # NaN is like itself, and -0.0 is not 0.0
-        differs = (values.view(bits) != before.view(bits)).nonzero().view(-1)
-        positions = differs.to(torch.int32) if values.numel() < 1 << 31 else differs
-        if positions.nbytes + differs.numel() * dtype.itemsize < values.nbytes:
-            return WeightChange(form.name, shape, part.offset, form.part, positions, values[differs])
-    return WeightChange(form.name, shape, part.offset, form.part, None, values)
+        bits = BITS[dtype.itemsize]  # NaN is like itself, and -0.0 is not 0.0
+        differs = values.view(bits) != before.view(bits)
+        differs[known.to(torch.int64)] = True
+        found = differs.nonzero().view(-1)
+        positions = found.to(torch.int32) if values.numel() < 1 << 31 else found
+        if positions.nbytes + found.numel() * dtype.itemsize < values.nbytes:
+            return WeightChange(form.name, shape, part.offset, form.part, positions, values[found])
+        return WeightChange(form.name, shape, part.offset, form.part, None, values)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+class Basis(NamedTuple):
+    """From where on a weight's changes have still to be found."""
+
+    piece: Piece | None
+    """The record up to then; None: nothing had changed."""
+    is_compared: bool
+    """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
+
+
+_NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
+
+
+def _place(storage: Storage, part: Part | None) -> tuple[Range, int] | None:
+    place = storage.by_address.find(part.tensor) if part is not None and isinstance(storage, ManagedStorage) else None
+    return None if place is None or part is None else (place[0], place[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
 
 
 def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
     """The fingerprints of the values that are valid now, on the CPU; None where they are not known."""
     if isinstance(storage, ManagedStorage) and storage.on_device:
         return storage.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-    return None if r.prints is None else r.prints.cpu()
+    return None if r.prints is None or r.is_shown else r.prints.cpu()  # whoever was shown the host copy may have written there

@@ -29,12 +29,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction, HostSlab, Mark
+from placement.storage.record import ChangeRecord
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 _GLANCE_SECONDS = 0.1
@@ -111,6 +113,8 @@ class Pages:
         """Whether the thread of a prefetch may put memory aside for more pages at any time."""
         self._stop: Callable[[int], object] = lambda _: None
         """See `reserve_aside`."""
+        self.record: ChangeRecord | None = None
+        """Compares what is saved with what the host copy had."""
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -152,6 +156,12 @@ class Pages:
             Copy(self._of(behind).base + self.starts[run[0]], self.host.address + self.starts[run[0]], self.used_bytes_of(run))
             for behind, run in self._runs(indices)
         ]
+
+    def on_device(self, copy: Copy) -> torch.Tensor:
+        """The device's bytes of a part of such a copy, uint8."""
+        start = copy.host_address - self.host.address
+        aside, own = self._aside, self._addresses
+        return self._device.view(own if aside is None or copy.device_address == own.base + start else aside, start, copy.nbytes)
 
     # --- memory
 
@@ -219,7 +229,7 @@ class Pages:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
         self._num_saves += 1
-        _copy(self._device, [(self, unsaved)], "to_host")
+        _copy(self._device, [(self, unsaved)], "to_host", None if self.record is None else partial(self.record.save, self))
         return self.used_bytes_of(unsaved)
 
     def note_clean(self, indices: Iterable[int]) -> None:
@@ -375,6 +385,7 @@ class Pages:
 
 Part = tuple[Pages, Sequence[int]]
 """Pages of one range, ascending."""
+Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
@@ -388,14 +399,18 @@ def fill(device: Device, parts: Sequence[Part]) -> int:
     return sum(pages.used_bytes_of(those) for pages, those in wanted)
 
 
-def _copy(device: Device, parts: Sequence[Part], direction: Direction) -> None:
-    """Start copying pages that have memory. Both sides count as newest from now on, and the mark tells when they are."""
+def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None) -> None:
+    """Start copying pages that have memory. Both sides count as newest from now on, and the mark tells when they are.
+
+    Args:
+        start: starts the copies; None: `Device.copy`.
+    """
     if not parts:
         return
     moving = [pages.table[index] for pages, those in parts for index in those]
     for page in moving:
         page.copied, page.mark = direction, None
-    device.copy([copy for pages, those in parts for copy in pages.copies(those)], direction)
+    (start or device.copy)([copy for pages, those in parts for copy in pages.copies(those)], direction)
     mark = device.mark(direction)
     for page in moving:
         page.newest, page.mark = Side.BOTH, mark

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from placement import EngineError, PhaseError, RegistrationError, TorchEngine
+from placement import EngineError, GroupError, Manager, PhaseError, RegistrationError, TorchEngine
+from placement.group import StoreGroup
 from placement.publish import VllmWeightSource
-from placement.testing import assert_nothing_resident
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.vllm_weight_transfer import Source033, stand_in
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
@@ -102,15 +104,16 @@ def _change_some(module: Any, by: int) -> None:
             getattr(parameter.data, "_local_tensor", parameter.data).view(-1)[: 1 + index % 3] += by
 
 
-def _changes(build: str, breaks: bool = False) -> list[int]:
+def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> list[int]:
     """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync.
 
     Args:
         breaks: whether the first rank stops in the middle of the second sync; what it has read is lost.
+        streams: whether weights are published from the host copy; then, and where it is False, they were offloaded after the training.
     """
     torch.manual_seed(0)
     module = BUILDS[build](worker.Model())
-    manager = manager_of()
+    manager = manager_of(streams=bool(streams))
     actor = manager.register("actor", module, role="actor")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     manager.register("sgd", optimizer)  # a phase "train" loads what is trained
@@ -119,6 +122,8 @@ def _changes(build: str, breaks: bool = False) -> list[int]:
     for step in range(3):
         with manager.phase("train") as phase:
             _change_some(module, step)
+            if streams is not None:
+                phase.switch("idle")
             phase.switch("weight_sync")
             mine: list[Any] = []
             stops = breaks and step == 1 and dist.get_rank() == 0
@@ -140,17 +145,70 @@ def _changes(build: str, breaks: bool = False) -> list[int]:
 
 
 @pytest.mark.parametrize("build", ["plain", "fsdp2", "fsdp2_rows", "fsdp2_external", "fsdp1_flat"])
-def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Ranks, build: str) -> None:
-    for first, *later in two_ranks.run(_changes, build):
+@pytest.mark.parametrize("streams", [None, False, True], ids=["", "offloaded before", "streamed"])
+def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Ranks, build: str, streams: bool | None) -> None:
+    for first, *later in two_ranks.run(_changes, build, False, streams):
         is_computed = build in ("fsdp2_external", "fsdp1_flat")  # no host copy of ours, or no block of the weight: whole each time
         assert min(later) > first / 2 if is_computed else max(later) < first / 4
 
 
-def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(two_ranks: Ranks) -> None:
-    (first, stopped, later), others = two_ranks.run(_changes, "fsdp2", True)
+@pytest.mark.parametrize("streams", [None, False, True], ids=["", "offloaded before", "streamed"])
+def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(two_ranks: Ranks, streams: bool | None) -> None:
+    (first, stopped, later), others = two_ranks.run(_changes, "fsdp2", True, streams)
     assert stopped == 0
     assert later == first
     assert others[2] < others[0] / 4
+
+
+def _changes_beside_a_failure(operation: str) -> list[int]:
+    """Offloads of the first rank fail at one call after the other. Both ranks go back, train on, and publish.
+
+    Returns the bytes of each sync.
+    """
+    module = BUILDS["fsdp2"](worker.Model())
+    faults = Faults(SimulatedDevice(64 << 20, chunk_bytes=worker.CHUNK_BYTES))
+    group = StoreGroup(PrefixStore(f"changes/{operation}", _get_default_store()), dist.get_rank(), dist.get_world_size())
+    manager = Manager(device=faults, group=group)
+    actor = manager.register("actor", module, role="actor")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    manager.register("sgd", optimizer)
+    received = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info()}
+    version, sent, failed = None, list[int](), 0
+    for step in range(12):
+        manager.enter("train")
+        _change_some(module, step)
+        if step > 1:
+            if dist.get_rank() == 0:
+                faults.fail(operation, at=step - 1)
+            try:
+                manager.switch("idle")
+            except (GroupError, RuntimeError):
+                failed += 1
+                if actor.resident_bytes:  # not where only the end of a decided offload has failed
+                    _change_some(module, step)
+            faults.clear()
+        manager.switch("idle")
+        manager.switch("weight_sync")
+        mine: list[Any] = []
+        for bucket in actor.weight_changes(since=version):
+            mine += copy.deepcopy(list(bucket))
+            version = bucket.version
+        sent.append(sum(change.nbytes for change in mine))
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        for change in itertools.chain.from_iterable(of_ranks):
+            change.write_into(received[change.name])
+        assert_same(received, read(actor))
+        manager.leave()
+    assert_nothing_resident(manager)
+    assert failed > 1
+    return sent
+
+
+@pytest.mark.parametrize("operation", ["copy", "sync"])
+def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(two_ranks: Ranks, operation: str) -> None:
+    _, second = two_ranks.run(_changes_beside_a_failure, operation)
+    assert max(second[1:]) < second[0] / 4  # what was recorded before it went back is still true
 
 
 # --- ranks that do not do the same

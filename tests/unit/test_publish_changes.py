@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from placement import Manager, PhaseError
+import placement.checkpoint
+from placement import Manager, PhaseError, Plan, View
 from placement.policies import Colocated, Resident
 from placement.publish.changes import WeightChange
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.storage import record
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.support.disk import settle
 
 CHUNK = 16 << 10
 
@@ -39,6 +47,9 @@ class Model(nn.Module):
 class Receiver:
     """Has full weights of its own, and writes what comes."""
 
+    loaded_bytes = 0
+    """What the last publication has loaded."""
+
     def __init__(self, actor: Any, **how: Any) -> None:
         self.actor, self.how = actor, how
         self.version: int | None = None
@@ -47,6 +58,7 @@ class Receiver:
     def sync(self, bucket_bytes: int = 1 << 16) -> dict[str, WeightChange]:
         """Take one publication. Returns its changes, with tensors of their own."""
         got: dict[str, WeightChange] = {}
+        before = self.actor.counters.loaded_bytes
         for bucket in self.actor.weight_changes(since=self.version, bucket_bytes=bucket_bytes, **self.how):
             assert bucket.nbytes <= bucket_bytes or len(bucket) == 1
             assert bucket.base in (None, self.version)
@@ -55,6 +67,7 @@ class Receiver:
                 got[change.name] = copy.deepcopy(change)
             version = bucket.version
         self.version = version
+        self.loaded_bytes = self.actor.counters.loaded_bytes - before
         return got
 
     def check(self) -> None:
@@ -70,11 +83,13 @@ class Receiver:
 class Job:
     """One actor with AdamW, a step of which changes few elements of the bf16 weights."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, policy: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, policy: Any = None, *, lr: float = 1e-5, device: Any = None, **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model: Any = Model().to(dtype)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
-        device = SimulatedDevice(64 << 20, chunk_bytes=CHUNK)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=lr)
+        device = device or SimulatedDevice(64 << 20, chunk_bytes=CHUNK)
         self.manager = Manager(device=device, policy=policy or Colocated(), **settings)
         self.actor = self.manager.register("actor", self.model, role="actor")
         self.manager.register("adam", self.optimizer)
@@ -168,7 +183,7 @@ def test_steps_without_a_publication_and_one_that_nothing_changed_in() -> None:
         phase.switch("weight_sync")
         got = receiver.sync()
         receiver.check()
-    assert {"layers.0.weight", "embed.weight"} <= wholes(got)
+    assert wholes(got) <= {"steps"}  # recorded by the offload, and the second step compared
     with job.manager.phase("train") as phase:
         job.step(3)
         phase.switch("weight_sync")
@@ -185,29 +200,342 @@ def test_training_between_a_publication_and_the_offload() -> None:
             receiver.check()
             phase.switch("train")
             job.step(index)
-    assert "layers.0.weight" in wholes(got)
+    assert wholes(got) <= {"steps"}
 
 
-def test_offloaded_between_training_and_publication() -> None:
-    for policy in (Colocated(), Colocated(stream_sync=True)):
-        job = Job(torch.bfloat16, policy)
+# --- recorded by the offload
+
+
+def recorded_bytes(job: Job) -> int:
+    return sum(r.record_bytes for r in job.actor.storage.ranges)
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a page has several."""
+    monkeypatch.setattr(record, "SLICE_BYTES", 3 << 10)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("streams", [False, True])
+def test_twenty_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
+    """AdamW at an RL learning rate in bf16: which share changes, and what the record takes."""
+    job = Job(torch.bfloat16, Colocated(stream_sync=streams), lr=1e-6)
+    receiver = Receiver(job.actor)
+    whole = sum(t.nbytes for t in receiver.weights.values())
+    for index in range(20):
+        with job.manager.phase("train"):
+            job.step(index)
+        recorded, host_bytes = recorded_bytes(job), job.actor.host_bytes
+        assert job.manager.snapshot().handles[0].host_bytes == job.actor.host_bytes
+        with job.manager.phase("weight_sync"):
+            got = receiver.sync()
+            assert job.actor.host_bytes == host_bytes - recorded  # given back
+            receiver.check()
+        if not index:
+            assert wholes(got) == set(receiver.weights)
+            assert recorded == 0
+            continue
+        assert wholes(got) <= {"steps"} | {f"layers.{at}.bias" for at in range(6)}  # more than one in eight of 64 elements
+        assert 0 < recorded < whole / 50
+        positions = sum(change.positions.numel() for change in got.values() if change.positions is not None)
+        assert 0 < positions <= recorded / 4
+        assert receiver.loaded_bytes == 0
+        assert got["frozen.weight"].values.numel() == 0
+    assert_nothing_resident(job.manager)
+
+
+class Views(nn.Module):
+    """Parameters that share storages: a part of another one, at its beginning, and one with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(64, 256, dtype=torch.bfloat16)
+        self.part, self.whole = nn.Parameter(whole[:4]), nn.Parameter(whole)
+        self.gaps = nn.Parameter(torch.zeros(64, 4096, dtype=torch.bfloat16)[:, ::256])
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_parameters_that_are_views(offloads: bool) -> None:
+    model = Views()
+    manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
+    actor = manager.register("actor", model, role="actor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    manager.register("sgd", optimizer)
+    receiver = Receiver(actor)
+    for index in range(4):
+        with manager.phase("train") as phase:
+            with torch.no_grad():
+                model.whole[3 + 60 * (index % 2), 7] += 1
+                model.gaps[63, index] += 1
+            if offloads:
+                phase.switch("idle")
+            phase.switch("weight_sync")
+            receiver.sync()
+            receiver.check()
+
+
+def test_a_host_copy_with_a_record_dies_with_its_model() -> None:
+    job = Job(torch.bfloat16)
+    receiver = Receiver(job.actor)
+    for index in range(2):
+        with job.manager.phase("train"):
+            job.step(index)
+        if not index:
+            with job.manager.phase("weight_sync"):
+                receiver.sync()
+    assert recorded_bytes(job)
+    (pages,) = {weakref.ref(r.pages) for r in job.actor.storage.ranges if r.record_bytes}
+    gc.collect()
+    gc.disable()
+    try:
+        job.manager.unregister("adam")
+        job.manager.unregister("actor")
+        job.actor = receiver.actor = None
+        assert pages() is None
+    finally:
+        gc.enable()
+
+
+def test_a_record_counts_against_the_limit_on_host_memory(tmp_path: Path) -> None:
+    """The optimizer's copy leaves for the disk because of the record alone."""
+    free = Job(torch.bfloat16)
+    with free.manager.phase("train"):
+        free.step()
+    limit = sum(handle.host_bytes for handle in free.manager.handles.values())
+    job = Job(torch.bfloat16, host_limit_bytes=limit, disk_directory=tmp_path)
+    receiver = Receiver(job.actor)
+    for index in range(2):
+        with job.manager.phase("train"):
+            job.step(index)
+        settle(job.manager)
+        assert (recorded_bytes(job) > 0) is (job.manager.handles["adam"].disk_bytes > 0) is bool(index)
+        assert sum(handle.host_bytes for handle in job.manager.handles.values()) <= limit
+        with job.manager.phase("weight_sync"):
+            got = receiver.sync()
+            receiver.check()
+    assert wholes(got) <= {"steps"}
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_offloads_between_two_publications_add_up() -> None:
+    job = Job(torch.bfloat16)
+    receiver = Receiver(job.actor)
+    weight = job.model.layers[2].weight
+    with job.manager.phase("weight_sync"):
+        receiver.sync()
+    with job.manager.phase("train"), torch.no_grad():
+        first = weight[1, 1].clone()
+        weight[1, 1] = weight[3, 40] = 5.0
+    with job.manager.phase("log_prob"):
+        pass
+    with job.manager.phase("train"), torch.no_grad():
+        weight[1, 1] = first  # as it was published
+        weight[3, 40] = weight[0, 0] = 6.0
+    with job.manager.phase("weight_sync"):
+        change = receiver.sync()["layers.2.weight"]
+        receiver.check()
+    assert change.positions is not None
+    assert change.positions.tolist() == [0, 65, 232]
+    assert change.values[0] == change.values[2] == 6.0
+    assert change.values[1] == first
+    with job.manager.phase("weight_sync"):
+        assert receiver.sync()["layers.2.weight"].values.numel() == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_recorded_is_what_differs_in_the_published_dtype_by_its_bits(streams: bool) -> None:
+    job = Job(torch.float32, Colocated(stream_sync=streams))
+    receiver = Receiver(job.actor, dtype="bfloat16")
+    weight = job.model.layers[1].weight
+    found = []
+    for value in (1.0, 1.0 + 1e-6, 0.0, -0.0, float("nan"), float("nan")):
+        with job.manager.phase("train"), torch.no_grad():
+            weight[3, 5] = value
+        with job.manager.phase("weight_sync"):
+            change = receiver.sync()["layers.1.weight"]
+            receiver.check()
+        found.append(None if change.positions is None else change.positions.tolist())
+    assert found == [None, [], [197], [197], [197], []]
+
+
+def test_a_tensor_of_which_much_has_changed_is_published_whole_and_others_are_not() -> None:
+    job = Job(torch.bfloat16)
+    receiver = Receiver(job.actor)
+    with job.manager.phase("weight_sync"):
+        receiver.sync()
+    with job.manager.phase("train"), torch.no_grad():
+        job.model.layers[3].weight += 1
+        job.model.layers[4].weight[5] += 1
+    assert recorded_bytes(job) == 4 * 64
+    with job.manager.phase("weight_sync"):
+        got = receiver.sync()
+        receiver.check()
+    assert wholes(got) == {"layers.3.weight"}
+    assert got["layers.4.weight"].values.numel() == 64
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["state dict before", "state dict", "restore", "failed offload", "no memory", "no memory at the end", "load_state_dict", "swapped"],
+)
+def test_what_breaks_the_proof_makes_weights_whole(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults(SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
+    job = Job(torch.bfloat16, device=faults)
+    receiver = Receiver(job.actor)
+    with job.manager.phase("weight_sync"):
+        receiver.sync()
+    if how == "restore":
+        placement.checkpoint.save(job.manager, tmp_path)
+    if how == "state dict before":
+        job.actor.state_dict()["layers.0.weight"][0] = 7.0
+    if how.startswith("no memory"):
+        monkeypatch.setattr(
+            record, "SLICES", 1 if how == "no memory" else 100
+        )  # results are asked for while more is compared, or at the end
+        monkeypatch.setattr(torch, "nonzero_static", _no_memory)
+    job.manager.enter("train")
+    job.step(1)
+    if how == "load_state_dict":
+        job.model.load_state_dict({name: value * 2 for name, value in job.model.state_dict().items()})
+    elif how == "swapped":
+        one, other = (job.model.layers[at].weight for at in (2, 3))
+        one.data, other.data = other.data, one.data
+    elif how == "failed offload":
+        faults.fail("copy", at=3)
+        with pytest.raises(RuntimeError, match="injected fault"):
+            job.manager.switch("idle")
+        job.step(2)
+    job.manager.leave()
+    assert ("offload failed" in caplog.text) is (how == "failed offload")
+    if how == "state dict":
+        job.actor.state_dict()["layers.0.weight"][0] = 7.0
+    elif how == "restore":
+        placement.checkpoint.load(job.manager, tmp_path)
+    with job.manager.phase("weight_sync"):
+        got = receiver.sync()
+        receiver.check()
+    assert ("layers.0.weight" in wholes(got)) is (how != "restore")  # which brings back what was published
+    with job.manager.phase("train"):
+        job.step(3)
+    monkeypatch.undo()
+    with job.manager.phase("weight_sync"):
+        receiver.sync()
+        receiver.check()
+    with job.manager.phase("train"):
+        job.step(4)
+    with job.manager.phase("weight_sync"):
+        assert wholes(receiver.sync()) <= {"steps"}
+        receiver.check()
+
+
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError
+
+
+def test_a_write_into_the_host_copy_that_is_undone_after_a_publication() -> None:
+    job = Job(torch.bfloat16, Colocated(stream_sync=True))
+    receiver = Receiver(job.actor)
+
+    def publish() -> None:
+        with job.manager.phase("weight_sync"):
+            receiver.sync()
+            receiver.check()
+
+    with job.manager.phase("log_prob"):
+        pass
+    publish()
+    shown = job.actor.state_dict()["layers.0.weight"]
+    before = shown.clone()
+    shown.fill_(7.0)
+    publish()
+    shown.copy_(before)
+    del shown
+    with job.manager.phase("log_prob"):
+        pass
+    publish()
+
+
+@pytest.mark.parametrize("operation", ["copy", "sync"])
+def test_an_offload_that_fails_at_any_call(operation: str) -> None:
+    for at in range(1, 40):
+        faults = Faults(SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
+        job = Job(torch.bfloat16, device=faults)
         receiver = Receiver(job.actor)
         for index in range(3):
-            with job.manager.phase("train"):
-                job.step(index)
+            job.manager.enter("train")
+            job.step(index)
+            if index == 1:
+                faults.fail(operation, at=at)
+                with suppress(RuntimeError):
+                    job.manager.switch("idle")
+                faults.clear()
+            job.manager.leave()
             with job.manager.phase("weight_sync"):
                 receiver.sync()
                 receiver.check()
+        if not faults.fired:
+            break
+    assert at > 1
+    assert not faults.fired  # each call of the offload has failed once
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_a_swap_records_what_leaves() -> None:
+    job = Job(torch.bfloat16)
+    reference = Model()
+    job.manager.register("ref", reference, role="ref", readonly=True)
+    wanted = copy.deepcopy(job.manager.handles["ref"].state_dict())
+    receiver = Receiver(job.actor)
+    for index in range(3):
+        with job.manager.phase("train") as phase:
+            job.step(index)
+            phase.switch("ref_log_prob")
+            assert job.actor.resident_bytes == 0
+            assert all(value.equal(wanted[name]) for name, value in reference.state_dict().items())
+            phase.switch("weight_sync")
+            got = receiver.sync()
+            receiver.check()
+        if index:
+            assert wholes(got) <= {"steps"}
+
+
+class Stays(Colocated):
+    """What leaves in "ref_log_prob" stays aside, and is saved while that phase computes."""
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        return replace(plan, prefetch={"actor": 1 << 30}) if view.phase == "ref_log_prob" else plan
+
+
+def test_what_a_policy_leaves_aside_is_recorded_too() -> None:
+    job = Job(torch.bfloat16, Stays())
+    receiver = Receiver(job.actor)
+    for index in range(3):
+        with job.manager.phase("train") as phase:
+            job.step(index)
+            phase.switch("ref_log_prob")
+            assert job.actor.prefetched_bytes
+            phase.switch("weight_sync")
+            got = receiver.sync()
+            receiver.check()
+        if index:
+            assert wholes(got) <= {"steps"}
 
 
 @pytest.mark.parametrize("how", ["missed", "unknown", "early end", "another dtype", "restart"])
-def test_a_receiver_that_lacks_the_version_gets_everything(how: str) -> None:
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded before"])
+def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: bool) -> None:
     job = Job(torch.bfloat16)
     receiver, late = Receiver(job.actor), Receiver(job.actor)
 
     def publish(*receivers: Receiver) -> list[dict[str, WeightChange]]:
         with job.manager.phase("train") as phase:
             job.step()
+            if offloads:
+                phase.switch("idle")
             phase.switch("weight_sync")
             if how == "early end" and job.actor.published is not None:
                 next(iter(job.actor.weight_changes(since=receiver.version, bucket_bytes=4096)))
@@ -227,6 +555,11 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str) -> None:
         assert wholes(publish(receiver)[0]) == set(receiver.weights)
     elif how == "early end":
         assert wholes(publish(receiver)[0]) == set(receiver.weights)
+        with job.manager.phase("weight_sync"):
+            next(iter(job.actor.weight_changes(since=receiver.version, bucket_bytes=4096)))
+        with job.manager.phase("train"):
+            job.step()
+        assert recorded_bytes(job) == 0  # nobody knows what the receivers have
     elif how == "another dtype":
         other = Receiver(job.actor, dtype="float32")
         other.version = receiver.version
@@ -252,17 +585,18 @@ def test_a_host_copy_that_the_user_may_have_written_is_no_base() -> None:
     assert (receiver.weights["layers.0.weight"][0] == 7.0).all()
 
 
-def test_a_checkpoint_that_brings_the_host_copy_up_to_date_before_the_publication() -> None:
+def test_a_checkpoint_that_brings_the_host_copy_up_to_date_before_the_publication(tmp_path: Path) -> None:
     job = Job(torch.bfloat16)
     receiver = Receiver(job.actor)
     for index in range(3):
         with job.manager.phase("train") as phase:
             job.step(index)
-            with job.manager.phase("checkpoint"):
-                job.actor.state_dict()
+            placement.checkpoint.async_save(job.manager, tmp_path / str(index)).result()
             phase.switch("weight_sync")
-            receiver.sync()
+            got = receiver.sync()
             receiver.check()
+        if index:
+            assert wholes(got) <= {"steps"}  # what the checkpoint has copied is recorded
 
 
 def test_errors_are_those_of_weights_and_a_receiver_of_another_kind_is_told() -> None:

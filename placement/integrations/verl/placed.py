@@ -21,9 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.states import State
 from placement.core.weak_set import WeakIdSet
+from placement.frameworks.weights import Weight, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
 from placement.phases.phase import Hold
+from placement.publish.changes import Publication as Changes
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ _joined: list[Group] = []
 """The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
 _POLICY = "colocated(stream_sync=True)"
 """The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
+_BUCKET_BYTES = 64 << 20
+"""Bytes of changes that are found together."""
 _ended: list[weakref.WeakMethod[Callable[[], None]]] = []
 """Methods that end the rollout's phase, called when an engine begins one."""
 
@@ -212,6 +216,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     """The hold that `to` opened."""
     _manual_parts: frozenset[str] = frozenset()
     """The parts that `to` was asked to bring to the device: "model", "optimizer"."""
+    _records = False
+    """Whether delta syncs send what offloads have recorded; else verl compares with a copy of its own."""
 
     # --- building
 
@@ -329,6 +335,60 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
         """verl's own, from the host copy while the model is offloaded: a rank reads its own shards alone, so nothing is loaded."""
         return self._published(partial(super().get_per_tensor_param_shard, *args, **kwargs), of_shards=True)
+
+    def prime_delta_snapshots(self) -> None:
+        """verl pins a copy of all shards. Here offloads record what they change since the version of now."""
+        handle = self._model_handle
+        weights = [] if handle is None or handle.external or self._computes_to_publish else self._shards()
+        self._records = bool(weights) and all(weight.part() is not None for _, weight, _ in weights)
+        if self._records and handle is not None:
+            handle.published = Changes(handle.storage, weights, None).complete()
+        else:
+            super().prime_delta_snapshots()
+
+    def get_per_tensor_param_delta_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        """verl's own, from what offloads have recorded. A shard of which that is not known has every position among its changes."""
+        if not self._records:
+            return super().get_per_tensor_param_delta_shard(*args, **kwargs)  # type: ignore[no-any-return]
+        changes, peft_config = self._published(lambda: (self._changes(), None), of_shards=True)
+        return self._delta_entries(changes), peft_config
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that verl exports, under its names and in the order of the state dict."""
+        from verl.utils.model import convert_weight_keys
+
+        named: dict[str, torch.Tensor] = {}
+        for path, part in self.module.named_modules(remove_duplicate=False):
+            lasting = {name: each for name, each in part._buffers.items() if name not in part._non_persistent_buffers_set}
+            found = {**part._parameters, **lasting}
+            named |= {f"{path}.{name}".lstrip("."): each for name, each in found.items() if each is not None}
+        return dict(convert_weight_keys(named, self.module))
+
+    def _shards(self) -> list[tuple[str, Weight, torch.dtype]]:
+        """The same with the dtypes in which verl publishes them."""
+        return [(name, weight_of(each), torch.bfloat16 if each.is_floating_point() else each.dtype) for name, each in self._named().items()]
+
+    def _changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, new values and their positions of each shard. Until the last one was read, nobody knows what the rollout has."""
+        handle = self._model_handle
+        assert handle is not None
+        publication = Changes(handle.storage, self._shards(), handle.published)
+        handle.published = None
+        for bucket in publication.buckets(handle.module_adapters()[0].compute_device, _BUCKET_BYTES):
+            for each in bucket:
+                everywhere = torch.arange(len(each.values) if each.positions is None else 0, device=each.values.device)
+                yield each.name, each.values, everywhere if each.positions is None else each.positions.long()
+        handle.published = publication.complete()
+
+    def _delta_entries(self, changes: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[Any]:
+        from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
+
+        named = self._named()
+        for name, values, positions in changes:
+            spec = ShardSpec.from_param(named[name])
+            place, contributes, group = derive_dtensor_placement(spec)
+            count = len(values) if contributes else 0  # else another rank sends the same
+            yield (*self._hf_delta_entry(name, spec, place, positions[:count], values[:count]), group)
 
     def _published(self, export: Callable[[], tuple[Any, Any]], *, of_shards: bool = False) -> tuple[Any, Any]:
         """The export's weights, with the model held until the last one was read, the iterator is given up, or the sync fails."""

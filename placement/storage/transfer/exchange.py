@@ -83,6 +83,8 @@ class Leaving:
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
+    is_compared: bool = False
+    """Whether the pages that are saved are compared with the host copy (`ChangeRecord`)."""
     dropped: tuple[Range, ...] | None = None
     """Gradient ranges that are dropped instead of saved; None: gradients are saved."""
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
@@ -332,8 +334,9 @@ class Exchange:
             self._open_window()
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
-            for part in parts:
-                for _ in part:
+            for each, part in zip(leaving, parts, strict=True):
+                # Comparing takes as long as the copies. Where nobody waits for the memory, it goes on when every tensor was looked at.
+                for _ in part if remaps_first or self._arrivals or not each.is_compared else ():
                     pass
         if leaving:
             self.while_copying()
@@ -405,6 +408,9 @@ class Exchange:
             leaving.rewritten_chunks += len(changed) if keeps_host_copy else 0
             pages.note_clean(range(first, last))
             pages.note_changed(dirty)
+            if is_compared := pages.record is not None and pages.record.expect(first, host_prints, answer):
+                asked = ask(last, last + _LEAD)  # before the copies, because comparing takes as long as they do
+                leaving.is_compared = True
             if dirty:
                 r.prints = None
             if holds_back:
@@ -412,7 +418,8 @@ class Exchange:
             else:
                 leaving.batches.extend(self._copy_out(r, range(first, last)))
             # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-            asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
+            if not is_compared:
+                asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
             leaving.copied_bytes += pages.bytes_to_save(dirty)
             leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - pages.used_bytes_of(dirty)
             yield
@@ -465,6 +472,8 @@ class Exchange:
     def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
         """Commit the offloads. Every byte that leaves is complete on the host."""
         moved = {}
+        for record in [record for each in leaving for r in each.holding.ranges if (record := r.pages.record) is not None]:
+            record.finish()
         for each in leaving:
             found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
             each.holding.make_consistent(self.chunk_pool)

@@ -71,27 +71,38 @@ def delta_engine(rollout: Rollout) -> Any:
     return engine
 
 
-def syncs(model: Path) -> dict[str, Any]:
-    """A seed and three delta syncs of both; the bytes that placement loaded for the latter, and the share that changed."""
-    subjects: tuple[Subject, Subject] = pair(model)
+def syncs(model: Path, lr: float) -> dict[str, Any]:
+    """A seed and five delta syncs of both; the third has two steps, and before the fourth somebody else has read half of one from ours.
+
+    Returns what placement loaded for the delta syncs, the shares that changed, and the host memory by which each knows that.
+    """
+    subjects: tuple[Subject, Subject] = pair(model, lr=lr)
     rollouts = Rollout(), Rollout()
     engines = [delta_engine(rollout) for rollout in rollouts]
     handle = subjects[1].manager.handles["actor"]  # type: ignore[union-attr]
-    ratios: list[Any] = []
-    loaded = 0
-    for step in range(4):
+    found: dict[str, Any] = {"loaded": 0, "own": [], "ours": [], "recorded": [], "kept": []}
+    for step in range(6):
+        for subject in subjects:
+            for seed in range(step and 1 + (step == 3)):
+                subject.train(seed + step)
+        if step == 4:
+            entries, _ = subjects[1].engine.get_per_tensor_param_delta_shard()
+            next(entries)
+            entries.close()
+        found["recorded"].append(sum(r.record_bytes for r in handle.storage.ranges))
         before = handle.counters.loaded_bytes
         told = [asyncio.run(engine.send_weights(subject.engine, step)) for engine, subject in zip(engines, subjects, strict=True)]
-        loaded += handle.counters.loaded_bytes - before if step else 0
+        found["loaded"] += handle.counters.loaded_bytes - before if step else 0
         assert rollouts[0].values() == rollouts[1].values()
-        assert told[0] == told[1]
-        ratios.append(told[1] and told[1]["checkpoint_engine/changed_ratio"])
+        for kind, each in zip(("own", "ours"), told, strict=True):
+            found[kind].append(each and each["checkpoint_engine/changed_ratio"])
         for subject in subjects:
             subject.check()
-            subject.train(step)
+    for subject in subjects:
+        found["kept"].append(sum(snapshot.nbytes for snapshot in getattr(subject.engine, "_delta_shard_snap", {}).values()))
     if dist.get_rank() == 0:
         assert len(rollouts[0].weights) == 27
-    return {"loaded": loaded, "ratios": ratios}
+    return found
 
 
 def disturbed(model: Path) -> None:

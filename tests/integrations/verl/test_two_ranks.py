@@ -51,13 +51,25 @@ def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
     assert told == [["GroupError", "GroupError"]] * 2
 
 
-def test_delta_syncs_of_verl_read_the_host_copy(two_ranks: Ranks, model: Path) -> None:
-    """What arrives is what arrives from verl's own offloading, bit for bit, and no delta sync loads the actor."""
-    first, second = two_ranks.run(delta_sync.syncs, model)
-    assert first["loaded"] == second["loaded"] == 0
-    assert first["ratios"][0] == 1.0
-    assert all(0 < ratio < 1 for ratio in first["ratios"][1:])
-    assert second["ratios"] == [None] * 4  # only the first rank sends
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+def test_delta_syncs_of_verl_send_what_offloads_have_recorded(two_ranks: Ranks, model: Path, lr: float) -> None:
+    """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the actor, and no second copy is kept."""
+    first, second = two_ranks.run(delta_sync.syncs, model, lr)
+    for rank in (first, second):
+        assert rank["loaded"] == 0
+        assert rank["kept"][0] > 0 == rank["kept"][1]
+        recorded = [nbytes / rank["kept"][0] for nbytes in rank["recorded"]]
+        assert recorded[0] == recorded[4] == 0  # given up by who reads half
+        assert all(0 < share < 0.2 for share in (*recorded[1:4], recorded[5])) if lr < 1e-3 else not any(recorded[1:])
+    assert second["own"] == second["ours"] == [None] * 6  # only the first rank sends
+    own, ours = first["own"], first["ours"]
+    assert own[0] == ours[0] == ours[4] == 1.0
+    if lr < 1e-3:
+        assert all(0 < share < 0.1 for share in own[1:])
+        assert all(mine == pytest.approx(its, rel=0.1) and mine >= its for mine, its in zip(ours[1:4], own[1:4], strict=True))
+    else:  # more than the record is kept for
+        assert all(0.5 < share < 1 for share in own[1:])
+        assert ours[1:] == [1.0] * 5
 
 
 def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(two_ranks: Ranks, model: Path) -> None:

@@ -116,6 +116,7 @@ def build(
     forward_only: bool = False,
     lora: dict[str, Any] | None = None,
     contents: tuple[str, ...] = ("model", "optimizer", "extra"),
+    lr: float = 1e-2,
     **engine: Any,
 ) -> Any:
     """verl's `TrainingWorker`, initialised by `reset()`; for `placed` its engine is the one that placement registers.
@@ -155,7 +156,7 @@ def build(
             mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             **engine,
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10),
         checkpoint_config=CheckpointConfig(save_contents=list(contents), load_contents=[each for each in contents if each != "hf_model"]),
     )
     worker = TrainingWorker(config)
