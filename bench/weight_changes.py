@@ -1,7 +1,8 @@
 """How much of a model of 1.5B parameters changes in a step of AdamW at an RL learning rate, and what does sending only that cost and save?
 
 bf16 weights, AdamW on fp32 masters (lr 1e-6). Each step trains, publishes the changes, and publishes everything, by turns. A receiver that
-writes only the changes is compared with the whole publication, bit by bit, for 20 steps.
+writes only the changes is compared with the whole publication, bit by bit, for 20 steps. Then each step is offloaded before it is
+published. By turns the offload records what it changes, and does not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from bench._rig import Rig
 from placement.policies import Colocated
 
 _SCENARIO = "AdamW, lr 1e-6, bf16"
+_OFFLOADED = f"{_SCENARIO}, offloaded before it is published"
 
 
 class _Job:
@@ -47,44 +49,98 @@ class _Job:
                 parameter.copy_(master)
 
 
+class _Receiver:
+    """Has the weights of a rollout, and writes what comes."""
+
+    def __init__(self, rig: Rig, job: _Job) -> None:
+        self._rig, self._handle = rig, job.handle
+        self.weights = {info.name: torch.empty(info.shape, dtype=info.dtype, device=rig.torch_device) for info in job.handle.weights_info()}
+        self.version: int | None = None
+        self.is_equal = True
+
+    def sync(self) -> tuple[float, int, int]:
+        """Write one publication. Returns its seconds, bytes and elements."""
+        self._rig.sync()
+        began, nbytes, count = time.perf_counter(), 0, 0
+        for bucket in self._handle.weight_changes(since=self.version):
+            for change in bucket:
+                change.write_into(self.weights[change.name])
+                nbytes += change.nbytes
+                count += change.values.numel()
+            self.version = bucket.version
+        self._rig.sync()
+        return time.perf_counter() - began, nbytes, count
+
+    def compare(self) -> None:
+        for bucket in self._handle.weights():
+            self.is_equal &= all(bool(tensor.view(torch.int16).equal(self.weights[name].view(torch.int16))) for name, tensor in bucket)
+
+
 def measure(rig: Rig, results: Results) -> None:
     job = _Job(rig)
-    received = {info.name: torch.empty(info.shape, dtype=info.dtype, device=rig.torch_device) for info in job.handle.weights_info()}
-    whole_bytes = sum(tensor.nbytes for tensor in received.values())
-    version, sent, elements, taken, whole = None, list[int](), list[int](), list[float](), list[float]()
-    is_equal = True
+    receiver = _Receiver(rig, job)
+    _on_the_device(rig, results, job, receiver)
+    _offloaded_before(rig, results, job, receiver)
+    job.manager.close()
+
+
+def _on_the_device(rig: Rig, results: Results, job: _Job, receiver: _Receiver) -> None:
+    """Each step is published before it is offloaded."""
+    whole_bytes = sum(tensor.nbytes for tensor in receiver.weights.values())
+    sent, elements, taken, whole = list[int](), list[int](), list[float](), list[float]()
     for index in range(rig.pick(3, 10, 21)):
         job.manager.enter("train")
         job.step()
         job.manager.switch("weight_sync")
-        rig.sync()
-        began, nbytes, count = time.perf_counter(), 0, 0
-        for bucket in job.handle.weight_changes(since=version):
-            for change in bucket:
-                change.write_into(received[change.name])
-                nbytes += change.nbytes
-                count += change.values.numel()
-            version = bucket.version
-        rig.sync()
-        seconds = time.perf_counter() - began
+        seconds, nbytes, count = receiver.sync()
         whole.append(rig.seconds(lambda: [bucket.clear() for bucket in job.handle.weights()]))
-        for bucket in job.handle.weights():
-            is_equal &= all(bool(tensor.view(torch.int16).equal(received[name].view(torch.int16))) for name, tensor in bucket)
+        receiver.compare()
         job.manager.leave()
         if index:
             sent.append(nbytes)
             elements.append(count)
             taken.append(seconds)
-    num_elements = sum(tensor.numel() for tensor in received.values())
+    num_elements = sum(tensor.numel() for tensor in receiver.weights.values())
     results.add(_SCENARIO, "placement", "elements", num_elements, "")
     results.add(_SCENARIO, "placement", "elements that changed in a step", 100 * statistics.median(elements) / num_elements, "%")
     results.add(_SCENARIO, "placement", "changes, bytes to send", statistics.median(sent), "bytes")
     results.add(_SCENARIO, "placement", "everything, bytes to send", whole_bytes, "bytes")
     results.add(_SCENARIO, "placement", "changes, found and written", statistics.median(taken), "s")
     results.add(_SCENARIO, "placement", "everything, read", statistics.median(whole), "s")
-    results.add(_SCENARIO, "placement", "receiver's bits are the whole publication's, every step", is_equal, "yes=1")
+    results.add(_SCENARIO, "placement", "receiver's bits are the whole publication's, every step", receiver.is_equal, "yes=1")
     results.add(_SCENARIO, "placement", "kept of a publication", 8 * sum(len(r.chunk_sizes) for r in job.handle.storage.ranges), "bytes")
-    job.manager.close()
+
+
+def _offloaded_before(rig: Rig, results: Results, job: _Job, receiver: _Receiver) -> None:
+    """Each step is offloaded before it is published. By turns the offload records what it changes, and does not."""
+    offloads: dict[bool, list[float]] = {True: [], False: []}
+    sent, recorded, taken = list[int](), list[int](), list[float]()
+    for index in range(rig.pick(4, 12, 32)):
+        records = index % 2 == 0
+        job.manager.enter("train")
+        job.step()
+        for r in job.handle.storage.ranges if not records else ():
+            r.pages.record = None
+        seconds = rig.seconds(job.manager.leave)
+        nbytes = sum(r.record_bytes for r in job.handle.storage.ranges)
+        job.manager.enter("weight_sync")
+        found = receiver.sync()
+        receiver.compare()
+        job.manager.leave()
+        if index > 1:  # the first of each kind takes memory
+            offloads[records].append(seconds)
+        if records:
+            recorded.append(nbytes)
+            taken.append(found[0])
+            sent.append(found[1])
+    with_record, without = statistics.median(offloads[True]), statistics.median(offloads[False])
+    results.add(_OFFLOADED, "placement", "offload that records its changes", with_record, "s")
+    results.add(_OFFLOADED, "placement", "offload that records nothing", without, "s")
+    results.add(_OFFLOADED, "placement", "the first to the second", with_record / without, "x")
+    results.add(_OFFLOADED, "placement", "record, host memory", statistics.median(recorded), "bytes")
+    results.add(_OFFLOADED, "placement", "changes, bytes to send", statistics.median(sent), "bytes")
+    results.add(_OFFLOADED, "placement", "changes, read and written", statistics.median(taken), "s")
+    results.add(_OFFLOADED, "placement", "receiver's bits are the whole publication's, every step", receiver.is_equal, "yes=1")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import placement
 from placement.policies import Colocated
+from placement.storage import record
 from placement.testing import assert_nothing_resident
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +53,18 @@ def test_a_streamed_sync_publishes_the_values_and_gives_its_buckets_back_at_its_
     manager.close()
 
 
-def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit() -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded before"])
+def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit(
+    offloads: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "SLICE_BYTES", 3 * MIB)  # so that a page has many
     model = model_of(60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     manager = placement.Manager(device="cuda:0")
     actor = manager.register("actor", model, role="actor")
     manager.register("optimizer", optimizer)
-    received = {info.name: torch.empty(info.shape, dtype=info.dtype, device="cuda") for info in actor.weights_info()}
+    received = {info.name: torch.empty(info.shape, dtype=info.dtype, device="cuda") for info in actor.weights_info(dtype=dtype)}
     version, whole = None, sum(each.nbytes for each in received.values())
     for step in range(10):
         with manager.phase("train") as phase:
@@ -66,16 +72,19 @@ def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit() -> None:
                 for parameter in model:
                     parameter[step::101].mul_(1.5)
             del parameter
+            if offloads:
+                phase.switch("idle")
+                assert step == 0 or 0 < sum(r.record_bytes for r in actor.storage.ranges) < whole / 40
             phase.switch("weight_sync")
             sent = 0
-            for bucket in actor.weight_changes(since=version, bucket_bytes=8 * MIB):
+            for bucket in actor.weight_changes(since=version, bucket_bytes=8 * MIB, dtype=dtype):
                 for change in bucket:
                     change.write_into(received[change.name])
                 sent += bucket.nbytes
                 version = bucket.version
             del bucket, change
             assert sent == whole if step == 0 else sent < whole / 20
-            for pairs in actor.weights():
+            for pairs in actor.weights(dtype=dtype):
                 assert all(tensor.view(torch.uint8).equal(received[name].view(torch.uint8)) for name, tensor in pairs)
             del pairs
     assert_nothing_resident(manager)
