@@ -38,7 +38,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "replicated": (60, 180),
     "weights": (90, 240),
     "publish": (60, 120),
-    "weight_changes": (60, 90),
+    "weight_changes": (90, 150),
     "forecast": (40, 60),
     "foresight": (120, 480),
 }
