@@ -418,7 +418,7 @@ class Mover:
             Exception: the first error, once all handles were tried: other ranks are in the collectives of each.
         """
         errors: list[Exception] = []
-        for handle in handles:
+        for handle in sorted(handles, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
             if (holding := handle.holding) is not None and not holding.is_complete:
                 try:
                     holding.complete()

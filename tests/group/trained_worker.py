@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import nn
 from placement import Handle, Manager, checkpoint
 from placement.core.errors import GroupError, PlacementError
 from placement.group import StoreGroup
+from placement.storage.cast import CastRange
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import copy as shared_copy
 from placement.storage.shared.ranges import SharedRange
@@ -524,8 +526,18 @@ def weights_of_masters(generation: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
+    places: list[bool] = []
+    cast = CastRange.cast_to_device
+
+    def cast_from(r: CastRange, indices: Any) -> None:
+        places.extend(r.optimizer.on_device for _ in indices)
+        cast(r, indices)
+
     for seed in range(2):
-        job.train(seed)
+        with mock.patch.object(CastRange, "cast_to_device", cast_from):
+            job.train(seed)
+        assert places
+        assert all(places), "the masters were read on the host, although they come to the device"
         assert job.is_cast
         assert job.optimizer.host_bytes < 6 * job.weight_bytes / world_size + (1 << 14)
     job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
