@@ -235,6 +235,10 @@ class Device(abc.ABC):
         """
         return values.cpu
 
+    def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Like `ask`, for an int32 tensor of up to some millions of numbers. The function is called once."""
+        return values.cpu
+
     @abc.abstractmethod
     def memory(self) -> DeviceMemory:
         """Measure the memory. Cheap enough for every phase transition; waits for nothing."""

@@ -30,8 +30,6 @@ SLICES = 4
 """The number of slices on the device: while one is compared, the next ones are on their way. Each takes one and a half times its bytes."""
 MOST = 8
 """A record of more than one in `MOST` elements is dropped: of a slice, and of a piece. In bf16 it takes a quarter of the piece's bytes."""
-_FLUSH_BYTES = 32 << 20
-"""Bytes of positions that wait on the device. Bringing them to the host waits behind the copies of the offload."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +42,10 @@ class Piece:
     dtype: torch.dtype
     published: torch.dtype
     """The dtype in which it is compared."""
-    found: list[torch.Tensor] = field(default_factory=list)
-    """Positions that have changed, int32 (int64 for large pieces) on the CPU. Each tensor is ascending; a position may be in several."""
+    found: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; a position may be in
+    several."""
+    num_found: int = 0
     is_dropped: bool = False
     """Whether more has changed than is recorded."""
 
@@ -54,19 +54,23 @@ class Piece:
         return self.start + self.num_elements * self.dtype.itemsize
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """All positions, ascending, on a device."""
-        found = torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *self.found]).to(device)
+        """All positions, ascending, on a device: int32, or int64 where the piece is large."""
+        dtype = torch.int32 if self.num_elements < 1 << 31 else torch.int64
+        parts = [positions.to(device).to(dtype) + first for positions, first in self.found]
+        found = torch.cat([torch.empty(0, dtype=dtype, device=device), *parts])
         return found if bool((found[1:] > found[:-1]).all()) else found.unique()  # of several offloads
 
-    def add(self, positions: torch.Tensor) -> None:
+    def add(self, positions: torch.Tensor, first: int) -> None:
         if not self.is_dropped and len(positions):
-            self.found.append(positions.to(torch.int32) if self.num_elements < 1 << 31 else positions)
-            if sum(map(len, self.found)) > self.num_elements // MOST:
+            self.found.append((positions, first))
+            self.num_found += len(positions)
+            if self.num_found > self.num_elements // MOST:
                 self.drop()
 
     def drop(self) -> None:
         self.is_dropped = True
         self.found.clear()
+        self.num_found = 0
 
 
 _Run = list[Piece]
@@ -92,7 +96,7 @@ class _Slice(NamedTuple):
         return [(each, max(0, each.start - first) // size, (min(each.end, self.end) - first) // size) for each in pieces]
 
     def found(self, first: int, last: int, count: int) -> torch.Tensor:
-        """The positions of the `count` elements from `first` to `last` that differ, int32 on the device. Waits for nothing."""
+        """The positions in the slice of the `count` elements from `first` to `last` that differ, on the device. Waits for nothing."""
         return torch.nonzero_static(self.differs[first:last], size=count).view(-1).add_(first).to(torch.int32)
 
 
@@ -127,9 +131,10 @@ class ChangeRecord:
         self._awaited: dict[int, int] = {}
         """The new fingerprints of pages to compare when they are saved."""
         self._comparing: deque[_Slice] = deque()
-        self._compared: list[tuple[_Slice, torch.Tensor]] = []
+        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()
+        """Slices whose positions are on their way to the host."""
         self._saved: dict[int, int] = {}
-        """The new fingerprints of pages whose slices are in `_comparing` and `_compared`."""
+        """The new fingerprints of pages whose slices are in `_comparing` and `_sent`."""
         self._free: list[torch.Tensor] = []
         """Device memory for old bytes."""
         torch_device = device.torch_device
@@ -139,7 +144,7 @@ class ChangeRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(each.nbytes for piece in self._pieces.values() for each in piece.found)
+        return sum(4 * piece.num_found for piece in self._pieces.values())
 
     def piece(self, start: int, *form: object) -> Piece | None:
         """The piece that begins at this byte and has this number of elements, dtype and published dtype; None where none is recorded."""
@@ -241,34 +246,36 @@ class ChangeRecord:
         self._comparing.append(_Slice(run, start, start + len(new), old, differs, self._device.ask(differs.sum().view(1))))
 
     def _take(self) -> None:
-        """Wait for the first slice that is being compared, and keep what was found."""
+        """Wait for the first slice that is being compared, and have what was found written to the host."""
         each = self._comparing.popleft()
         count = int(each.asked()[0])
         if self._stream is not None:
             self._free.append(each.old)
         if count <= len(each.differs) // MOST:
-            self._compared.append((each, each.found(0, len(each.differs), count)))
-        else:  # of one piece or another
-            for piece, first, last in each.inside():
-                count = int(each.differs[first:last].sum())
-                if count > piece.num_elements // MOST:
-                    piece.drop()
-                elif not piece.is_dropped:
-                    self._compared.append((each, each.found(first, last, count)))
-        if sum(found.nbytes for _, found in self._compared) > _FLUSH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Bring the positions to the host, and give them to their pieces."""
-        compared, self._compared = self._compared, []
-        if not compared:
+            self._send(each, each.found(0, len(each.differs), count))
             return
-        whole = torch.cat([found for _, found in compared]).cpu().to(torch.int64)
-        for (each, _), found in zip(compared, whole.split([len(found) for _, found in compared]), strict=True):
-            inside = each.inside()
-            ends = torch.searchsorted(found, torch.tensor([each[1:] for each in inside], device="cpu")).tolist()
-            for (piece, _, _), (begin, end) in zip(inside, ends, strict=True):
-                piece.add(found[begin:end] + (each.start - piece.start) // piece.dtype.itemsize)
+        for piece, first, last in each.inside():  # of one piece or another
+            count = int(each.differs[first:last].sum())
+            if count > piece.num_elements // MOST:
+                piece.drop()
+            elif not piece.is_dropped:
+                self._send(each, each.found(first, last, count))
+
+    def _send(self, each: _Slice, found: torch.Tensor) -> None:
+        self._sent.append((each._replace(differs=_NOTHING, old=_NOTHING), self._device.send(found)))
+        if len(self._sent) > SLICES:
+            self._collect()
+
+    def _collect(self) -> None:
+        each, arrived = self._sent.popleft()
+        self._keep(each, arrived())
+
+    def _keep(self, each: _Slice, found: torch.Tensor) -> None:
+        """Give positions in a slice to the pieces there."""
+        inside = each.inside()
+        edges = torch.tensor([(first, last) for _, first, last in inside], dtype=torch.int32, device="cpu")
+        for (piece, _, _), (begin, end) in zip(inside, torch.searchsorted(found, edges).tolist(), strict=True):
+            piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)
 
     def finish(self) -> None:
         """Wait until everything is compared, before a move is committed, and give the device memory back.
@@ -278,7 +285,8 @@ class ChangeRecord:
         with self._unless_out_of_memory():
             while self._comparing:
                 self._take()
-            self._flush()
+            while self._sent:
+                self._collect()
         self.since |= self._saved
         for each in (self._saved, self._awaited, self._free):
             each.clear()
@@ -288,9 +296,10 @@ class ChangeRecord:
         for piece in self._pieces.values():
             piece.drop()
         each: Any
-        for each in (self._runs, self._comparing, self._compared, self._free):
+        for each in (self._runs, self._comparing, self._sent, self._free):
             each.clear()
 
 
+_NOTHING = torch.empty(0, device="cpu")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by which bits of a dtype are compared, by its bytes."""

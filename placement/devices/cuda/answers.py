@@ -18,6 +18,7 @@ _PAGE = 1024
 """The words of one answer: enough for the fingerprints of 128 GiB in chunks of 128 MiB."""
 _PAGES = 16
 NUM_BYTES = 8 * _PAGE * _PAGES
+OUTBOX_BYTES = 16 << 20
 
 
 class _Exported:
@@ -87,3 +88,50 @@ class Answers:
             if answer is None or (answer() is None and written is not None and written.query()):
                 return start
         return None
+
+
+class _Letter:
+    """A larger result. It stays in the outbox until it is read, or its place is needed."""
+
+    def __init__(self, host: torch.Tensor, written: torch.cuda.Event) -> None:
+        self._host, self._written = host, written
+        self._copy: torch.Tensor | None = None
+        self.is_away = False
+
+    def take_away(self) -> None:
+        if not self.is_away:
+            self._written.synchronize()
+            self._copy, self.is_away = self._host.clone(), True
+
+    def __call__(self) -> torch.Tensor:
+        """Called once."""
+        self.take_away()
+        interrupts.check()
+        copy, self._copy = self._copy, None
+        assert copy is not None
+        return copy
+
+
+class Outbox:
+    """Brings larger int32 tensors to the host, one behind the other in memory that is used again when it is full."""
+
+    def __init__(self, words: HostWords) -> None:
+        self._host = words.host.view(torch.int32)
+        self._device = None if words.device is None else words.device.view(torch.int32)
+        self._letters: list[_Letter] = []
+        self._used = 0
+
+    def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """See `Device.send`."""
+        count = values.numel()
+        if self._device is None or count > len(self._host):
+            return values.cpu
+        if self._used + count > len(self._host):
+            for letter in self._letters:
+                letter.take_away()
+            self._letters, self._used = [], 0
+        place = slice(self._used, self._used + count)
+        torch.add(values, 0, out=self._device[place])
+        self._letters.append(_Letter(self._host[place], torch.cuda.current_stream(values.device).record_event()))
+        self._used += count
+        return self._letters[-1]

@@ -15,7 +15,7 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
 from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
-from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
+from placement.devices.cuda.answers import NUM_BYTES, OUTBOX_BYTES, Answers, HostWords, Outbox
 from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.cuda.driver import Driver, Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
@@ -78,6 +78,7 @@ class CudaDevice(Device):
         self._ranges = Lives()
         self._poison: Poison | None = None
         self._answers: Answers | None = None
+        self._outbox: Outbox | None = None
         self._pinning = Pinning(self._driver)
         self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
         self._place = numa.placing(self.name, self._driver.pci_address)
@@ -265,6 +266,14 @@ class CudaDevice(Device):
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return values.cpu if self._answers is None else self._answers.ask(values)
 
+    def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if self._outbox is None:
+            try:
+                self._outbox = Outbox(self._words(OUTBOX_BYTES))
+            except HostMemoryError:
+                return values.cpu
+        return self._outbox.send(values)
+
     def memory(self) -> DeviceMemory:
         self._shared_tensors.collect()
         pool.reap()
@@ -345,7 +354,7 @@ class CudaDevice(Device):
         pool.reap()
         self._collect()
         if len(self._ranges.owned) <= 1 + (self._wiping is not None):  # only the poison's own range, and that of `wipe`
-            self._poison = self._answers = self._wiping = None
+            self._poison = self._answers = self._outbox = self._wiping = None
             self._collect()
 
 
