@@ -52,6 +52,7 @@ class CastRange(Range):
     """A range of 16-bit weights that may be the cast of masters. Its slab has memory only while they have a host copy of their own."""
 
     is_replica = True
+    """As with a replica, all pages are compared before any is saved, and the host copy never leaves for a disk."""
     can_be_cast = True
     is_cast = False
     """Whether the values are the cast of what the masters' host copy has, and not those in the slab."""

@@ -545,6 +545,17 @@ def test_handing_back(how: str) -> None:
     assert_same(job.model.state_dict(), job.plain.state_dict())
 
 
+def test_a_manager_that_is_dropped() -> None:
+    job = Job()
+    job.train()
+    assert job.is_cast
+    model, plain, adam = job.model, job.plain, job.adam
+    del job
+    gc.collect()
+    assert_same(model.state_dict(), plain.state_dict())
+    assert adam.state[model[0].weight]["master"].bfloat16().equal(model[0].weight)
+
+
 def test_an_optimizer_that_is_registered_again() -> None:
     job = Job()
     job.train()
@@ -677,6 +688,19 @@ def test_no_host_memory_for_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch)
         job.manager.leave()
     assert job.actor.resident_bytes
     monkeypatch.undo()
+    job.check()
+
+
+def test_no_host_memory_where_masters_are_loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(policy=Scripted(eval=optimizer_alone))
+    job.train()
+    monkeypatch.setattr("placement.devices.host.disk_file.available_bytes", lambda: 0)
+    with pytest.raises(HostMemoryError):
+        job.manager.enter("eval")
+    with pytest.raises(HostMemoryError):
+        job.actor.state_dict()
+    monkeypatch.undo()
+    assert job.is_cast
     job.check()
 
 
