@@ -289,7 +289,7 @@ class Handle:
         next time, and the `base` that they must have before, None if they need none because everything is whole.
 
         An offload after a complete publication compares what it copies with the host copy, and records which positions have changed. That
-        takes memory for four slices of 32 MiB on the device, and 4 bytes of host memory a position, until the next publication.
+        takes memory for four slices of 64 MiB on the device, and 4 bytes of host memory a position, until the next publication.
 
         A weight is whole where neither the host copy nor the record proves what has changed: the first time, after an early end, after a
         write into the host copy (a state dict, `checkpoint.load`) or an offload that failed, where more than one element in eight has

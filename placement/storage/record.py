@@ -24,8 +24,9 @@ from placement.devices.base import Device
 from placement.devices.host.slab import upload
 from placement.devices.memory import Copy, Direction, HostSlab
 
-SLICE_BYTES = 32 << 20
-"""Bytes that are compared at once. The first slice is the only one whose new bytes wait while the link carries nothing to the host."""
+SLICE_BYTES = 64 << 20
+"""Bytes that are compared at once. The first slice is the only one whose new bytes wait while the link carries nothing to the host. To
+start one takes the host 0.9 ms, to copy it the link 1.2 ms (H100)."""
 SLICES = 4
 """The number of slices on the device: while one is compared, the next ones are on their way. Each takes one and a half times its bytes."""
 MOST = 8

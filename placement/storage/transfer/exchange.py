@@ -288,10 +288,12 @@ class Exchange:
             self.device.wait(self.device.mark("to_host"))
             for each in leaving:
                 self.verifier.check_newborn(each.holding, each.fresh)
-        for each, rest in zip(leaving, parts, strict=True):
+        # The copies of what is compared come last, and then its memory is vacated last.
+        order = sorted(zip(leaving, parts, strict=True), key=lambda both: both[0].is_compared)
+        for each, rest in order:
             for _ in rest:  # while this vacates, the device computes the next fingerprints
                 self._vacate(each, waits=False)
-        for each in leaving:
+        for each, _ in order:
             self._vacate(each, waits=True)
         mark = self.device.mark("to_host")
         for each in leaving:
