@@ -102,7 +102,7 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
     tensors = [torch.zeros(elements), torch.zeros(17)]
     held = torch.zeros(2 * (4 * elements + 4096 + 12 * PAGE), dtype=torch.uint8)
     for rank in range(world_size):
-        shares = Shares(rank, world_size)
+        shares = Shares(rank, tuple(range(world_size)))
         layout = RangeLayout(device, [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
         for start, nbytes in spans_of(rank, layout.nbytes, device.chunk_bytes, shares):
             assert start % PAGE == nbytes % PAGE == 0
