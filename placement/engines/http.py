@@ -22,7 +22,8 @@ from placement.engines.tagged import TaggedEngine
 
 InFlight = Literal["wait", "abort"]
 """The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""
-Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
+Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
+"""Sends a bucket to an engine. What it returns is what `TaggedEngine.receive` returns."""
 _MAX_BYTES = 16 << 20
 _POLL_SECONDS = 0.5
 _SHOWN = 500
@@ -178,14 +179,14 @@ class ServedEngine(TaggedEngine):
         self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
         self._send, self._in_flight = send, in_flight
 
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         """Send a bucket of weights to the server. Raises EngineError: the engine was made without `send`."""
         if self._send is None:
             raise EngineError(
                 f"{self!r} was made without send=, which sends a bucket of weights to the server. If weights come another way, call "
                 "weights_filled() when they have arrived"
             )
-        self._send(bucket)
+        return self._send(bucket)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._server.url}>"

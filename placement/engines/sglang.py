@@ -200,14 +200,13 @@ class SglangInProcess(_Sglang):
     def admit(self) -> None:
         """Nothing to do: the engine always takes requests."""
 
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:
-            self._send(bucket)
-            return
+            return self._send(bucket)
         formats = _flattened_format() if all(type(tensor) in PLAIN_TYPES for _, tensor in bucket) else None
         if formats is None:
             self._update(len(bucket), named_tensors=[*bucket])
-            return
+            return None
         flattened, serialize = formats
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in bucket:
@@ -217,6 +216,7 @@ class SglangInProcess(_Sglang):
             content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
             payloads = [serialize(content) for _ in range(getattr(self._engine.server_args, "tp_size", 1))]
             self._update(len(pairs), named_tensors=payloads, load_format="flattened_bucket")
+        return None
 
     def _update(self, count: int, **keywords: Any) -> None:
         success, message = self._call("update_weights_from_tensor", **keywords, flush_cache=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -365,6 +365,8 @@ class TaggedEngine(Engine):
             self, tuple(tags), offloaded=offloaded, keeps_weights=weights == "keep", given=given, by_memory=verify == "memory"
         )
         self._next_bucket = 0
+        self._skipped: list[str] = []
+        """The names of this sync that the engine says it did not take."""
 
     # --- what a subclass implements with its engine's calls
 
@@ -385,8 +387,15 @@ class TaggedEngine(Engine):
         """Take requests from now on. Every tag is on the device and the weights are valid."""
 
     @abc.abstractmethod
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write published weights into the engine. Called by `update_weights`."""
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
+        """Write published weights into the engine. Called by `update_weights`.
+
+        A set that it returns has the names that the engine took; the others of the bucket were skipped. Anything else: it took all.
+        """
+
+    def unfilled(self) -> Collection[str]:
+        """Names of the engine's own weights that the buckets of this sync have not filled (a draft model's). Asked after the last one."""
+        return ()
 
     def forget_cache(self) -> None:
         """Drop cached results of the old weights. Called when weights were filled while the KV cache stayed on the device."""
@@ -418,7 +427,8 @@ class TaggedEngine(Engine):
 
         Raises:
             EngineError: the weights are not on the device, an earlier bucket is missing, the bucket has adapters for discarded base
-                weights, or the engine refused it.
+                weights, or the engine refused it. After the last one: the engine says that it skipped names, or has weights that none
+                has filled. It generates nothing before a sync that fills all of them.
         """
         residency = self.residency
         if residency.doubt is not None:
@@ -441,13 +451,27 @@ class TaggedEngine(Engine):
                 "engine with weights='keep'"
             )
         if number == 0 or number is None:
-            self._next_bucket = 0
+            self._next_bucket, self._skipped = 0, []
             residency.stale = _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and was not finished"
-        self.receive(bucket)
+        taken = self.receive(bucket)
+        if isinstance(taken, Set):
+            self._skipped += [name for name, _ in bucket if name not in taken]
         if number is not None:
             self._next_bucket = number + 1
             if getattr(bucket, "is_last", False):
+                self._check_all_filled()
                 self.weights_filled()
+
+    def _check_all_filled(self) -> None:
+        """Raise EngineError if the engine says that it skipped names, or got nothing for some of its own."""
+        told = {"it did not take": self._skipped, "no published weight fills": [*self.unfilled()]}
+        more = {what: f" and {len(names) - 4} more" if names[4:] else "" for what, names in told.items()}
+        if said := [f"{what} {', '.join(names[:4])}{more[what]}" for what, names in told.items() if names]:
+            self.residency.stale = "; ".join(said)
+            raise EngineError(
+                f"the weights of {self!r} are not valid: {self.residency.stale}. Publish under the names that it loads "
+                "(names='checkpoint'), and its draft model's weights as well"
+            )
 
     @property
     def needs_weights(self) -> bool:

@@ -286,14 +286,14 @@ class VllmInProcess(_Vllm):
     def admit(self) -> None:
         """Nothing to do: vLLM takes requests as soon as it is awake."""
 
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:
-            self._send(bucket)
-            return
+            return self._send(bucket)
         # Sent to another process, a tensor takes the whole storage along, which the tensors of a bucket share.
         is_apart = not hasattr(self._llm.llm_engine, "model_executor")
         pairs = [(name, tensor.cpu() if is_apart else tensor) for name, tensor in bucket]
         self._call("apply_model", lambda model: model.load_weights(pairs) and None)
+        return None
 
     def forget_cache(self) -> None:
         if self._call("reset_prefix_cache") is False:

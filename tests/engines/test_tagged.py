@@ -35,6 +35,8 @@ class Own(TaggedEngine):
         self.memory = Memory(shared, ("weights", "kv_cache"))
         self.calls: list[str] = []
         self.raising: dict[str, BaseException] = {}
+        self.knows: set[str] | None = None
+        self.lacks: list[str] = []
 
     def _called(self, name: str, tags: Collection[str] = ()) -> None:
         self.calls.append(" ".join([name, *tags]))
@@ -57,8 +59,12 @@ class Own(TaggedEngine):
     def admit(self) -> None:
         self._called("admit")
 
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         self._called("receive", [name for name, _ in bucket])
+        return None if self.knows is None else self.knows & {name for name, _ in bucket}
+
+    def unfilled(self) -> Collection[str]:
+        return self.lacks
 
 
 def test_what_its_author_is_asked_in_one_step(shared: Path) -> None:
@@ -72,6 +78,38 @@ def test_what_its_author_is_asked_in_one_step(shared: Path) -> None:
         step.switch("rollout")
     received = ["receive weight", "receive bias"]
     assert engine.calls == ["load weights", *received, "load kv_cache", "admit", "drain", "offload kv_cache weights"]
+
+
+@pytest.mark.parametrize("weights", ["keep", "discard"])
+@pytest.mark.parametrize(
+    ("knows", "lacks", "told"),
+    [
+        ({"weight"}, [], "it did not take bias"),
+        (None, [f"draft.{at}" for at in range(6)], "no published weight fills draft.0, .* and 2 more"),
+    ],
+)
+def test_weights_that_it_says_were_not_filled_are_not_valid(
+    weights: Any, knows: set[str] | None, lacks: list[str], told: str, shared: Path
+) -> None:
+    engine = Own(shared, weights=weights)
+    manager, actor, _ = beside(engine, shared)
+    engine.knows, engine.lacks = knows, lacks
+    with manager.phase("weight_sync"):
+        buckets = actor.weights(bucket_bytes=1)
+        engine.update_weights(next(buckets))
+        with pytest.raises(EngineError, match=told):
+            engine.update_weights(next(buckets))
+    assert engine.needs_weights
+    engine.calls.clear()
+    with pytest.raises(EngineError, match=told if weights == "keep" else "they were discarded"), manager.phase("rollout"):
+        pass
+    assert "admit" not in engine.calls
+    engine.knows, engine.lacks = {"weight", "bias"}, []
+    with manager.phase("weight_sync") as step:
+        for bucket in actor.weights(bucket_bytes=1):
+            engine.update_weights(bucket)
+        step.switch("rollout")
+    assert "admit" in engine.calls
 
 
 @pytest.mark.leaves_behind("nobody knows what the engine holds")
