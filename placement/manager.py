@@ -206,8 +206,8 @@ class Manager:
                 copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of what changed to the host; it loads 1/N
                 over its own link and gathers the rest from the others. All ranks of the group must register it at the same place of their
                 program. A process group: its ranks have the same, and are on one machine. True: the process group of a
-                `DistributedDataParallel`; the replicate dimension of a device mesh (HSDP); else torch.distributed's default one; of their
-                ranks those of this machine.
+                `DistributedDataParallel` (torch's, or Megatron-Core's); the replicate dimension of a device mesh (HSDP); else
+                torch.distributed's default one; of their ranks those of this machine.
             masters: for a module in bfloat16 or float16: the optimizer that has float32 master weights of which its weights are the cast,
                 bit for bit. Such weights have no host copy of their own while that optimizer, which is registered next, has one. Found
                 by comparing, here and at each offload; what is no cast any more is copied like any other.

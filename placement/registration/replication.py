@@ -174,6 +174,8 @@ def _group_of(name: str, target: Any) -> Any:
     """
     if isinstance(target, torch.nn.parallel.DistributedDataParallel):
         return target.process_group
+    if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):  # Megatron-Core's own
+        return group
     groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
     parameters = target.parameters() if isinstance(target, torch.nn.Module) else (p for each in groups for p in each["params"])
     sharded: list[Any] = [each for each in parameters if hasattr(each, "device_mesh")]  # DTensor, whose module need not be imported

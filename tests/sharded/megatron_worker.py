@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager
+from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
+from tests.group.part_worker import shared_with
 from tests.sharded import training
 from tests.sharded.pretend_cuda import pretend_cuda
+from tests.support.seeds import seed
 
 WIDTHS = {"cpu": (97, 33), "cuda": (1031, 519)}
 """Odd, so that shards end inside of parameters; on a GPU each handle fills more than a chunk."""
@@ -248,6 +251,36 @@ def host_bytes_saved(kind: Kind, device: str = "cpu") -> tuple[int, int, int]:
             manager.close()
     weight_bytes = sum(parameter.nbytes for parameter in program.model.parameters() if parameter.requires_grad)
     return held[0]["actor"] - held[1]["actor"], weight_bytes, held[0]["actor.optimizer"] - held[1]["actor.optimizer"]
+
+
+def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
+    """Steps with one host copy of the weights for the data-parallel ranks, and of an optimizer that is not distributed. The ranks that
+    share each range, by handle."""
+    with pretend_cuda():
+        seed(0)
+        plain = build(kind)
+        seed(0)
+        placed = build(kind)
+        store = dist.distributed_c10d._get_default_store()
+        group = StoreGroup(store, dist.get_rank(), dist.get_world_size(), 60.0, generation=generation)
+        manager = Manager(device=training.device_of("cpu"), group=group, budget_bytes=1 << 40)
+        handles = [
+            manager.register("actor", placed.model, role="actor", replicated=True),
+            manager.register("actor.optimizer", placed.optimizer, replicated=not kind.is_distributed),
+        ]
+        for step in range(4):
+            for phase, method in plain.phases:
+                wanted = getattr(plain, method)(step)
+                with manager.phase(phase):
+                    assert training.as_bytes(getattr(placed, method)(step)) == training.as_bytes(wanted)
+            assert [handle.resident_bytes for handle in handles] == [0, 0]
+        shared = [shared_with(handle) for handle in handles[: 1 if kind.is_distributed else 2]]
+        with manager.phase("train"):
+            found, wanted = dict(placed.values()), dict(plain.values())
+            assert found.keys() == wanted.keys()
+            assert all(training.as_bytes(found[name]) == training.as_bytes(wanted[name]) for name in wanted)
+        manager.close()
+    return shared
 
 
 def make_manager(program: Program, **options: Any) -> Manager:

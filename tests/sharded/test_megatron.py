@@ -290,6 +290,14 @@ def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) ->
     assert all(outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0 for outcome in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("number", "kind"), [(0, worker.KINDS[0]), (1, worker.Kind(is_distributed=False))], ids=["distributed", "replicated"]
+)
+def test_data_parallel_ranks_share_the_host_copy_of_their_weights(two_ranks: Ranks, number: int, kind: worker.Kind) -> None:
+    for shared in two_ranks.run(worker.replicas, kind, 7000 + number):
+        assert all(set(members) == {(0, 1)} for members in shared)
+
+
 CAST = worker.KINDS[-1]
 
 
