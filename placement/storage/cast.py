@@ -94,7 +94,7 @@ class CastRange(Range):
 
         @functools.cache
         def masters_in(r: Range) -> torch.Tensor:
-            bytes_now = self._device.view(r.layout.addresses, 0, r.nbytes) if self.optimizer.on_device else r.view(0, r.nbytes)
+            bytes_now = r.view(0, r.nbytes) if self.optimizer.is_on_host else self._device.view(r.layout.addresses, 0, r.nbytes)
             return bytes_now.view(torch.float32)
 
         out.zero_()
@@ -115,7 +115,7 @@ class CastRange(Range):
         """Cast into pages that have memory, on the current stream. Waits where masters are read on the host: nothing else knows of it."""
         for index in indices:
             self.cast_into(self._device.view(self.layout.addresses, self.starts[index], self.used_sizes[index]), self.starts[index])
-        if not self.optimizer.on_device:
+        if self.optimizer.is_on_host:
             self._device.wait_for_work()
 
     def fingerprints_of_cast(self, device: torch.device) -> torch.Tensor | None:
@@ -239,6 +239,10 @@ class CastStorage(ManagedStorage):
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
         try:
             super().make_consistent(chunk_pool)
+            for r in self._cast_ranges():
+                with r.lock:
+                    if self.on_device and r.is_cast:  # not before: until every page is there, readers are shown the host copy
+                        r.prints, r.is_cast = None, False
             if not self.on_device:
                 self.is_complete = True
                 for r in self._cast_ranges():
@@ -256,7 +260,6 @@ class CastStorage(ManagedStorage):
             r.pages.put(lacking, chunk_pool.take_wiped([r.chunk_sizes[index] for index in lacking]), chunk_pool)
             r.cast_to_device(lacking)
             r.pages.note_changed(lacking)
-            r.prints, r.is_cast = None, False  # from here on there is no host copy
         super().settle_on_device(r, chunk_pool)
 
     # --- offloading

@@ -677,6 +677,23 @@ def test_lack_of_memory_on_the_way_back(*, forever: bool) -> None:
         job.check()
 
 
+def test_read_after_a_device_has_failed_in_an_offload_and_on_the_way_back() -> None:
+    """State dicts show the host copy then, in which the weights may be a cast, of masters that are partly on the device."""
+    was_in_the_middle = 0
+    for at in range(1, 12):
+        device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+        job = Job(device=device)
+        with suppress(InjectedFault, placement.BrokenHandleError), job.manager.phase("train"):
+            job.learn(at)
+            device.fail("sync", at=at, forever=True)
+        device.clear()
+        was_in_the_middle += job.actor.broken is not None
+        assert_same(job.model.state_dict(), job.plain.state_dict())
+        assert_same(job.adam.state_dict(), job.plain_adam.state_dict())
+        job.check()
+    assert was_in_the_middle
+
+
 def test_no_host_memory_for_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
     job.train()

@@ -17,6 +17,7 @@ import placement
 from placement import Manager, RegistrationError
 from placement.devices.base import Device
 from placement.policies import Colocated
+from placement.storage.managed import ManagedStorage
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, assert_same, learn, make_manager, trained
@@ -389,3 +390,29 @@ def test_tensors_whole_state_dicts_and_copies_are_not_told(phase: str, caplog: A
         assert torch.equal(inside, job.net.weight[0])
         assert torch.equal(copies[0], job.net.weight[0])
     assert job.told(caplog) == []
+
+
+@pytest.mark.parametrize("at", [0, 20, 39])
+def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be saving it. Wherever the one tensor lies that has changed, it is shown from where its newest bytes are."""
+    manager = make_manager(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        pass
+    manager.enter("log_prob")
+    model[at].weight.data.add_(1)
+    shown = model.state_dict()
+    wanted = copy.deepcopy(shown)
+    vacate, moments = ManagedStorage.vacate, 0
+
+    def vacate_and_look(holding: ManagedStorage, *arguments: Any) -> None:
+        nonlocal moments
+        vacate(holding, *arguments)
+        moments += 1
+        assert_same(dict(shown), dict(wanted))
+        assert_same(dict(model.state_dict()), dict(wanted))
+
+    monkeypatch.setattr(ManagedStorage, "vacate", vacate_and_look)
+    manager.leave()
+    assert moments > 1

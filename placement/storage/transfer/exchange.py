@@ -291,8 +291,9 @@ class Exchange:
         # The copies of what is compared come last, and then its memory is vacated last.
         order = sorted(zip(leaving, parts, strict=True), key=lambda both: both[0].is_compared)
         for each, rest in order:
-            for _ in rest:  # while this vacates, the device computes the next fingerprints
-                self._vacate(each, waits=False)
+            for _ in rest:
+                if each.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
+                    self._vacate(each, waits=False)
         for each, _ in order:
             self._vacate(each, waits=True)
         mark = self.device.mark("to_host")
