@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -90,7 +91,7 @@ class _Trained:
     is_exact: bool
 
 
-def _trains(rig: Rig, manager: placement.Manager, nbytes: int, *, replicated: bool) -> _Trained:
+def _trains(rig: Rig, manager: placement.Manager, nbytes: int, cycles: int, *, replicated: bool) -> _Trained:
     """Load, change every byte and offload, several times in step with the other ranks."""
     model = blob(rig, nbytes).requires_grad_(requires_grad=True)
     optimizer = adam_over(rig, model, shards=1)
@@ -101,7 +102,7 @@ def _trains(rig: Rig, manager: placement.Manager, nbytes: int, *, replicated: bo
     rig.empty_cache()
     seconds: list[tuple[float, float]] = []
     wanted, is_exact = 0, True
-    for cycle in range(rig.pick(2, 4, 5) + 1):
+    for cycle in range(cycles + 1):
         time.sleep(REST_MILLISECONDS / 1e3 if rig.is_cuda else 0.0)
         dist.barrier()
         began = time.perf_counter()
@@ -133,11 +134,11 @@ def _joined(rank: int, world_size: int, port: int, device: str, size: str) -> tu
 
 
 def _training_rank(
-    rank: int, world_size: int, port: int, device: str, size: str, nbytes: int, answer: Connection, *, replicated: bool
+    rank: int, world_size: int, port: int, device: str, size: str, nbytes: int, answer: Connection, *, cycles: int, replicated: bool
 ) -> None:
     rig, store = _joined(rank, world_size, port, device, size)
     manager = placement.Manager(device=rig.placement_device(), group=StoreGroup(store, rank, world_size, _START_SECONDS))
-    answer.send(_trains(rig, manager, nbytes, replicated=replicated))
+    answer.send(_trains(rig, manager, nbytes, cycles, replicated=replicated))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -168,7 +169,7 @@ def _rows(results: Results, scenario: str, nbytes: int, system: str, seen: Seque
     return nbytes / seconds / 1e9
 
 
-def measure(rig: Rig, results: Results, trained_bytes: int | None = None) -> None:
+def measure(rig: Rig, results: Results, trained_bytes: int | None = None, cycles: int | None = None, turns: int = 2) -> None:
     nbytes = rig.pick(1 << 20, 4 << 30, 8 << 30)
     num_gpus = torch.cuda.device_count() if rig.is_cuda else 2
     if num_gpus < 2:
@@ -177,7 +178,7 @@ def measure(rig: Rig, results: Results, trained_bytes: int | None = None) -> Non
         if world_size <= num_gpus and trained_bytes is None:
             _references(rig, results, world_size, nbytes)
         elif world_size <= num_gpus:
-            _replicas(rig, results, world_size, trained_bytes)
+            _replicas(rig, results, world_size, trained_bytes, cycles, turns)
 
 
 def _references(rig: Rig, results: Results, world_size: int, nbytes: int) -> None:
@@ -191,14 +192,17 @@ def _references(rig: Rig, results: Results, world_size: int, nbytes: int) -> Non
         results.add(scenario, _SYSTEM, "as fast as each alone, times", replicated / at_once, "")
 
 
-def _replicas(rig: Rig, results: Results, world_size: int, nbytes: int | None) -> None:
+def _replicas(rig: Rig, results: Results, world_size: int, nbytes: int | None, cycles: int | None, turns: int) -> None:
     """Measure a model that is trained, with a host copy for all ranks and with one for each, by turns."""
     assert nbytes is not None
     scenario = f"trained, {world_size} ranks, {5 * nbytes / 1e9:.2f} GB"
     found: dict[str, list[_Trained]] = {_SYSTEM: [], "a host copy each": []}
-    for system in (*found, *found):
+    for turn, system in itertools.product(range(turns), found):
         with results.system(scenario, system):
-            found[system] += _ranks(rig, world_size, nbytes, functools.partial(_training_rank, replicated=system == _SYSTEM))
+            usual = rig.pick(2, 4, 5)
+            often = usual if turn or system != _SYSTEM else cycles or usual
+            rank_of = functools.partial(_training_rank, cycles=often, replicated=system == _SYSTEM)
+            found[system] += _ranks(rig, world_size, nbytes, rank_of)
     for system, seen in found.items():
         if seen:
             results.add(scenario, system, "load", max(each.load_seconds for each in seen), "s")
@@ -231,10 +235,12 @@ def _ranks(rig: Rig, world_size: int, nbytes: int, rank_of: Callable[..., None])
 def main(arguments: Sequence[str] | None = None) -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--trained", type=float, metavar="BYTES", help="measure a trained model with weights of so many bytes instead")
+    own.add_argument("--cycles", type=int, help="with --trained: how often the ranks that share load and offload in their first turn")
+    own.add_argument("--turns", type=int, default=2, help="with --trained: runs of each way, by turns")
     given, _ = own.parse_known_args(arguments)
     trained_bytes = None if given.trained is None else int(given.trained)
     name = "replicated" if trained_bytes is None else "replicated_trained"
-    _rig.run(name, __doc__, functools.partial(measure, trained_bytes=trained_bytes), arguments, [own])
+    _rig.run(name, __doc__, functools.partial(measure, trained_bytes=trained_bytes, cycles=given.cycles, turns=given.turns), arguments, [own])
 
 
 if __name__ == "__main__":
