@@ -240,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, _ = own.parse_known_args(arguments)
     trained_bytes = None if given.trained is None else int(given.trained)
     name = "replicated" if trained_bytes is None else "replicated_trained"
-    _rig.run(name, __doc__, functools.partial(measure, trained_bytes=trained_bytes, cycles=given.cycles, turns=given.turns), arguments, [own])
+    _rig.run(
+        name, __doc__, functools.partial(measure, trained_bytes=trained_bytes, cycles=given.cycles, turns=given.turns), arguments, [own]
+    )
 
 
 if __name__ == "__main__":
