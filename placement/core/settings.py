@@ -92,7 +92,7 @@ class Settings(BaseModel):
     streamed_bucket_bytes: int = Field(default=512 << 20, gt=0)
     """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB" works too. A step holds three of them."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
-    """Host bytes that may be pinned for the device at a time; "12GiB" works too. The rest stays pageable. None: no limit."""
+    """Host bytes that may be pinned for the device at a time; "12GiB" works too. A host copy beyond it stays pageable. None: no limit."""
     host_limit_bytes: int | None = Field(default=None, gt=0)
     """Host bytes that the host copies of this process may hold; "200GiB" works too. Those needed last wait in `disk_directory`. None: no
     limit."""

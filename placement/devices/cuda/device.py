@@ -22,7 +22,7 @@ from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
 from placement.devices.host import numa
-from placement.devices.host.reserve import Register
+from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
@@ -219,12 +219,14 @@ class CudaDevice(Device):
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         stream = self._streams[direction]
         handle = self._driver.api.CUstream(stream.cuda_stream)
+        for copy in copies:
+            wait_until_ready(copy.host_address, copy.nbytes)
         if direction == "to_device":
             function = "cuMemcpyHtoDAsync"
-            calls = [(device, host, nbytes, handle) for device, host, nbytes in self._pinning.cut(copies)]
+            calls = [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies]
         else:
             function = "cuMemcpyDtoHAsync"
-            calls = [(host, device, nbytes, handle) for device, host, nbytes in self._pinning.cut(copies)]
+            calls = [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with self._driver:
             self._driver.batch(function, calls)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from placement.devices.cuda.driver import Driver
-from placement.devices.host.reserve import SPAN_BYTES, cut_at, wait_until_ready
-from placement.devices.memory import Copy
 
 
 class Pinning:
@@ -64,11 +62,3 @@ class Pinning:
                 yield
             finally:
                 self._driver.call(exchange, before)
-
-    def cut(self, copies: Sequence[Copy]) -> Iterator[tuple[int, int, int]]:
-        """Split copies where one registration may end and the next begin, because a copy across two fails. Yields (device address, host
-        address, bytes). Waits for memory that is still to be registered."""
-        for copy in copies:
-            wait_until_ready(copy.host_address, copy.nbytes)
-            for host, nbytes in cut_at(SPAN_BYTES, copy.host_address, copy.nbytes):
-                yield copy.device_address + (host - copy.host_address), host, nbytes

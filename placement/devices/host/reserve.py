@@ -1,9 +1,11 @@
-"""Prepare host memory in the background: a few threads touch it piece by piece and register it with the driver.
+"""Prepare host memory in the background: a few threads touch it piece by piece, and the last one registers it with the driver.
 
-A slab can be used at once, because touching does not change written bytes. Only copies by the driver wait, in `wait_until_ready`,
-until the memory is registered. That is faster than a copy from untouched pageable memory, which pays for page faults on one thread. It
-also avoids two cases that the driver forbids or does not document: a copy that spans a registered and an unregistered part, and a
-registration of bytes that a copy is staging at that moment.
+A slab is registered in one call, because the driver refuses a copy across two registrations ("invalid argument"), and anybody may copy
+any part of a slab: a tensor of a state dict lies where its range has it. The other calls of the driver wait for a registration, about
+1 s for 25 GB, once.
+
+A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
+the memory is registered. That is faster than a copy from untouched pageable memory, which pays for page faults on one thread.
 """
 
 from __future__ import annotations
@@ -15,16 +17,14 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from placement.core import interrupts
 from placement.core.weak_set import WeakIdSet
 from placement.devices.background import BackgroundThread
 
 PIECE_BYTES = 128 << 20
-"""The unit of work of a thread. Pieces and spans end at absolute addresses that are multiples of their size."""
-SPAN_BYTES = 1 << 30
-"""The longest single registration, because a longer one blocks all other driver calls. No copy may cross two registrations."""
+"""The unit of work of a thread."""
 _MOST_THREADS = 8
 _EXIT_SECONDS = 10.0
 """How many seconds interpreter exit waits for a thread that is inside the kernel or the driver."""
@@ -39,30 +39,6 @@ Touch = Callable[[int, int, Callable[[int], bool]], str | None]
 _alive: WeakIdSet[Reservation] = WeakIdSet()
 
 
-def cut_at(multiple: int, address: int, nbytes: int) -> list[tuple[int, int]]:
-    """Split a run at every address that is a multiple. Returns (address, bytes) of the parts."""
-    first = address // multiple + 1
-    borders = [address, *range(first * multiple, address + nbytes, multiple), address + nbytes]
-    return [(start, end - start) for start, end in itertools.pairwise(borders)]
-
-
-class _Span:
-    """The memory that is registered in one call."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.pieces = cut_at(PIECE_BYTES, address, nbytes)
-        self.arrived = itertools.count(1)
-        """Counts finished pieces. A step of the counter is one step for all threads, so exactly one thread sees the last number."""
-        self.reason: str | None = None
-        self.pinned: bool | None = None
-        """Whether the span is pinned; None while undecided."""
-
-    def meets(self, address: int, nbytes: int) -> bool:
-        return self.address < address + nbytes and address < self.address + self.nbytes
-
-
 class Reservation:
     """The memory behind a slab, and the progress of its preparation.
 
@@ -73,7 +49,9 @@ class Reservation:
         nbytes: bytes that count as taken from now on, in every check of available memory.
 
     Attributes:
-        ready: set once every part is registered or refused.
+        ready: set once it is registered or refused.
+        pinned: whether it is registered; None while that is undecided.
+        reason: why it is not.
         undo: functions to call before unmapping.
     """
 
@@ -84,8 +62,9 @@ class Reservation:
         self.undo: list[Callable[[], None]] = []
         self.untouched = [nbytes]
         """Bytes that are promised but not yet allocated, for each piece. Each entry has one writer."""
-        self.spans: Sequence[_Span] = ()
-        self._pieces: list[tuple[_Span, int, int]] = []
+        self.pinned: bool | None = None
+        self.reason: str | None = None
+        self._address = self._nbytes = 0
         self._let_go = itertools.count(1)
         _alive.add(self)
 
@@ -94,72 +73,70 @@ class Reservation:
 
         Args:
             touch: allocates memory; None if it is allocated already.
-            unregister: undoes `register`; called for every successful registration, and for one that raised.
+            unregister: undoes `register`; called for a successful registration, and for one that raised.
         """
         self._touch, self._register, self._unregister = touch, register, unregister
         self.ready.clear()
-        self._let_go = itertools.count(1)
-        self.spans = [_Span(*part) for part in cut_at(SPAN_BYTES, address, sum(self.untouched))]
-        self._pieces = [(span, *piece) for span in self.spans for piece in span.pieces]
-        self.untouched = [nbytes if touch else 0 for _, _, nbytes in self._pieces]
-        _pool.submit(self, len(self._pieces))
+        self.pinned = self.reason = None
+        self._address, self._nbytes = address, sum(self.untouched)
+        pieces = range(0, self._nbytes, PIECE_BYTES)
+        self.untouched = [min(PIECE_BYTES, self._nbytes - start) if touch else 0 for start in pieces]
+        # A step of a counter is one step for all threads, so exactly one thread sees the last number.
+        self._touched, self._let_go = itertools.count(1), itertools.count(1)
+        _pool.submit(self, len(pieces))
 
     def unpin(self) -> None:
-        """Undo every registration. Call it when `ready` is set; `begin` may be called again afterwards."""
-        self.spans = ()
+        """Undo the registration. Call it when `ready` is set; `begin` may be called again afterwards."""
+        self.pinned = self.reason = None
         while self.undo:
             self.undo[-1]()
             self.undo.pop()
 
     def wait(self) -> None:
-        """Wait until every part is registered or refused."""
+        """Wait until it is registered or refused."""
         while not self.ready.wait(_LOOK_SECONDS):
             interrupts.check()
 
     def countdown(self) -> Callable[[], None]:
         """A function for a thread to call when it no longer holds this object. The last call sets `ready`, so a slab that dies after
         that frees its memory at once."""
-        return functools.partial(_count_down, self._let_go, len(self._pieces), self.ready)
+        return functools.partial(_count_down, self._let_go, len(self.untouched), self.ready)
 
     @property
     def is_wanted(self) -> bool:
         return not self._dead and not _pool.stopping.is_set()
 
-    @property
-    def reason(self) -> str | None:
-        """The reason why a part is not registered; the first in address order."""
-        return next((span.reason for span in self.spans if span.pinned is False), None)
-
-    def bytes_where(self, pinned: bool) -> int:
-        return sum(span.nbytes for span in self.spans if span.pinned is pinned)
+    def meets(self, address: int, nbytes: int) -> bool:
+        return self._address < address + nbytes and address < self._address + self._nbytes
 
     def prepare(self, index: int) -> None:
-        """Touch one piece. With the last piece of a span, also register the span."""
-        span, address, nbytes = self._pieces[index]
+        """Touch one piece. After the last one, register the whole."""
+        start = index * PIECE_BYTES
 
         def progress(done: int) -> bool:
             self.untouched[index] -= done
             return self.is_wanted
 
         try:
-            reason = self._touch(address, nbytes, progress) if self._touch else None
+            nbytes = min(PIECE_BYTES, self._nbytes - start)
+            reason = self._touch(self._address + start, nbytes, progress) if self._touch else None
         except Exception as exc:  # the reason is stored, because nobody could catch an exception of this thread
             reason = f"{type(exc).__name__}: {exc}"
-        span.reason = reason or span.reason
-        if next(span.arrived) == len(span.pieces) and self.is_wanted:
-            self._pin(span)
+        self.reason = reason or self.reason
+        if next(self._touched) == len(self.untouched) and self.is_wanted:
+            self._pin()
 
-    def _pin(self, span: _Span) -> None:
-        if span.reason is None:
-            undo = functools.partial(self._unregister or _nothing, span.address)
+    def _pin(self) -> None:
+        if self.reason is None:
+            undo = functools.partial(self._unregister or _nothing, self._address)
             self.undo.append(undo)  # first, because a registration that raises may still have happened
             try:
-                span.reason = self._register(span.address, span.nbytes)
-                if span.reason is not None:
+                self.reason = self._register(self._address, self._nbytes)
+                if self.reason is not None:
                     self.undo.remove(undo)
             except Exception as exc:
-                span.reason = f"{type(exc).__name__}: {exc}"
-        span.pinned = span.reason is None
+                self.reason = f"{type(exc).__name__}: {exc}"
+        self.pinned = self.reason is None
 
 
 def _count_down(count: Iterator[int], last: int, ready: threading.Event) -> None:
@@ -246,8 +223,8 @@ def promised_bytes() -> int:
 
 
 def wait_until_ready(address: int, nbytes: int) -> None:
-    """Wait until every part of `[address, address + nbytes)` is registered or refused. Its slab moves to the front of the queue."""
+    """Wait until the slab of `[address, address + nbytes)` is registered or refused. It moves to the front of the queue."""
     for reservation in [] if _pool.stopping.is_set() else _alive:  # at interpreter exit no thread works any more
-        if not reservation.ready.is_set() and any(span.meets(address, nbytes) for span in reservation.spans):
+        if not reservation.ready.is_set() and reservation.meets(address, nbytes):
             _pool.hurry(reservation)
             reservation.wait()

@@ -118,11 +118,11 @@ class MappedSlab(SharedSlab):
 
     @property
     def pinned_bytes(self) -> int:
-        return min(self.nbytes, self._memory.bytes_where(pinned=True))
+        return self.nbytes if self._memory.pinned else 0
 
     @property
     def pageable_bytes(self) -> int:
-        return min(self._own_bytes, self._memory.bytes_where(pinned=False))
+        return self._own_bytes if self._memory.pinned is False else 0
 
     @property
     def pageable_reason(self) -> str | None:

@@ -27,7 +27,7 @@ from placement.devices.host.mapping import (
     map_for_life,
     round_up,
 )
-from placement.devices.host.reserve import SPAN_BYTES, Register, Reservation, cut_at, promised_bytes, wait_until_ready
+from placement.devices.host.reserve import Register, Reservation, promised_bytes, wait_until_ready
 from placement.devices.memory import HostSlab
 
 _MADV_HUGEPAGE = 14
@@ -55,21 +55,14 @@ def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
 
 
 def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source, non_blocking)` for a source in a slab. A cast is made on the device.
-
-    The copy is split at registrations, because the driver refuses one across two of them.
-    """
+    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is registered. A cast is made on the device."""
     is_plain = type(source) is type(target) is torch.Tensor
     if is_plain and source.dtype != target.dtype and target.device.type != "cpu":
         return target.copy_(upload(torch.empty_like(source, device=target.device), source, non_blocking=non_blocking))
     if not is_plain or source.dtype != target.dtype or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
         return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
-    into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
-    for address, nbytes in cut_at(SPAN_BYTES, source.data_ptr(), source.nbytes):
-        start = address - source.data_ptr()
-        into[start : start + nbytes].copy_(out_of[start : start + nbytes], non_blocking=non_blocking)
-    return target
+    return target.copy_(source, non_blocking=non_blocking)
 
 
 def check_span(offset: int, nbytes: int, size: int) -> None:
@@ -86,8 +79,8 @@ class Slab(HostSlab):
 
     Args:
         nbytes: the exact size; 0 maps nothing.
-        register: pins `(address, nbytes)` for a device; returns None, or the reason for a failure. Called on background threads for
-            spans of at most `SPAN_BYTES`. Spans that it refuses stay pageable.
+        register: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a
+            background thread. A slab that it refuses stays pageable.
         unregister: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
         place: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
 
@@ -140,11 +133,11 @@ class Slab(HostSlab):
 
     @property
     def pinned_bytes(self) -> int:
-        return min(self.nbytes, self._memory.bytes_where(pinned=True))
+        return self.nbytes if self._memory.pinned else 0
 
     @property
     def pageable_bytes(self) -> int:
-        return min(self.nbytes - self.pinned_bytes, self._memory.bytes_where(pinned=False))
+        return self.nbytes if self._memory.pinned is False else 0
 
     @property
     def pageable_reason(self) -> str | None:

@@ -38,6 +38,9 @@ _ASLEEP_SHARE = 0.5
 _PATIENCE_SECONDS = 1.0
 """The time for memory to show as free after the driver was told that the rollout sleeps."""
 _POLL_SECONDS = 0.01
+_LAST_SECONDS = 10.0
+"""The time for an answer to the call that puts the rollout to sleep after a sync has failed: its server may wait for the rest of the
+weights, and then answers nothing."""
 _bases: dict[str, tuple[type[PlacedRollout], str]] = {}
 """The class to put before verl's adapter, and the path of that adapter, by the names under which this module has them placed."""
 
@@ -114,6 +117,8 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
     _colocated: ColocatedRollout | None = None
     _open: Hold | None = None
     """The phase in which the rollout is awake, or wakes."""
+    _seconds: float | None = None
+    """The time for verl's method to put the rollout to sleep. None: as long as it takes."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -124,8 +129,8 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             return
         inherited: Any = super()
         self._colocated = ColocatedRollout(
-            lambda tag: _done(inherited.resume, [tag]),
-            lambda tags: _done(self.release_parts, tags),
+            lambda tag: _done(None, inherited.resume, [tag]),
+            lambda tags: _done(self._seconds, self.release_parts, tags),
             lambda: manager.device.memory().free_bytes,
             self._parts(),
             self._weights,
@@ -197,6 +202,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
     def ended(self, error: BaseException | None = None) -> None:
         """End the phase in which the rollout was awake: the worker begins another, or `error` has ended it and is not to be hidden."""
         hold, self._open = self._open, None
+        self._seconds = None if error is None else _LAST_SECONDS
         if hold is not None:
             with nullcontext() if error is None else noted(error):
                 hold.release(error)
@@ -258,14 +264,16 @@ def __getattr__(attribute: str) -> Any:
     return placed
 
 
-def _done(method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
+def _done(seconds: float | None, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
     """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one.
 
-    It raises EngineError where the server refused it by an HTTP status below 500, so that nothing was done, else EngineLost.
+    It raises EngineError where the server refused it by an HTTP status below 500, so that nothing was done, else EngineLost, also where
+    `seconds` have passed.
     """
     try:
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, method(*arguments)).result()
+            thread.submit(asyncio.run, asyncio.wait_for(method(*arguments), seconds)).result()
     except Exception as error:
         is_refused = 400 <= getattr(error, "status", 0) < 500
-        raise (EngineError if is_refused else EngineLost)(f"verl's rollout failed in {method.__name__}(): {error}") from error
+        told = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) and seconds is not None else error
+        raise (EngineError if is_refused else EngineLost)(f"verl's rollout failed in {method.__name__}(): {told}") from error

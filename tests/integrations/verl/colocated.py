@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from placement import DeviceMemoryError, Manager, PlacementError
 from placement.devices.simulated.device import SharedCapacity, SimulatedDevice
+from placement.integrations.verl import rollout
 from placement.integrations.verl.rollout import PlacedRollout
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.sglang_replica import BYTES, SglangReplica
@@ -30,6 +32,7 @@ class Replica:
         self.awake: set[str] = set()
         self.calls: list[str] = []
         self.fails = False
+        self.answers = True
 
     def _hold(self) -> None:
         self._share.claim(sum(BYTES[tag] for tag in self.awake), 0)
@@ -43,6 +46,8 @@ class Replica:
 
     async def sleep(self) -> None:
         self.calls.append("sleep")
+        if not self.answers:
+            await asyncio.Event().wait()
         self.awake.clear()
         self._hold()
 
@@ -229,6 +234,18 @@ def refused_weights(model: Path, file: Path) -> tuple[str, dict[str, str], list[
     states = job.states()
     assert job.manager.phase_name == "idle"
     return str(kept.value), states, job.sync()
+
+
+def cut_off_server(model: Path, file: Path) -> tuple[str, list[str], dict[str, str], str]:
+    """A sync that fails while the server waits for the rest of the weights, so that it answers nothing: the error with its notes, the
+    states then, and the error of the next sync."""
+    job = Job("vllm", model, file)
+    job.replica.answers = False
+    with mock.patch.object(rollout, "_LAST_SECONDS", 0.1), _refusing(), pytest.raises(RuntimeError) as failed:
+        job.sync()
+    with pytest.raises(PlacementError) as later:
+        job.sync()
+    return str(failed.value), failed.value.__notes__, job.states(), str(later.value)
 
 
 def refused_base(model: Path, file: Path) -> tuple[str, dict[str, str], str, list[str]]:

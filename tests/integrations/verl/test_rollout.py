@@ -135,6 +135,16 @@ def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(one_rank: R
     assert later == ["weights", "weights", "kv_cache weights"]
 
 
+def test_a_sync_that_fails_is_told_although_its_server_waits_for_the_rest_of_the_weights(
+    one_rank: Ranks, model: Path, tmp_path: Path
+) -> None:
+    ((error, notes, states, later),) = one_rank.run(colocated.cut_off_server, model, tmp_path / "capacity")
+    assert error == "no room for model.embed_tokens.weight"
+    assert "no answer within 0.1 s" in "".join(notes)
+    assert states["actor"] == OFF
+    assert "no answer within 0.1 s" in later
+
+
 def test_all_weights_that_are_open_end_with_a_sync_that_fails(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
     """verl opens those of LoRA's adapters before it sends the base."""
     ((error, states, reading_on, later),) = one_rank.run(colocated.refused_base, model, tmp_path / "capacity")
