@@ -21,10 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.states import State
 from placement.core.weak_set import WeakIdSet
-from placement.frameworks.weights import Weight, weight_of
+from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
 from placement.phases.phase import Hold
+from placement.publish.ahead import Ahead, plainly
 from placement.publish.changes import Publication as Changes
 from placement.tensors.plain import plain_parts
 
@@ -46,7 +47,7 @@ _joined: list[Group] = []
 _POLICY = "colocated(stream_sync=True)"
 """The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
 _BUCKET_BYTES = 64 << 20
-"""Bytes of changes that are found together."""
+"""Bytes of changes that are found together, and of weights that come from the host copy together."""
 _ended: list[weakref.WeakMethod[Callable[[], None]]] = []
 """Methods that end the rollout's phase, called when an engine begins one."""
 
@@ -403,6 +404,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             if phase != "checkpoint" and self._computes_to_publish and not handle.external and not handle.resident_bytes:
                 # A policy that publishes from the host copy: verl computes with the parameters themselves.
                 hold.switch(self._reading_phase, only=[handle])
+            if handle.is_streaming and not of_shards and not self._computes_to_publish and not getattr(self, "_qat_enabled", False):
+                return Publication(hold, self._streamed(handle)), None
             weights, peft_config = export()
             if phase == "checkpoint":
                 weights = _unmoved(weights, handle)
@@ -410,6 +413,27 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         except BaseException as error:
             hold.release(error)
             raise
+
+    def _streamed(self, handle: Handle) -> Iterator[tuple[str, torch.Tensor]]:
+        """What verl's `get_per_tensor_param` yields, read from the host copy while the weights before are sent."""
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        weights = {name: weight_of(each) for name, each in self._named().items()}
+        reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host)
+        ahead = Ahead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights.items():
+                with plainly():
+                    ahead.fetch()
+                    value = weight.whole(reader, weight.dtype)
+                ahead.used(value.nbytes)
+                yield name, value
+
+        try:
+            yield from unfuse_moe_params(read(), self.model_config.hf_config.model_type)
+        finally:
+            ahead.end()
 
     @property
     def _computes_to_publish(self) -> bool:

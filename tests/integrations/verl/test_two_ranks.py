@@ -45,6 +45,10 @@ def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool) -> None
         assert found["names"] == (27 if merge else 28)
 
 
+def test_a_policy_that_publishes_from_the_host(two_ranks: Ranks, model: Path) -> None:
+    assert two_ranks.run(several.published_from_the_host, model, {"strategy": "fsdp2"}) == [(SYNC, False)] * 2
+
+
 def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
     """Memory that one rank lacks is an error of both, and both can go on."""
     told = two_ranks.run(several.no_memory_on_one_rank, model)
