@@ -2,7 +2,7 @@
 
 A slab is registered in one call, because the driver refuses a copy across two registrations ("invalid argument"), and anybody may copy
 any part of a slab: a tensor of a state dict lies where its range has it. The other calls of the driver wait for a registration, about
-1 s for 25 GB, once.
+1 s for 16 GB (H100), once.
 
 A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
 the memory is registered. That is faster than a copy from untouched pageable memory, which pays for page faults on one thread.
