@@ -120,7 +120,10 @@ def has_own_export(part: torch.nn.Module) -> bool:
 
 def own_state(optimizer: object) -> OwnState | None:
     """See `Framework.own_state`."""
-    return next((found for each in answering("own_state") if (found := each.own_state(optimizer)) is not None), None)
+    for each in answering("own_state"):
+        if (found := each.own_state(optimizer)) is not None:
+            return found
+    return None
 
 
 def holds_optimizers(obj: object) -> bool:

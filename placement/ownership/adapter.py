@@ -138,7 +138,7 @@ class Adapter(abc.ABC):
         return ()
 
     def unborn_sizes(self) -> Sequence[int]:
-        """The sizes of `expected_sizes` whose storages do not exist yet. May look at every parameter."""
+        """The sizes of `expected_sizes` whose storages do not exist yet, as of the last `follow_groups`. May look at every parameter."""
         return ()
 
     def follow_groups(self) -> bool:

@@ -171,6 +171,7 @@ class AdoptedStorage(Storage):
         self._unborn_bytes, self._born_bytes = self._measure_unborn(), 0
 
     def _measure_unborn(self) -> int:
+        self.adapter.follow_groups()
         sizes = self.adapter.unborn_sizes()
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 

@@ -23,7 +23,7 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
-from placement.ownership.adapter import Adapter
+from placement.ownership.adapter import Adapter, Seen
 from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, RangeLayout, byte_view, expected_bytes
 from placement.storage.range import ObjectRanges, PlacedStorage, Range, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
@@ -262,7 +262,8 @@ class StorageScanner:
         Args:
             movable: give sparse gradients storages that nothing else uses, so that everything new can be moved.
         """
-        if self._is_as_before():
+        last = self._last if self._last is not None and self._last[0] is self.ranges.all else None
+        if last is not None and (seen := self.adapter.unchanged()) is not None and self._is_as_before(seen, *last[1:]):
             return Scan([], [], [])
         ranges = self.ranges.all
         walk = _Walk(self.adapter.owned(), ranges)
@@ -313,11 +314,8 @@ class StorageScanner:
         if self.adapter.unchanged() is None:  # else the last walk found none
             align_all(self.adapter.owned())
 
-    def _is_as_before(self) -> bool:
-        """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
-        if self._last is None or self._last[0] is not self.ranges.all or (found := self.adapter.unchanged()) is None:
-            return False
-        ranges, storages, addresses, last_versions = self._last
+    def _is_as_before(self, found: Seen, storages: Sequence[int], addresses: list[int], last_versions: list[int]) -> bool:
+        """Whether tensors that the adapter has found unchanged are those of the last look, all at their places. Updates the counters."""
         if found.addresses != addresses:
             return False
         # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
@@ -326,7 +324,7 @@ class StorageScanner:
             return False
         if found.versions != last_versions:
             self.versions = Versions(storages, found.versions)
-            self._last = ranges, storages, addresses, found.versions
+            self._last = self.ranges.all, storages, addresses, found.versions
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
