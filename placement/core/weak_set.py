@@ -1,12 +1,20 @@
-"""A set of weakly held objects that may be iterated while others change it."""
+"""Weak references: one to any object, and a set that may be iterated while others change it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def reference(obj: Any) -> Callable[[], Any]:
+    """A weak reference, so that the holder does not keep the object alive; a strong one where the class allows no weak references."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
 
 
 class WeakIdSet(Generic[T]):

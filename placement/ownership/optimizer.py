@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.weak_set import WeakIdSet
+from placement.core.weak_set import WeakIdSet, reference
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
-from placement.ownership.adapter import TRACK, Adapter, Seen, refusal
+from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
@@ -28,7 +28,6 @@ from placement.ownership.optimizer_state import (
     tensors_in_groups,
     unborn_state,
 )
-from placement.ownership.steady import SteadyState
 from placement.tensors.plain import (
     LAZY_VIEW,
     PLAIN_TYPES,
@@ -43,7 +42,6 @@ from placement.tensors.plain import (
     plain_parts,
     problem_of,
     problem_of_sparse,
-    reference,
     sparse_parts,
     with_index,
 )

@@ -9,14 +9,16 @@ import inspect
 import itertools
 import operator
 import random
+import sys
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from placement.core.weak_set import reference
 from placement.frameworks.known import optimizer_tables, own_state
-from placement.tensors.plain import nested_tensors, parts_of, reference
+from placement.tensors.plain import nested_tensors, parts_of
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
 """Attributes whose objects are looked into, of whatever class they are. In others, optimizers are found by what they are."""
@@ -426,3 +428,44 @@ def _twin_group(group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> di
         elif key not in ("params", "param_names"):
             twin[key] = copy.deepcopy(value)
     return twin
+
+
+# --- the step that torch makes to create state
+#
+# torch steps an optimizer without state to create its state, when it is asked for the optimizer's state dict.
+# `torch.distributed.checkpoint.state_dict` makes this step, and so does code built on it (VeOmni's `MultiOptimizer`). It gives every
+# parameter a gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so
+# training goes on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.
+
+_STATE_DICTS, _INITIAL_STEP = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
+
+
+def undo_initial_step() -> bool:
+    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
+    code = getattr(getattr(sys.modules.get(_STATE_DICTS), _INITIAL_STEP, None), "__code__", None)
+    frame = sys._getframe()
+    while code is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            optimizer, rates = frame.f_locals["optim"], list(frame.f_locals["lrs"])
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = rates.pop(0)
+            optimizer.zero_grad(set_to_none=True)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def no_initial_step() -> Iterator[None]:
+    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
+    module: Any = sys.modules.get(_STATE_DICTS)
+    plain = getattr(module, _INITIAL_STEP, None)
+    if plain is None:
+        yield
+        return
+    setattr(module, _INITIAL_STEP, lambda _: None)
+    try:
+        yield
+    finally:
+        setattr(module, _INITIAL_STEP, plain)

@@ -10,14 +10,13 @@ import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
-from placement.core.machine import HandleMachine, Node
-from placement.core.states import HandleView, State, Trigger
+from placement.core.states import HandleMachine, HandleView, Node, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.tagged import Residency
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.registration.method_call import no_initial_step
+from placement.ownership.optimizer_state import no_initial_step
 from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.scan import lasting_stray_references

@@ -19,16 +19,15 @@ from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.gradients import Gradients, dense_parts
-from placement.storage.layout import RANGES, expected_bytes, form_of, over
+from placement.storage.layout import expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, HostReadLocks
-from placement.storage.range import Range
+from placement.storage.range import RANGES, Range
 from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
-from placement.storage.writes import WritesWhileOffloaded
+from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
 from placement.tensors.plain import has_storage, is_plain_type
 
 

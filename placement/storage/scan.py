@@ -24,8 +24,8 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
-from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, RangeLayout, byte_view, expected_bytes
-from placement.storage.range import ObjectRanges, PlacedStorage, Range, storage_use_count, used_bytes
+from placement.storage.layout import ALIGNMENT, Adoptee, RangeLayout, byte_view, expected_bytes
+from placement.storage.range import RANGES, ObjectRanges, Owner, PlacedStorage, Range, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
 

@@ -23,8 +23,7 @@ from bench import report
 from bench._results import FOLDER, read
 from bench.code_paths import imports, modules
 from placement.cli import COMMANDS
-from placement.core.machine import diagram
-from placement.core.states import NO_TAGS, HandleView, State, View
+from placement.core.states import NO_TAGS, HandleView, State, View, diagram
 from placement.devices.base import Device
 from placement.engines.base import Engine
 from placement.frameworks.base import Framework

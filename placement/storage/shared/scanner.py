@@ -22,8 +22,8 @@ from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, HostSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee, Owner, RangeLayout, byte_view
-from placement.storage.range import Range, used_bytes
+from placement.storage.layout import Adoptee, RangeLayout, byte_view
+from placement.storage.range import Owner, Range, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.shared.copy import Refusal, SharedCopy, minority, numbers, others_say
 from placement.storage.shared.ranges import SharedRange, spans_of

@@ -187,7 +187,7 @@ class Exchange:
 
     Attributes:
         chunk_pool: gives chunks to the handles that come, and gets those that nobody takes.
-        verifier: compares the bytes that arrive with those that were sent.
+        verifier: compares the bytes that arrive with those that were sent; None: nothing is compared.
         room_bytes: device bytes that may be taken from the driver before any chunk was given up.
         early_release: give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a
             failure may then have to ask the driver for memory.
@@ -200,7 +200,7 @@ class Exchange:
 
     device: Device
     chunk_pool: ChunkPool
-    verifier: Verifier
+    verifier: Verifier | None
     room_bytes: int
     early_release: bool
     dropping: Collection[ManagedStorage]
@@ -268,7 +268,7 @@ class Exchange:
 
     def _move_out(self, leaving: Sequence[Leaving], parts: Sequence[Iterator[None]]) -> None:
         """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes. `parts` are those of `_start`."""
-        if self.verifier.is_on and any(each.fresh for each in leaving):
+        if self.verifier is not None and any(each.fresh for each in leaving):
             # Before any memory goes: where a state dict was loaded back, new storages may lie in that of a range.
             self.device.wait(self.device.mark("to_host"))
             for each in leaving:
@@ -341,7 +341,7 @@ class Exchange:
         """
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
-            if compared := leaving.compared(r, indices):
+            if self.verifier is not None and (compared := leaving.compared(r, indices)):
                 r.pages.wait(indices)
                 self.verifier.check_host(leaving.holding, compared, leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
@@ -356,7 +356,7 @@ class Exchange:
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
         shown = holding.state_dict_tensors
-        return 0 if shown or shown.are_held or self.verifier.is_on else self.staying.get(holding, 0)
+        return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
     # --- finding what changed, and copying it
 
@@ -368,7 +368,8 @@ class Exchange:
         """
         dropped = set(leaving.dropped or ())
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
-        leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
+        if self.verifier is not None:
+            leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
         for r in ranges:
             yield from self._enqueue_range(leaving, r, holds_back=holds_back)
 
@@ -486,8 +487,9 @@ class Exchange:
         if holdings:
             self.device.order("to_device")  # what an offload leaves to be saved goes on beside the work that follows
         complete = [holding for holding in holdings if holding.is_complete]
-        for holding in complete:
-            self.verifier.check_device(holding)
+        if self.verifier is not None:
+            for holding in complete:
+                self.verifier.check_device(holding)
         for holding in complete:
             holding.commit_load()
             holding.make_consistent(self.chunk_pool)
