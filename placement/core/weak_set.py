@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_ALIVE: Any = weakref.ref.__call__
+_IS_GONE = functools.partial(operator.is_, None)
 
 
 def reference(obj: Any) -> Callable[[], Any]:
@@ -49,4 +54,5 @@ class WeakIdSet(Generic[T]):
         return bool(self._references)
 
     def __iter__(self) -> Iterator[T]:
-        return iter([value for reference in list(self._references.values()) if (value := reference()) is not None])
+        alive = map(_ALIVE, list(self._references.values()))  # there may be tens of thousands, so C does the work
+        return iter(list(itertools.filterfalse(_IS_GONE, alive)))

@@ -104,7 +104,11 @@ def _overriding(question: str) -> tuple[type[Framework], ...]:
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     """An instance for each framework that has a part in a module tree."""
-    return [found for found in (cls.find(root) for cls in answering("find")) if found is not None]
+    instances = []
+    for framework in answering("find"):
+        if (found := framework.find(root)) is not None:
+            instances.append(found)
+    return instances
 
 
 def wrappers() -> list[tuple[type, str]]:

@@ -22,14 +22,14 @@ import torch
 from placement.core.errors import BrokenHandleError, CoordinatorLost, PhaseError
 from placement.core.journal import Journal, Record
 from placement.core.settings import Annotate, Settings
-from placement.core.states import Node, Plan, State, Trigger, path
+from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.protocol import Reached, Stage
 from placement.group.vote import Agree
 from placement.phases.findings import complaints, immovable, warn_of_views
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
-from placement.registration.handle import Handle
+from placement.registration.handle import Handle, Node, path
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing

@@ -355,11 +355,18 @@ class AdoptedStorage(Storage):
         """Give every storage its place. Returns whether any of them was on the device."""
         born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
-        fresh = self.scanner.adopt_first(born.stay)
-        if (gradients := self.scanner.adopt(born.transient, transient=True)) is not None:
-            fresh = (*fresh, gradients)
+        fresh, own = self.scanner.adopt_together(born.stay)
+        apart = self.scanner.classes
+        for adoptees, transient in (
+            ([each for each in own if each.storage._cdata in apart], False),
+            ([each for each in own if each.storage._cdata not in apart], False),
+            (born.transient, True),
+        ):
+            if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
+                fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
+        self.scanner.classes = {}
         self.device.sync()
-        self.keep(fresh)
+        self.keep(tuple(fresh))
         for new in self.ranges:
             new.move_in()
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))

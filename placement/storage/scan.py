@@ -365,15 +365,12 @@ class StorageScanner:
 
     # --- places for new storages
 
-    def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
-        """Like `adopt`, for the storages that are not transient and exist at registration."""
-        apart = self.adopt([each for each in adoptees if each.storage._cdata in self.classes])
-        fresh = apart, self.adopt([each for each in adoptees if each.storage._cdata not in self.classes])
-        self.classes = {}
-        return tuple(filter(None, fresh))
+    def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        """Like `adopt`, at registration, for what ranks share: see `SharedScanner`. Returns its ranges, and the storages that are left."""
+        return [], adoptees
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
-        """Host memory that this process needs for `adopt_first`."""
+        """Host memory that this process needs for storages that are not transient and exist at registration."""
         return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
     def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
@@ -385,7 +382,17 @@ class StorageScanner:
         if not adoptees:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
-        slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
+        nbytes = used_bytes(layout.nbytes)
+        spare: HostSlab | None = None
+        if transient:
+            spare, self.spare = self.spare, None
+        if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
+            slab = spare
+        elif self.reserved is None or self.reserved.nbytes < nbytes:
+            slab = self._device.host(nbytes)
+        else:
+            self.reserved.claim()
+            slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
         fresh = self.classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
@@ -426,17 +433,6 @@ class StorageScanner:
             addresses, self._reserved_addresses = self._reserved_addresses, None
             return addresses
         return self._device.reserve(nbytes)
-
-    def _slab(self, nbytes: int, *, transient: bool, in_parts: bool) -> HostSlab:
-        if transient and self.spare is not None:
-            spare, self.spare = self.spare, None
-            if nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
-                return spare
-        if self.reserved is None or self.reserved.nbytes < nbytes:
-            return self._device.host(nbytes)
-        self.reserved.claim()
-        slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        return slab
 
 
 # --- stray references: references to adopted storages that others hold, which read poison after the offload
