@@ -1,4 +1,6 @@
-"""A call of a module whose bytes are on the host is refused, however the call is made.
+"""Guards in front of calls of somebody else's objects: of modules (`CallGuard`), and of any other method (`MethodCall`).
+
+A call of a module whose bytes are on the host is refused, however the call is made.
 
 While the bytes are away, each guarded module has a `forward` attribute of its own that raises. A pre-hook would not be enough:
 
@@ -42,6 +44,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from placement.core.errors import PhaseError
+from placement.core.weak_set import reference
 
 _FORWARD = ("forward",)
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
@@ -302,3 +305,73 @@ def _refuse_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+# --- any other method
+
+
+class MethodCall:
+    """Stands in for a method of one object and calls a guard before it. It is for methods without torch hooks, or whose hooks run too late.
+
+    Hooks of an optimizer inside another one run too late: the outer one may have reduced, unscaled and dropped gradients by then. A copy of
+    the object is not guarded. If somebody else has put a method on the object itself, that method is called, and `remove` restores it.
+
+    Args:
+        guard: called with the object, the positional arguments (tuple) and the keyword arguments (dict); it raises to refuse the call,
+            and returns None or other arguments for it.
+        target: the object.
+        name: the method's name.
+    """
+
+    def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:
+        self._guard, self._target, self._name = guard, reference(target), name
+        theirs = vars(target).get(name)
+        plain = getattr(type(target), name) if theirs is None else theirs
+
+        def call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            method = functools.partial(plain, self_) if theirs is None else plain
+            return self.run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
+
+        bound = _Bound(call, plain, target, name, theirs)
+        self._bound = weakref.ref(bound)  # weak: it may hold the object, which the handle, our holder, must not keep alive
+        vars(target)[name] = bound
+
+    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of the method: run the guard, then the method, with other arguments where the guard returns them."""
+        changed = self._guard(target, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+        return method(*args, **kwargs)
+
+    def remove(self) -> None:
+        target, bound = self._target(), self._bound()
+        if target is None or bound is None or vars(target).get(self._name) is not bound:
+            return
+        if bound.theirs is None:
+            del vars(target)[self._name]
+        else:
+            vars(target)[self._name] = bound.theirs
+
+
+class _Bound:
+    """A bound method that does not keep its object alive. An ordinary one in the object's own fields would, until the next collection."""
+
+    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
+        functools.update_wrapper(self, plain)
+        self.__func__ = function
+        self._target, self._name, self.theirs = reference(target), name, theirs
+
+    @property
+    def __self__(self) -> Any:
+        return self._target()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Make it the copy's own method when it is copied or pickled with its object."""
+        return (getattr, (self.__self__, self._name)) if self.theirs is None else (_itself, (self.theirs,))
+
+
+def _itself(method: Any) -> Any:
+    return method

@@ -95,7 +95,7 @@ class HandleCounters:
     state: State = State.CPU_OFFLOADED
     """The last recorded state."""
     since_seconds: float = field(default_factory=time.monotonic)
-    state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
+    state_seconds: dict[State, float] = field(default_factory=dict.fromkeys(State, 0.0).copy)
     transitions: Counter[Trigger] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     loaded_bytes: int = 0

@@ -1,12 +1,25 @@
-"""A set of weakly held objects that may be iterated while others change it."""
+"""Weak references: one to any object, and a set that may be iterated while others change it."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_ALIVE: Any = weakref.ref.__call__
+_IS_GONE = functools.partial(operator.is_, None)
+
+
+def reference(obj: Any) -> Callable[[], Any]:
+    """A weak reference, so that the holder does not keep the object alive; a strong one where the class allows no weak references."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
 
 
 class WeakIdSet(Generic[T]):
@@ -41,4 +54,5 @@ class WeakIdSet(Generic[T]):
         return bool(self._references)
 
     def __iter__(self) -> Iterator[T]:
-        return iter([value for reference in list(self._references.values()) if (value := reference()) is not None])
+        alive = map(_ALIVE, list(self._references.values()))  # there may be tens of thousands, so C does the work
+        return iter(list(itertools.filterfalse(_IS_GONE, alive)))

@@ -19,8 +19,8 @@ from placement.frameworks.weights import Weight
 from placement.ownership.adapter import Adapter, Seen
 from placement.ownership.module import ModuleAdapter
 from placement.publish.buckets import WeightInfo, writable
-from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
+from placement.storage.range import RANGES
 from placement.tensors.plain import Owned, plain_parts
 
 

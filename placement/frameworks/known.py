@@ -104,7 +104,11 @@ def _overriding(question: str) -> tuple[type[Framework], ...]:
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     """An instance for each framework that has a part in a module tree."""
-    return [found for found in (cls.find(root) for cls in answering("find")) if found is not None]
+    instances = []
+    for framework in answering("find"):
+        if (found := framework.find(root)) is not None:
+            instances.append(found)
+    return instances
 
 
 def wrappers() -> list[tuple[type, str]]:
@@ -120,7 +124,10 @@ def has_own_export(part: torch.nn.Module) -> bool:
 
 def own_state(optimizer: object) -> OwnState | None:
     """See `Framework.own_state`."""
-    return next((found for each in answering("own_state") if (found := each.own_state(optimizer)) is not None), None)
+    for each in answering("own_state"):
+        if (found := each.own_state(optimizer)) is not None:
+            return found
+    return None
 
 
 def holds_optimizers(obj: object) -> bool:

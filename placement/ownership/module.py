@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.weak_set import WeakIdSet
+from placement.core.weak_set import WeakIdSet, reference
 from placement.frameworks.base import Advised
 from placement.frameworks.known import answering, frameworks_of
-from placement.ownership.adapter import TRACK, Adapter, Seen, refusal
-from placement.ownership.steady import MODULE_FIELDS, Steady
+from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Seen, Steady, refusal
 from placement.tensors.plain import (
     LAZY_VIEW,
     OBJECT_LEVELS,
@@ -32,7 +31,6 @@ from placement.tensors.plain import (
     parts_of,
     problem_of,
     problem_of_sparse,
-    reference,
     sparse_parts,
     with_index,
 )

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.weak_set import WeakIdSet
+from placement.core.weak_set import WeakIdSet, reference
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
-from placement.ownership.adapter import TRACK, Adapter, Seen, refusal
+from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
@@ -28,7 +28,6 @@ from placement.ownership.optimizer_state import (
     tensors_in_groups,
     unborn_state,
 )
-from placement.ownership.steady import SteadyState
 from placement.tensors.plain import (
     LAZY_VIEW,
     PLAIN_TYPES,
@@ -43,7 +42,6 @@ from placement.tensors.plain import (
     plain_parts,
     problem_of,
     problem_of_sparse,
-    reference,
     sparse_parts,
     with_index,
 )
@@ -128,14 +126,14 @@ class OptimizerAdapter(Adapter):
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self._steady is None else self._steady.look(self.optimizers())
+        return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in find(self._root())[1]])
 
     def standing(self) -> object | None:
         return self._steady if self._steady is not None and self._steady.has_no_new_entries() else None
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
-        objects, leaves = self._look()
+        objects, leaves = find(self._root())
         optimizers = [leaf.optimizer for leaf in leaves]
         if self.external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
@@ -152,7 +150,7 @@ class OptimizerAdapter(Adapter):
     def _walk(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
             noted.clear()
-        objects, leaves = self._look()
+        objects, leaves = find(self._root())
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
         seen = {id(parameter) for parameter in parameters}
@@ -228,10 +226,10 @@ class OptimizerAdapter(Adapter):
         return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(self._look()[0]) if scalar.device == self._device)
+        return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(find(self._root())[0]) if scalar.device == self._device)
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
-        objects, leaves = self._look()
+        objects, leaves = find(self._root())
         steps = {id(each) for each in parameters_of(leaves)}
         moved = {id(each.tensor) for each in self._walk()} if self.external is None else {}
         for name, tensor in tensors_beside(leaves, objects) if self.external is None else ():
@@ -251,15 +249,15 @@ class OptimizerAdapter(Adapter):
 
     def objects(self) -> list[Any]:
         """The registered object, and all wrappers and optimizers found in it."""
-        return self._look()[0]
+        return find(self._root())[0]
 
     def leaves(self) -> list[Leaf]:
         """The optimizers with a state of their own, inner ones first, with the path to each."""
-        return self._look()[1]
+        return find(self._root())[1]
 
     def optimizers(self) -> list[Any]:
         """The same without their paths."""
-        return [leaf.optimizer for leaf in self._look()[1]]
+        return [leaf.optimizer for leaf in find(self._root())[1]]
 
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing if it was garbage-collected."""
@@ -308,7 +306,7 @@ class OptimizerAdapter(Adapter):
 
         Before them stands the latter's key in the state; "" for what is stepped in the parameter's place.
         """
-        objects, leaves = self._look()
+        objects, leaves = find(self._root())
         models = stepped_for(objects)
         for leaf in leaves:
             for own in parameters_of([leaf]):
@@ -333,7 +331,7 @@ class OptimizerAdapter(Adapter):
         A main parameter or shard is replaced by the module's own parameter. If the optimizer is sharded over ranks, the parameters
         that other ranks step are included.
         """
-        objects, leaves = self._look()
+        objects, leaves = find(self._root())
         flattened = [own for each in answering("flattened_parameters") for own in each.flattened_parameters(objects)]
         if flattened:
             return flattened
@@ -363,7 +361,7 @@ class OptimizerAdapter(Adapter):
         if self.external is not None:
             return ()
         found: list[Unborn] = []
-        objects, leaves = self._look()
+        objects, leaves = find(self._root())
         given = self._stepped_for(objects)
         for leaf in leaves:
             if is_all_born(leaf.optimizer, given):
@@ -379,11 +377,10 @@ class OptimizerAdapter(Adapter):
         return self.unborn_sizes()
 
     def unborn_sizes(self) -> Sequence[int]:
-        self.follow_groups()
         return [size for unborn in self._unborn for size in unborn.sizes()]
 
     def follow_groups(self) -> bool:
-        given = self._stepped_for(self._look()[0]) if self._unborn else {}
+        given = self._stepped_for(find(self._root())[0]) if self._unborn else {}
         changed = False
         for unborn in self._unborn:
             changed |= unborn.follow(self._device, given)
@@ -395,10 +392,6 @@ class OptimizerAdapter(Adapter):
 
     def num_entries(self) -> int:
         return sum(unborn.num_entries for unborn in self._unborn)
-
-    def _look(self) -> tuple[list[Any], list[Leaf]]:
-        root = self._root()
-        return find(root) if root is not None else ([], [])
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -9,14 +9,16 @@ import inspect
 import itertools
 import operator
 import random
+import sys
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from placement.core.weak_set import reference
 from placement.frameworks.known import optimizer_tables, own_state
-from placement.tensors.plain import nested_tensors, parts_of, reference
+from placement.tensors.plain import nested_tensors, parts_of
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
 """Attributes whose objects are looked into, of whatever class they are. In others, optimizers are found by what they are."""
@@ -47,33 +49,37 @@ class Leaf:
 
 
 def find(root: Any) -> tuple[list[Any], list[Leaf]]:
-    """Find the optimizers in an object. Returns all objects on the way, and each optimizer with a state of its own, inner ones first."""
+    """Find the optimizers in an object. Returns all objects on the way, and each optimizer with a state of its own, inner ones first.
+
+    Args:
+        root: None: an object that was garbage-collected, in which there are none.
+    """
     objects: list[Any] = []
     leaves: list[Leaf] = []
-    _visit(root, "", objects, leaves, set(), set())
+    visited: set[int] = set()
+    states: set[int] = set()
+    waiting: list[tuple[Any, str, int | None]] = [] if root is None else [(root, "", None)]
+    while waiting:
+        obj, path, num_before = waiting.pop()
+        if num_before is None:
+            if id(obj) not in visited:
+                visited.add(id(obj))
+                objects.append(obj)
+                waiting.append((obj, path, len(leaves)))  # looked at once what it wraps has been
+                # Of what its framework class knows, the inner optimizers are replaced at every load.
+                inner = [] if own_state(obj) is not None else [*_wrapped(obj)]
+                waiting += [(each, f"{path}{name}.", None) for name, each in reversed(inner)]
+            continue
+        state = getattr(obj, "__dict__", {}).get("state")
+        # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
+        if isinstance(state, Mapping) and id(state) not in states and isinstance(getattr(obj, "param_groups", None), list):
+            states.add(id(state))
+            leaves.append(Leaf(path, obj, wraps=len(leaves) > num_before))
     return objects, leaves
 
 
-def _visit(obj: Any, path: str, objects: list[Any], leaves: list[Leaf], visited: set[int], states: set[int]) -> None:
-    """Add an object and what it wraps. Not a closure that calls itself: such a cycle would keep the optimizer until the next collection."""
-    if id(obj) in visited:
-        return
-    visited.add(id(obj))
-    objects.append(obj)
-    found_before = len(leaves)
-    for name, inner in _wrapped(obj):
-        _visit(inner, f"{path}{name}.", objects, leaves, visited, states)
-    fields = getattr(obj, "__dict__", {})
-    state = fields.get("state")
-    # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
-    if isinstance(state, Mapping) and id(state) not in states and isinstance(getattr(obj, "param_groups", None), list):
-        states.add(id(state))
-        leaves.append(Leaf(path, obj, wraps=len(leaves) > found_before))
-
-
 def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
-    if own_state(obj) is not None:  # its framework class knows its state; the inner optimizers are replaced at every load
-        return
+    """The objects in the attributes of an object that may be optimizers, with their names."""
     fields = dict(getattr(obj, "__dict__", {}))
     for name in WRAPPING:
         # Some wrappers offer the optimizer inside as a property.
@@ -93,11 +99,10 @@ def _is_optimizer(cls: Any) -> bool:
     return not issubclass(cls, torch.nn.Module) and all(callable(getattr(cls, name, None)) for name in ("step", "zero_grad"))
 
 
-def _may_hold(value: Any) -> bool:
-    """Whether a container has optimizers, or containers that may have some. It may have a million numbers, so C looks at their types."""
-    parts = value.values() if isinstance(value, Mapping) else value
-    kinds: set[Any] = {*map(type, parts)}
-    return any(_is_optimizer(kind) or issubclass(kind, (list, tuple, Mapping)) for kind in kinds)
+@functools.cache
+def _may_hold(cls: Any) -> bool:
+    """Whether a container with objects of a class is looked into: they are optimizers, or containers that may have some."""
+    return _is_optimizer(cls) or issubclass(cls, (list, tuple, Mapping))
 
 
 def _objects_in(value: Any, name: str, *, of_any_class: bool, depth: int = 3) -> Iterator[tuple[str, Any]]:
@@ -105,7 +110,9 @@ def _objects_in(value: Any, name: str, *, of_any_class: bool, depth: int = 3) ->
     kind: Any = type(value)
     if isinstance(value, (list, tuple, Mapping)):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for index, (key, part) in enumerate(pairs if depth and (of_any_class or _may_hold(value)) else ()):
+        parts: Collection[Any] = value.values() if isinstance(value, Mapping) else value  # a million numbers: C looks at their types
+        is_looked_into = depth and (of_any_class or any(map(_may_hold, {*map(type, parts)})))
+        for index, (key, part) in enumerate(pairs if is_looked_into else ()):
             # A key may be a parameter, whose text shows all its values: it must not be read.
             path = f"{name}.{key if isinstance(key, (str, int)) else index}"
             yield from _objects_in(part, path, of_any_class=of_any_class, depth=depth - 1)
@@ -421,3 +428,44 @@ def _twin_group(group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> di
         elif key not in ("params", "param_names"):
             twin[key] = copy.deepcopy(value)
     return twin
+
+
+# --- the step that torch makes to create state
+#
+# torch steps an optimizer without state to create its state, when it is asked for the optimizer's state dict.
+# `torch.distributed.checkpoint.state_dict` makes this step, and so does code built on it (VeOmni's `MultiOptimizer`). It gives every
+# parameter a gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so
+# training goes on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.
+
+_STATE_DICTS, _INITIAL_STEP = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
+
+
+def undo_initial_step() -> bool:
+    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
+    code = getattr(getattr(sys.modules.get(_STATE_DICTS), _INITIAL_STEP, None), "__code__", None)
+    frame = sys._getframe()
+    while code is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            optimizer, rates = frame.f_locals["optim"], list(frame.f_locals["lrs"])
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = rates.pop(0)
+            optimizer.zero_grad(set_to_none=True)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def no_initial_step() -> Iterator[None]:
+    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
+    module: Any = sys.modules.get(_STATE_DICTS)
+    plain = getattr(module, _INITIAL_STEP, None)
+    if plain is None:
+        yield
+        return
+    setattr(module, _INITIAL_STEP, lambda _: None)
+    try:
+        yield
+    finally:
+        setattr(module, _INITIAL_STEP, plain)

@@ -21,7 +21,6 @@ import torch
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost, PhaseError
 from placement.core.journal import Journal, Record
-from placement.core.machine import Node, path
 from placement.core.settings import Annotate, Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
@@ -30,7 +29,7 @@ from placement.group.vote import Agree
 from placement.phases.findings import complaints, immovable, warn_of_views
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
-from placement.registration.handle import Handle
+from placement.registration.handle import Handle, Node, path
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
@@ -157,7 +156,7 @@ class Mover:
         self._journal = journal
         self._strict = settings.strict
         self._mark = marker(settings.annotate)
-        self._verifier = Verifier(settings.verify)
+        self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
         self._transition = Transition(ChunkPool(device))
         """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -409,7 +408,8 @@ class Mover:
         for holding, handle in holdings.items():
             if handle.kind == "optimizer":
                 holding.adopt_dropped()
-        self._verifier.note(holdings)
+        if self._verifier is not None:
+            self._verifier.note(holdings)
 
     def _complete(self, handles: Iterable[Handle]) -> None:
         """Commit the loads that waited for the decision of the group, whatever it is.
@@ -422,7 +422,8 @@ class Mover:
             if (holding := handle.holding) is not None and not holding.is_complete:
                 try:
                     holding.complete()
-                    self._verifier.check_device(holding)
+                    if self._verifier is not None:
+                        self._verifier.check_device(holding)
                     holding.commit_load()
                     holding.make_consistent(self.chunk_pool)
                 except Exception as error:

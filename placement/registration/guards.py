@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placement.core import is_a
-from placement.core.call_guard import CHECKS, CallGuard
+from placement.core.call_guard import CHECKS, CallGuard, MethodCall
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.registration.method_call import MethodCall, undo_initial_step
+from placement.ownership.optimizer_state import undo_initial_step
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:

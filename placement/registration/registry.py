@@ -31,8 +31,8 @@ from placement.registration.streamed_optimizer import StreamedOptimizer, Streami
 from placement.registration.unregistered import StepWatch
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.cast import CastStorage
-from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
+from placement.storage.range import RANGES
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared.ranks import Ranks
 from placement.storage.transfer.streamed import most_buckets

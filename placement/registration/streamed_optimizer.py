@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from placement.core.call_guard import MethodCall
 from placement.core.errors import PhaseError
 from placement.core.journal import HandleCounters
 from placement.core.torch_modes import without_modes
@@ -35,7 +36,6 @@ from placement.ownership.partial_step import (
     replaced_step,
     sliceable_state,
 )
-from placement.registration.method_call import MethodCall
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool

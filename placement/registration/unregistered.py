@@ -19,10 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placement.core.errors import PhaseError, PlacementError, RegistrationError
 from placement.core.states import State
-from placement.ownership.optimizer_state import find
+from placement.ownership.optimizer_state import find, undo_initial_step
 from placement.registration.guards import StepGuard, is_off, refuse
-from placement.registration.method_call import undo_initial_step
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:

@@ -19,16 +19,15 @@ from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.gradients import Gradients, dense_parts
-from placement.storage.layout import RANGES, expected_bytes, form_of, over
+from placement.storage.layout import expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, HostReadLocks
-from placement.storage.range import Range
+from placement.storage.range import RANGES, Range
 from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
-from placement.storage.writes import WritesWhileOffloaded
+from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
 from placement.tensors.plain import has_storage, is_plain_type
 
 
@@ -171,6 +170,7 @@ class AdoptedStorage(Storage):
         self._unborn_bytes, self._born_bytes = self._measure_unborn(), 0
 
     def _measure_unborn(self) -> int:
+        self.adapter.follow_groups()
         sizes = self.adapter.unborn_sizes()
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 
@@ -355,11 +355,18 @@ class AdoptedStorage(Storage):
         """Give every storage its place. Returns whether any of them was on the device."""
         born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
-        fresh = self.scanner.adopt_first(born.stay)
-        if (gradients := self.scanner.adopt(born.transient, transient=True)) is not None:
-            fresh = (*fresh, gradients)
+        fresh, own = self.scanner.adopt_together(born.stay)
+        apart = self.scanner.classes
+        for adoptees, transient in (
+            ([each for each in own if each.storage._cdata in apart], False),
+            ([each for each in own if each.storage._cdata not in apart], False),
+            (born.transient, True),
+        ):
+            if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
+                fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
+        self.scanner.classes = {}
         self.device.sync()
-        self.keep(fresh)
+        self.keep(tuple(fresh))
         for new in self.ranges:
             new.move_in()
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))

@@ -20,13 +20,13 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityE
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.storage.adopted import AdoptedStorage
-from placement.storage.gradients import dense_parts
-from placement.storage.layout import RANGES, move_out
+from placement.storage.layout import move_out
 from placement.storage.pages import Behind, Side, fill
-from placement.storage.range import Range
+from placement.storage.range import RANGES, Range
 from placement.storage.scan import StorageScanner, borrowed, note_borrowed, stepped, tensors_of_all_objects
 from placement.storage.state_dicts import handed_out
 from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.writes import dense_parts
 from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
 
 

@@ -25,7 +25,6 @@ Who may change a page: the thread of a phase transition or of a streamed step, a
 from __future__ import annotations
 
 import enum
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -152,10 +151,11 @@ class Pages:
 
     def copies(self, indices: Iterable[int]) -> list[Copy]:
         """The copies between these pages (ascending), wherever their memory is, and the host copy, with neighbours joined."""
-        return [
-            Copy(self._of(behind).base + self.starts[run[0]], self.host.address + self.starts[run[0]], self.used_bytes_of(run))
-            for behind, run in self._runs(indices)
-        ]
+        found = []
+        for behind, run in self._runs(indices):
+            start = self.starts[run[0]]
+            found.append(Copy(self._of(behind).base + start, self.host.address + start, self.used_bytes_of(run)))
+        return found
 
     def on_device(self, copy: Copy) -> torch.Tensor:
         """The device's bytes of a part of such a copy, uint8."""
@@ -378,9 +378,14 @@ class Pages:
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
         """Runs of neighbours (ascending) whose memory shows at the same addresses."""
-        for behind, those in itertools.groupby(indices, key=lambda index: self.table[index].behind):
-            for run in runs(those):
-                yield behind, run
+        run: list[int] = []
+        for index in indices:
+            if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):
+                yield self.table[run[0]].behind, run
+                run = []
+            run.append(index)
+        if run:
+            yield self.table[run[0]].behind, run
 
 
 Part = tuple[Pages, Sequence[int]]
@@ -410,7 +415,10 @@ def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: St
     moving = [pages.table[index] for pages, those in parts for index in those]
     for page in moving:
         page.copied, page.mark = direction, None
-    (start or device.copy)([copy for pages, those in parts for copy in pages.copies(those)], direction)
+    copies: list[Copy] = []
+    for pages, those in parts:
+        copies += pages.copies(those)
+    (start or device.copy)(copies, direction)
     mark = device.mark(direction)
     for page in moving:
         page.newest, page.mark = Side.BOTH, mark
@@ -418,8 +426,14 @@ def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: St
 
 def runs(indices: Iterable[int]) -> Iterator[list[int]]:
     """Runs of neighbours among ascending indices."""
-    for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        yield [index for _, index in run]
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
 
 
 class HostReadLocks:

@@ -1,12 +1,18 @@
-"""The ranges of a handle: addresses that last for its life, host slabs of the same layout, and the storages and tensors in them."""
+"""The ranges of a handle: addresses that last for its life, host slabs of the same layout, and the storages and tensors in them.
+
+A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same weights, would move the same bytes
+against each other. So every adoption looks into the table of all ranges first (`RANGES`), which says who owns an address.
+"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.layout import AddressMap, Adoptee, Form, RangeLayout, chunk_sizes
+from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes
 from placement.storage.pages import Pages
 from placement.tensors.plain import Outline, Owned, is_wrapper
 
@@ -224,6 +230,82 @@ class Range:
 
 RangeChunk = tuple[Range, int]
 """A chunk of a range, by its index."""
+
+
+# --- who owns an address
+
+
+T = TypeVar("T")
+
+
+class AddressMap(Generic[T]):
+    """Finds what an address belongs to, among spans that do not overlap: (first address, end, what lies there)."""
+
+    def __init__(self, spans: Iterable[tuple[int, int, T]] = ()) -> None:
+        self._spans = sorted(spans, key=operator.itemgetter(0))
+        self._bases = [base for base, _, _ in self._spans]
+
+    def at(self, address: int) -> tuple[T, int] | None:
+        """The value of the span that an address lies in, and the offset of the address there; None where it lies in none."""
+        index = bisect.bisect_right(self._bases, address) - 1
+        if index < 0 or address >= self._spans[index][1]:
+            return None
+        return self._spans[index][2], address - self._bases[index]
+
+
+class Owner(Protocol):
+    name: str
+
+
+class _Table:
+    """The owner of each range, by its device addresses.
+
+    There is no lock: a garbage collection in the middle of a call may drop a manager, which then removes its ranges in the same thread.
+    Each change is one dictionary operation, and `_map` is made anew at the first question after a change.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, tuple[int, int, weakref.ref[Owner]]] = {}
+        self._changes = itertools.count(1)
+        self._change = 0
+        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())
+        """The number of the last change that the map knows, and the map."""
+
+    def add(self, owner: Owner, base: int, nbytes: int) -> None:
+        self._ranges[base] = (base, base + nbytes, weakref.ref(owner))
+        self._change = next(self._changes)
+
+    def remove(self, base: int) -> None:
+        self._ranges.pop(base, None)
+        self._change = next(self._changes)
+
+    def owner_of(self, address: int) -> Owner | None:
+        """The owner of the range that an address lies in; None where there is no range, or its owner is gone."""
+        for anew in (False, True):
+            change, known = self._map
+            if anew or change != self._change:
+                change, known = self._change, AddressMap(self._living())
+                self._map = change, known
+            if (found := known.at(address)) is None:
+                return None
+            if (owner := found[0]()) is not None:
+                return owner
+            # The owner was dropped with its manager. Its addresses may have been given out again, in other pieces: look once more.
+        return None
+
+    def _living(self) -> list[tuple[int, int, weakref.ref[Owner]]]:
+        """The ranges whose owners are alive. The others are forgotten."""
+        known = self._ranges.copy()  # a list of the items would make tuples, which may start a collection
+        for base, each in known.items():
+            if each[2]() is None and self._ranges.get(base) is each:
+                self._ranges.pop(base, None)
+        return [each for each in known.values() if each[2]() is not None]
+
+
+RANGES = _Table()
+
+
+# --- the ranges of one object
 
 
 class Place(NamedTuple):

@@ -23,9 +23,9 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
-from placement.ownership.adapter import Adapter
-from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, RangeLayout, byte_view, expected_bytes
-from placement.storage.range import ObjectRanges, PlacedStorage, Range, storage_use_count, used_bytes
+from placement.ownership.adapter import Adapter, Seen
+from placement.storage.layout import ALIGNMENT, Adoptee, RangeLayout, byte_view, expected_bytes
+from placement.storage.range import RANGES, ObjectRanges, Owner, PlacedStorage, Range, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
 
@@ -262,7 +262,8 @@ class StorageScanner:
         Args:
             movable: give sparse gradients storages that nothing else uses, so that everything new can be moved.
         """
-        if self._is_as_before():
+        last = self._last if self._last is not None and self._last[0] is self.ranges.all else None
+        if last is not None and (seen := self.adapter.unchanged()) is not None and self._is_as_before(seen, *last[1:]):
             return Scan([], [], [])
         ranges = self.ranges.all
         walk = _Walk(self.adapter.owned(), ranges)
@@ -313,11 +314,8 @@ class StorageScanner:
         if self.adapter.unchanged() is None:  # else the last walk found none
             align_all(self.adapter.owned())
 
-    def _is_as_before(self) -> bool:
-        """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
-        if self._last is None or self._last[0] is not self.ranges.all or (found := self.adapter.unchanged()) is None:
-            return False
-        ranges, storages, addresses, last_versions = self._last
+    def _is_as_before(self, found: Seen, storages: Sequence[int], addresses: list[int], last_versions: list[int]) -> bool:
+        """Whether tensors that the adapter has found unchanged are those of the last look, all at their places. Updates the counters."""
         if found.addresses != addresses:
             return False
         # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
@@ -326,7 +324,7 @@ class StorageScanner:
             return False
         if found.versions != last_versions:
             self.versions = Versions(storages, found.versions)
-            self._last = ranges, storages, addresses, found.versions
+            self._last = self.ranges.all, storages, addresses, found.versions
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
@@ -367,15 +365,12 @@ class StorageScanner:
 
     # --- places for new storages
 
-    def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
-        """Like `adopt`, for the storages that are not transient and exist at registration."""
-        apart = self.adopt([each for each in adoptees if each.storage._cdata in self.classes])
-        fresh = apart, self.adopt([each for each in adoptees if each.storage._cdata not in self.classes])
-        self.classes = {}
-        return tuple(filter(None, fresh))
+    def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        """Like `adopt`, at registration, for what ranks share: see `SharedScanner`. Returns its ranges, and the storages that are left."""
+        return [], adoptees
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
-        """Host memory that this process needs for `adopt_first`."""
+        """Host memory that this process needs for storages that are not transient and exist at registration."""
         return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
     def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
@@ -387,7 +382,17 @@ class StorageScanner:
         if not adoptees:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
-        slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
+        nbytes = used_bytes(layout.nbytes)
+        spare: HostSlab | None = None
+        if transient:
+            spare, self.spare = self.spare, None
+        if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
+            slab = spare
+        elif self.reserved is None or self.reserved.nbytes < nbytes:
+            slab = self._device.host(nbytes)
+        else:
+            self.reserved.claim()
+            slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
         fresh = self.classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
@@ -428,17 +433,6 @@ class StorageScanner:
             addresses, self._reserved_addresses = self._reserved_addresses, None
             return addresses
         return self._device.reserve(nbytes)
-
-    def _slab(self, nbytes: int, *, transient: bool, in_parts: bool) -> HostSlab:
-        if transient and self.spare is not None:
-            spare, self.spare = self.spare, None
-            if nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
-                return spare
-        if self.reserved is None or self.reserved.nbytes < nbytes:
-            return self._device.host(nbytes)
-        self.reserved.claim()
-        slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        return slab
 
 
 # --- stray references: references to adopted storages that others hold, which read poison after the offload

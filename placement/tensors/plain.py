@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,14 +51,6 @@ def is_plain_type(cls: type) -> bool:
 def with_index(device: torch.device) -> torch.device:
     """`device` as tensors report it. "cuda" without an index means the current device."""
     return torch.empty(0, device=device).device
-
-
-def reference(obj: Any) -> Callable[[], Any]:
-    """A weak reference, so that an adapter does not keep its object alive; a strong one where the class allows no weak references."""
-    try:
-        return weakref.ref(obj)
-    except TypeError:
-        return lambda: obj
 
 
 def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:

@@ -23,12 +23,12 @@ from bench import report
 from bench._results import FOLDER, read
 from bench.code_paths import imports, modules
 from placement.cli import COMMANDS
-from placement.core.machine import diagram
 from placement.core.states import NO_TAGS, HandleView, State, View
 from placement.devices.base import Device
 from placement.engines.base import Engine
 from placement.frameworks.base import Framework
 from placement.observe.collector import SnapshotCollector
+from placement.registration.handle import diagram
 from placement.testing import SimulatedDevice
 from tests.docs.pages import DOCS, PAGES, README, ROOT, between, prose_with_code, rows
 from tests.unit.test_architecture import ROOMS, room_of

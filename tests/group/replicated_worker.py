@@ -16,7 +16,7 @@ from placement.core.errors import CoordinatorLost, GroupError, PlacementError, R
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
 from placement.group import BoardLost, StoreGroup
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_engines_apart import Engine
 from tests.support.boards import FailingBoard, ForwardingBoard

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from placement import Manager, RegistrationError
 from placement.ownership.module import ModuleAdapter
 from placement.policies import Colocated
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.modules import replaced

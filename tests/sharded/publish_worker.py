@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from placement import Manager, WeightInfo
 from placement.policies import Colocated
 from placement.publish import ahead
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK_BYTES = 4096

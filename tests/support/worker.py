@@ -9,7 +9,7 @@ import torch
 
 import placement
 from placement import Manager, State
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.testing import SimulatedDevice
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING

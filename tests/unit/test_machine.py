@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from placement import PhaseError, State, Trigger
-from placement.core.machine import HandleMachine, diagram, path
 from placement.core.states import TRANSITIONS
+from placement.registration.handle import HandleMachine, diagram, path
 
 CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
 

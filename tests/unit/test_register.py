@@ -12,7 +12,7 @@ import placement
 from placement import DeviceMemoryError, NotResidentError, PhaseError, PlacementError, RegistrationError, State
 from placement.devices import adoption
 from placement.policies import Colocated
-from placement.storage.layout import RANGES
+from placement.storage.range import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net, trained
 

@@ -12,9 +12,8 @@ import torch
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk
 from placement.policies import Colocated
-from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Range
+from placement.storage.range import RANGES, Range
 from placement.testing import InjectedFault, SimulatedDevice
 from tests.support.early import Early, wait_for_copies
 from tests.support.late_device import LateDevice

@@ -13,7 +13,7 @@ import pytest
 from placement.core.journal import Journal
 from placement.core.weak_set import WeakIdSet
 from placement.devices.host.reserve import Reservation, promised_bytes
-from placement.storage.layout import _Table
+from placement.storage.range import _Table
 
 
 class Thing:

@@ -22,8 +22,8 @@ from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, HostSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee, Owner, RangeLayout, byte_view
-from placement.storage.range import Range, used_bytes
+from placement.storage.layout import Adoptee, RangeLayout, byte_view
+from placement.storage.range import Owner, Range, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.shared.copy import Refusal, SharedCopy, minority, numbers, others_say
 from placement.storage.shared.ranges import SharedRange, spans_of
@@ -50,23 +50,23 @@ class SharedScanner(StorageScanner):
         self.state: SharedCopy | None = None
         """The host copy for state that is not created yet."""
 
-    def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
+    def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         frozen, trained, own = self._divide(adoptees)
         if not frozen and not trained and self.adapter.kind != "optimizer":
             raise RegistrationError(f"{self.name!r} has no parameters, so there is nothing to share; register it without replicated=True")
         with self._comparing():
             said = self._ranks.exchange_texts("what", f"{self.adapter.kind}-{self._readonly}-{len(frozen)} {len(trained)}")
             self._check_layouts([each.partition(" ")[0] for each in said])
-            found: list[Range] = [self._adopt_together(frozen, is_frozen=True)] if frozen else []
+            found: list[Range] = [self._shared_range(frozen, is_frozen=True)] if frozen else []
             try:
                 self._check_layouts(said)
-                found += [self._adopt_together(trained, is_frozen=False)] if trained else []
+                found += [self._shared_range(trained, is_frozen=False)] if trained else []
             except _Unequal as unequal:  # on each of these ranks, because all compare the same
                 if not frozen:
                     raise
                 logger.info("%s Each rank has a host copy of what is trained.", unequal)
                 own = trained + own
-        return *found, *super().adopt_first(own)
+        return found, own
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class SharedScanner(StorageScanner):
         """Make a host copy for state of these sizes that all ranks share. Every rank calls this at the same time.
 
         Raises:
-            RegistrationError, HostMemoryError, DeviceMemoryError, GroupError, CoordinatorLost: see `_adopt_together`.
+            RegistrationError, HostMemoryError, DeviceMemoryError, GroupError, CoordinatorLost: see `_shared_range`.
         """
         if self.adapter.kind != "optimizer":
             super().reserve(sizes, parts)
@@ -153,7 +153,7 @@ class SharedScanner(StorageScanner):
 
     # --- a host copy that all ranks share
 
-    def _adopt_together(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
+    def _shared_range(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
         """Make a shared range and write this rank's share. Every rank calls this at the same time.
 
         Raises:

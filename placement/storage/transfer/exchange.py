@@ -94,11 +94,6 @@ class Leaving:
     aside_bytes: int = 0
     """Device bytes of pages that may stay aside, beside those that do already."""
 
-    def adopt_new(self) -> None:
-        """Start saving the new storages."""
-        self.fresh, self.has_new_state = self.holding.adopt_new(drops=self.dropped is not None)
-        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.moving_in or ())
-
     def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
         """The part of `chosen` among neighbouring pages."""
         _, first, last = self.chosen.get(r, (r, 0, 0))
@@ -192,7 +187,7 @@ class Exchange:
 
     Attributes:
         chunk_pool: gives chunks to the handles that come, and gets those that nobody takes.
-        verifier: compares the bytes that arrive with those that were sent.
+        verifier: compares the bytes that arrive with those that were sent; None: nothing is compared.
         room_bytes: device bytes that may be taken from the driver before any chunk was given up.
         early_release: give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a
             failure may then have to ask the driver for memory.
@@ -205,7 +200,7 @@ class Exchange:
 
     device: Device
     chunk_pool: ChunkPool
-    verifier: Verifier
+    verifier: Verifier | None
     room_bytes: int
     early_release: bool
     dropping: Collection[ManagedStorage]
@@ -238,9 +233,26 @@ class Exchange:
         for holding in out if self.is_together else ():
             holding.move_together()
         try:
-            moved = self._offload(out, into)
-            moved |= self._load(into)
+            self._begin(out, into)
+            moving = [Leaving(each, dropped=self._dropped_of(each), aside_bytes=self._aside_bytes(each)) for each in out]
+            stays = any(each.aside_bytes for each in moving)
+            parts = self._start(moving, remaps_first=stays)
+            # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
+            # which a state dict gave the object, and they must be taken in first.
+            for each in moving:
+                each.fresh, each.has_new_state = each.holding.adopt_new(drops=each.dropped is not None)
+                each.copied_bytes += sum(claim.nbytes for r in each.fresh for claim in r.moving_in or ())
+            for holding in into:
+                self._arrivals.expect(holding, holding.adopt_from_elsewhere())
+            if stays:
+                self._let_stay(moving)
+                self._open_window()
+            self._move_out(moving, parts)
+            moved = self._decide(moving) | self._load(into)
         except BaseException as error:
+            if any(holding.on_device for holding in out):  # copies to new slabs may be under way: this frame and the traceback hold these
+                with contextlib.suppress(Exception):
+                    self.device.sync()
             # Storages that give up memory come first, so that those that need it back find it. A storage that cannot be made consistent now
             # is tried again at the next phase transition.
             for holding in sorted((*out, *into), key=lambda each: each.on_device):
@@ -254,36 +266,9 @@ class Exchange:
 
     # --- offloading
 
-    def _offload(self, holdings: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
-        self._begin(holdings, coming)
-        leaving = [
-            Leaving(
-                each,
-                dropped=each.gradients.ranges(each.ranges) if each in self.dropping else None,
-                aside_bytes=self._aside_bytes(each),
-            )
-            for each in holdings
-        ]
-        try:
-            return self._move_out(leaving, coming)
-        except BaseException:
-            with contextlib.suppress(Exception):  # copies to new slabs may be under way, and only `leaving` and the traceback hold these
-                self.device.sync()
-            raise
-
-    def _move_out(self, leaving: Sequence[Leaving], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
-        stays = any(each.aside_bytes for each in leaving)
-        parts = self._start(leaving, remaps_first=stays)
-        # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors, which a
-        # state dict gave the object, and they must be taken in first.
-        for each in leaving:
-            each.adopt_new()
-        for holding in coming:
-            self._arrivals.expect(holding, holding.adopt_from_elsewhere())
-        if stays:
-            self._let_stay(leaving)
-            self._open_window()
-        if self.verifier.is_on and any(each.fresh for each in leaving):
+    def _move_out(self, leaving: Sequence[Leaving], parts: Sequence[Iterator[None]]) -> None:
+        """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes. `parts` are those of `_start`."""
+        if self.verifier is not None and any(each.fresh for each in leaving):
             # Before any memory goes: where a state dict was loaded back, new storages may lie in that of a range.
             self.device.wait(self.device.mark("to_host"))
             for each in leaving:
@@ -302,7 +287,6 @@ class Exchange:
         interrupts.check()
         if leaving and (not self.staying or any(each.fresh for each in leaving)):
             self.device.wait(mark)  # the copies of new storages, which are in no batch
-        return self._decide(leaving)
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Begin the moves, and show what was prefetched of what comes."""
@@ -357,7 +341,7 @@ class Exchange:
         """
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
-            if compared := leaving.compared(r, indices):
+            if self.verifier is not None and (compared := leaving.compared(r, indices)):
                 r.pages.wait(indices)
                 self.verifier.check_host(leaving.holding, compared, leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
@@ -366,10 +350,13 @@ class Exchange:
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
 
+    def _dropped_of(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
+        return holding.gradients.ranges(holding.ranges) if holding in self.dropping else None
+
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
         shown = holding.state_dict_tensors
-        return 0 if shown or shown.are_held or self.verifier.is_on else self.staying.get(holding, 0)
+        return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
     # --- finding what changed, and copying it
 
@@ -381,7 +368,8 @@ class Exchange:
         """
         dropped = set(leaving.dropped or ())
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
-        leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
+        if self.verifier is not None:
+            leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
         for r in ranges:
             yield from self._enqueue_range(leaving, r, holds_back=holds_back)
 
@@ -499,8 +487,9 @@ class Exchange:
         if holdings:
             self.device.order("to_device")  # what an offload leaves to be saved goes on beside the work that follows
         complete = [holding for holding in holdings if holding.is_complete]
-        for holding in complete:
-            self.verifier.check_device(holding)
+        if self.verifier is not None:
+            for holding in complete:
+                self.verifier.check_device(holding)
         for holding in complete:
             holding.commit_load()
             holding.make_consistent(self.chunk_pool)

@@ -29,21 +29,17 @@ class Verifier:
     """Compares the bytes that arrived with those that were sent.
 
     Args:
-        mode: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. "off": none.
+        mode: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is
+            no verifier.
     """
 
     def __init__(self, mode: Verify) -> None:
         self._mode = mode
         self._random = random.Random()  # noqa: S311 - not the global one, which a training script seeds
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is compared."""
-        return self._mode != "off"
-
     def choose(self, ranges: Iterable[Range]) -> list[Span]:
         """The chunks of these ranges to compare in one move."""
-        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges if not r.can_be_cast] if self._mode != "off" else []
+        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges if not r.can_be_cast]
         if self._mode == "always" or not whole:
             return whole
         r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])
@@ -82,7 +78,7 @@ class Verifier:
         Raises:
             IntegrityError: the bytes differ; the storages stay where they are.
         """
-        arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))] if self._mode != "off" else []
+        arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))]
         if self._mode == "sample" and arrived:
             arrived = [self._random.choice(arrived)]
         for r, index in arrived:
