@@ -244,9 +244,9 @@ class ManagedStorage(AdoptedStorage):
         if not self._is_vacating:
             # Another thread may be writing a checkpoint from these tensors, or be given some just now. It must never read poison.
             self._is_vacating = True
-            if self.state_dict_tensors:
-                self.device.wait(self.device.mark("to_host"))
             self.state_dict_tensors.point_to_host(except_for=self._moving_in)
+            if self.state_dict_tensors:
+                self.device.sync()  # for what it has begun to read where they were
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from placement import State
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.memory import Copy
 from placement.policies import Colocated, Cyclic, Resident
+from placement.storage.state_dicts import StateDictTensors
 from placement.testing import InjectedFault
 from tests.support.kernel_device import KernelDevice, kernels_noted
 from tests.support.late_device import LateDevice
@@ -156,6 +158,24 @@ def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(operati
             assert_same({name: parameter.grad for name, parameter in net.named_parameters()}, gradients)
             net.zero_grad()
     manager.close()
+
+
+def test_what_another_thread_reads_of_a_state_dict_has_run_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin at any moment until the tensors are pointed to the host copy."""
+    worker = worker_with(Colocated())
+    worker.manager.enter("log_prob")
+    held = worker.net.state_dict()
+    point = StateDictTensors.point_to_host
+
+    def read_and_point(*its: Any, **keywords: Any) -> None:
+        for value in held.values():
+            value.sum()
+        point(*its, **keywords)
+
+    monkeypatch.setattr(StateDictTensors, "point_to_host", read_and_point)
+    worker.manager.leave()
+    monkeypatch.undo()
+    assert worker.actor.resident_bytes == 0
 
 
 def close(worker: Worker) -> None:
