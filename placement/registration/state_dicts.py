@@ -58,11 +58,11 @@ class StateDictCall(MethodCall):
         handle = self._handle()
         if handle is None:
             return method(*args, **kwargs)
-        is_offloaded = any(each.storage.is_on_host for each in (handle, *handle.owners))
-        if is_reading() or not is_offloaded:
+        if is_reading() or not _is_offloaded(handle):
             is_part = bool(args) or kwargs.get("destination") is not None  # a call from an outer module's call, which does the rest
             found = method(*args, **kwargs)
-            return found if is_part else _shown(handle, found, ManagedStorage.hand_out_once)
+            if is_part or is_reading() or not _is_offloaded(handle):  # else another thread has offloaded it: what was computed may be NaN
+                return found if is_part else _shown(handle, found, ManagedStorage.hand_out_once)
         if any(frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR for frame, _ in traceback.walk_stack(None)):
             raise NotResidentError(
                 f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be given a state dict: load it inside "
@@ -88,16 +88,20 @@ class ZeroCall(StateDictCall):
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
-        if handle is None or not any(each.storage.is_on_host for each in (handle, *handle.owners)):
+        if handle is None or not _is_offloaded(handle):
             return method(*args, **kwargs)
         with FromHostCopies():
             return method(*args, **kwargs)
 
 
+def _is_offloaded(handle: Handle) -> bool:
+    return any(each.storage.is_on_host for each in (handle, *handle.owners))
+
+
 def shown(handle: Handle, live: Any) -> Any:
     """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes.
 
-    A dictionary in which nothing has to be replaced is returned as it is. A module's is changed in place, another one is copied.
+    A module's dictionary is changed in place, another one is copied.
 
     Raises:
         BrokenHandleError: values of the handle are lost.
@@ -128,7 +132,8 @@ def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut, *, is_ins
     if isinstance(value, torch.Tensor):
         return hand_out(holding, value)
     if isinstance(value, dict):
-        return _changed(value, {key: _readable(holding, each, hand_out, is_inside=is_inside) for key, each in value.items()})
+        parts = {key: _readable(holding, each, hand_out, is_inside=is_inside) for key, each in value.items()}
+        return _changed(value, parts) if is_inside else parts  # the live dict may get new state in a later step
     if isinstance(value, SEQUENCES):
         return _changed(value, dict(enumerate(_readable(holding, each, hand_out, is_inside=is_inside) for each in value)))
     return value if is_inside else with_fields(value, lambda each: _readable(holding, each, hand_out, is_inside=True))
@@ -137,7 +142,7 @@ def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut, *, is_ins
 def _changed(value: Any, parts: dict[Any, Any]) -> Any:
     """A container of the same type with other parts; the container itself if all parts are the same."""
     own = value if isinstance(value, dict) else dict(enumerate(value))
-    if all(parts[key] is own[key] for key in own):
+    if all(parts.get(key) is each for key, each in [*own.items()]):
         return value
     if isinstance(value, dict):
         return parts

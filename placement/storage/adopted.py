@@ -303,13 +303,17 @@ class AdoptedStorage(Storage):
         return over(storages[address], form_of(tensor))
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
+        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move, also in another thread."""
         owner = self._owner_of(tensor)
         if owner.is_on_host:
             owner.before_shown()
         if self.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.detach()  # state that is a parameter; the live one is for a module's state_dict(keep_vars=True)
-        return owner.state_dict_tensors.hand_out(tensor, from_host=owner.is_on_host)
+        shown, num_pointings = owner.state_dict_tensors, -1
+        while num_pointings != shown.num_pointings:
+            num_pointings = shown.num_pointings
+            found = shown.hand_out(tensor, from_host=owner.is_on_host)
+        return found
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
         """Like `hand_out`, but returns a tensor that was handed out before as it is."""

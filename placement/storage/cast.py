@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from placement.core.errors import RegistrationError
+from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.host.disk_file import release, renew
 from placement.devices.host.slab import Slab, upload
@@ -64,12 +65,21 @@ class CastRange(Range):
     optimizer: ManagedStorage
     """The storage of the masters. Set as long as `weights` are."""
     dtype: torch.dtype
+    is_told = False
+    """Whether the log has told that it can be no cast any more."""
 
     def __init__(self, device: Device, *its: Any) -> None:
         super().__init__(device, *its)
         self._device = device
         self.lock = threading.RLock()
         """Held while weights are cast into the slab, and from the decision of an offload that they are a cast up to its end."""
+
+    def lacks(self) -> str | None:
+        """Words for weights that are not at their places, or have no masters: the range is no cast for good. None if all are there."""
+        places = sorted(self.layout.offsets)
+        num = len(places) - len({bisect.bisect(places, each.start) for each in self.weights})
+        reason = "of its weights have got other memory since they were registered (.data =), or their masters are gone"
+        return f"{num} {reason}, so masters= saves nothing: unregister it and the optimizer, and register both anew" if num else None
 
     def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
         self.have()
@@ -144,7 +154,7 @@ class CastStorage(ManagedStorage):
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, masters: Any) -> None:
         super().__init__(device, adapter, name, readonly)
         self._masters = OptimizerAdapter(masters, name=name, compute_device=device.torch_device)
-        dtypes = {weight.untyped_storage()._cdata: weight.dtype for _, weight, _ in self._masters.masters()}
+        dtypes = {weight.untyped_storage()._cdata: weight.dtype for _, weight, _ in self._masters.masters() if weight.nbytes}
         dtype = next(iter(dtypes.values()), None)
         if dtype is None or self._masters.external is not None:
             raise RegistrationError(
@@ -178,10 +188,11 @@ class CastStorage(ManagedStorage):
                 if cast is not None and cast.equal(prints):
                     break
             else:
-                raise RegistrationError(
-                    f"{self.name!r}: its weights are not the cast of float32 masters in {optimizer.name!r}, bit for bit. Make the masters "
+                differ = (
+                    f"its weights are not the cast of float32 masters in {optimizer.name!r}, bit for bit. Make the masters "
                     "from the weights that it has now, or register it without masters="
                 )
+                raise RegistrationError(f"{self.name!r}: {r.lacks() or differ}")
             r.expected = prints
             if not self.on_device and not r.host.has_views:
                 r.prints, r.is_cast = prints, True
@@ -195,6 +206,9 @@ class CastStorage(ManagedStorage):
         for r in self._cast_ranges():
             with r.lock:  # nobody reads the masters' host copy
                 self._find_weights(r, optimizer)
+                if not r.is_told and (reason := r.lacks()):
+                    r.is_told = True
+                    logger.warning("%s: %s", self.name, reason)
                 r.expected = None if is_written else r.fingerprints_of_cast(self.device.torch_device)
 
     def _find_weights(self, r: CastRange, optimizer: ManagedStorage) -> None:

@@ -241,11 +241,12 @@ class ManagedStorage(AdoptedStorage):
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
-        if not self._is_vacating and self.state_dict_tensors:
-            # Another thread may be writing a checkpoint from these tensors, which must never read poison.
-            self.device.wait(self.device.mark("to_host"))
+        if not self._is_vacating:
+            # Another thread may be writing a checkpoint from these tensors, or be given some just now. It must never read poison.
+            self._is_vacating = True
             self.state_dict_tensors.point_to_host(except_for=self._moving_in)
-        self._is_vacating = True
+            if self.state_dict_tensors:
+                self.device.sync()  # for what it has begun to read where they were
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(
@@ -300,6 +301,7 @@ class ManagedStorage(AdoptedStorage):
                     self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
+            self._is_vacating = self._is_vacating and not self.on_device  # whoever asks from here on is shown the device
             self.state_dict_tensors.point_to_device()
             self._distrust_host_copies_with_views()
         if self.on_device:
@@ -342,6 +344,8 @@ class ManagedStorage(AdoptedStorage):
             self.device.sync()
         for r in self.ranges:
             r.pages.settle(Side.HOST, chunk_pool)
+        self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
+        for r in self.ranges:
             r.move_in()
         if self.is_stepping:
             self._end_step()

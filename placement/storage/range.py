@@ -152,7 +152,9 @@ class Range:
     def place_of(self, storage: torch.UntypedStorage) -> PlacedStorage | None:
         """The place to which a storage belongs, wherever it lies now; None where it has no place in this range."""
         if self._by_storage is None:
-            self._by_storage = {entry.ref.cdata: entry for entry in self.placed}
+            coming = zip(self.moving_in or (), self.layout.offsets, strict=False)
+            places = [PlacedStorage(each.name, StorageWeakRef(each.storage), offset, each.nbytes) for each, offset in coming]
+            self._by_storage = {entry.ref.cdata: entry for entry in (*self.placed, *places)}
         return self._by_storage.get(storage._cdata)
 
     def has_any(self, addresses: Sequence[int]) -> bool:

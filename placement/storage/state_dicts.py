@@ -118,6 +118,8 @@ class StateDictTensors:
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage over each address that was handed out, while anybody holds it."""
         self._versions = HostVersions()
+        self.num_pointings = 0
+        """How often all tensors were pointed elsewhere. What was being handed out meanwhile may have been missed: see `hand_out`."""
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -234,7 +236,7 @@ class StateDictTensors:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if (place := self._ranges.at(storage.data_ptr()) or self._registered_place(storage)) is not None:
+        if (place := self._place_of(storage) or self._registered_place(storage)) is not None:
             return self._over_host(tensor, *place)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
@@ -245,6 +247,12 @@ class StateDictTensors:
                 f"poison (NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
             )
         return None
+
+    def _place_of(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
+        """The place of a storage, which may have still to move in: the host copy has its bytes. None for no range."""
+        coming = ((r, r.place_of(storage)) for r in self._ranges.all if r.moving_in is not None)
+        new = next(((r, entry.offset) for r, entry in coming if entry is not None), None)
+        return new or self._ranges.at(storage.data_ptr())
 
     def _registered_place(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
         """The place of a storage that was relocated: its bytes are there, although it is not."""
@@ -258,7 +266,7 @@ class StateDictTensors:
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""
-        place = self._ranges.find(tensor)
+        place = self._place_of(tensor.untyped_storage())
         return None if place is None else self._over_host(tensor, *place)
 
     def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
@@ -334,6 +342,7 @@ class StateDictTensors:
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""
+        self.num_pointings += 1
         with torch.no_grad():
             for tensor in self:
                 if (there := find(tensor)) is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import placement
 from placement import State
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.devices.memory import Copy, HostSlab
+from placement.devices.memory import Copy
 from placement.policies import Colocated, Cyclic, Resident
+from placement.storage.state_dicts import StateDictTensors
 from placement.testing import InjectedFault
 from tests.support.kernel_device import KernelDevice, kernels_noted
 from tests.support.late_device import LateDevice
@@ -130,8 +131,8 @@ def test_steps_that_stream_their_state(
     manager.close()
 
 
-@pytest.mark.parametrize("operation", ["host", "reserve", "copy"])
-def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(operation: str) -> None:
+@pytest.mark.parametrize(("operation", "forever"), [("host", False), ("reserve", False), ("copy", False), ("sync", True)])
+def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(operation: str, *, forever: bool) -> None:
     """Two models leave with new gradients. Those of the first are on their way when the second fails."""
     device = LateDevice(400 * CHUNK, chunk_bytes=CHUNK)
     manager = placement.Manager(device=device, policy=Colocated())
@@ -140,36 +141,41 @@ def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(operati
     for net, optimizer, name in zip(nets, optimizers, ("actor", "critic"), strict=True):
         manager.register(name, net, role=name)
         manager.register(f"{name}.optimizer", optimizer)
-    under_way: list[int] = []
-
-    def freed(address: int, nbytes: int) -> None:
-        waiting = [each for _, each in device._waiting["to_host"] if address <= each.host_address < address + nbytes]
-        under_way.extend(each.nbytes for each in waiting)
-
-    make = device.device.host
-
-    def host(nbytes: int) -> HostSlab:
-        slab = make(nbytes)
-        weakref.finalize(slab, freed, slab.address, nbytes)
-        return slab
-
-    device.device.host = host  # type: ignore[method-assign]
     try:
         with manager.phase("train"):
             for net in nets:
                 net(torch.ones(2, 64)).sum().backward()
             wanted = [{name: parameter.grad.clone() for name, parameter in net.named_parameters()} for net in nets]  # type: ignore[union-attr]
-            device.fail(operation, at=2)
+            device.fail(operation, at=2, forever=forever)
     except (DeviceMemoryError, HostMemoryError, InjectedFault):
         pass
     assert device.fired
     device.clear()
-    assert under_way == []
+    gc.collect()  # a device that fails every wait cannot be waited for, and makes no more copies to what is freed then
+    assert device.freed_bytes == 0
     with manager.phase("train"):
         for net, gradients in zip(nets, wanted, strict=True):
             assert_same({name: parameter.grad for name, parameter in net.named_parameters()}, gradients)
             net.zero_grad()
     manager.close()
+
+
+def test_what_another_thread_reads_of_a_state_dict_has_run_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin at any moment until the tensors are pointed to the host copy."""
+    worker = worker_with(Colocated())
+    worker.manager.enter("log_prob")
+    held = worker.net.state_dict()
+    point = StateDictTensors.point_to_host
+
+    def read_and_point(*its: Any, **keywords: Any) -> None:
+        for value in held.values():
+            value.sum()
+        point(*its, **keywords)
+
+    monkeypatch.setattr(StateDictTensors, "point_to_host", read_and_point)
+    worker.manager.leave()
+    monkeypatch.undo()
+    assert worker.actor.resident_bytes == 0
 
 
 def close(worker: Worker) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from placement.devices.memory import Addresses, Copy, Direction, Mark
-from placement.testing import Faults, SimulatedDevice
+from placement.devices.memory import Addresses, Copy, Direction, HostSlab, Mark
+from placement.testing import Faults, InjectedFault, SimulatedDevice
 
 
 class _Number(Mark):
@@ -21,14 +22,16 @@ class LateDevice(Faults):
 
     Attributes:
         most_waiting_bytes: the most bytes that were on their way to the host at once.
+        freed_bytes: bytes on their way to host memory that was given up, although the device had failed in no wait. It is an error.
     """
 
     def __init__(self, capacity_bytes: int, *, chunk_bytes: int) -> None:
         super().__init__(SimulatedDevice(capacity_bytes, chunk_bytes=chunk_bytes))
         self._lock = threading.RLock()
         self._waiting: dict[Direction, list[tuple[int, Copy]]] = {"to_device": [], "to_host": []}
-        self._number = 0
-        self.most_waiting_bytes = 0
+        self._number = self._num_failed = 0
+        """The last copy so far, and that at the last wait that failed."""
+        self.most_waiting_bytes = self.freed_bytes = 0
 
     @property
     def outside_bytes(self) -> int:
@@ -40,6 +43,25 @@ class LateDevice(Faults):
     def outside_bytes(self, nbytes: int) -> None:
         assert isinstance(self.device, SimulatedDevice)
         self.device.outside_bytes = nbytes
+
+    def _count(self, operation: str) -> None:
+        try:
+            super()._count(operation)
+        except InjectedFault:
+            self._num_failed = self._number if operation == "sync" else self._num_failed
+            raise
+
+    def host(self, nbytes: int) -> HostSlab:
+        slab = super().host(nbytes)
+        weakref.finalize(slab, self._forget, slab.address, nbytes)
+        return slab
+
+    def _forget(self, address: int, nbytes: int) -> None:
+        """Host memory is freed: a copy that is on its way there must not be made any more."""
+        with self._lock:
+            gone = [each for each in self._waiting["to_host"] if address <= each[1].host_address < address + nbytes]
+            self._waiting["to_host"] = [each for each in self._waiting["to_host"] if each not in gone]
+            self.freed_bytes += sum(each.nbytes for at, each in gone if at > self._num_failed)
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         self._count("copy")

@@ -224,13 +224,27 @@ def test_weights_that_are_nan_throughout_raise_and_stay() -> None:
     assert_same(job.actor.state_dict()["2.weight"], job.plain.state_dict()["2.weight"])
 
 
-def test_new_tensors_in_place_of_weights() -> None:
+def test_new_tensors_in_place_of_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says once that nothing is saved any more, and what to do: to register both anew, and not the optimizer alone."""
     job = Job()
     with job.manager.phase("train"), torch.no_grad():
         for model in (job.model, job.plain):
             model[0].weight.data = model[0].weight.data * 2
+    for seed in range(2):
+        job.check()
+        job.train(seed)
     job.check()
-    job.train()
+    assert not job.is_cast
+    told = "1 of its weights have got other memory since they were registered"
+    assert [told in each.getMessage() for each in caplog.records].count(True) == 1
+    job.manager.unregister("actor.optimizer")
+    with pytest.raises(RegistrationError, match=f"{told}.*register both anew"):
+        job.manager.register("actor.optimizer", job.adam)
+    job.manager.unregister("actor")
+    job.actor = job.manager.register("actor", job.model, role="actor", masters=job.adam)
+    job.optimizer = job.manager.register("actor.optimizer", job.adam)
+    job.train(2)
+    assert job.is_cast
     job.check()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,8 +19,11 @@ from placement import Manager, RegistrationError
 from placement.devices.base import Device
 from placement.policies import Colocated
 from placement.storage.managed import ManagedStorage
+from placement.storage.range import Range
+from placement.storage.state_dicts import StateDictTensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.late_device import LateDevice
+from tests.support.threads import HANG_SECONDS
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, assert_same, learn, make_manager, trained
 
 
@@ -416,3 +420,75 @@ def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(at: i
     monkeypatch.setattr(ManagedStorage, "vacate", vacate_and_look)
     manager.leave()
     assert moments > 1
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("what", ["module", "clones", "optimizer"])
+def test_a_state_dict_that_another_thread_makes_while_the_phase_ends(what: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed out, or computed, has the values of the host copy, although its thread has seen them on the device. State is new in
+    the first step, and moves in at its end."""
+    worker, found = Worker(), dict[str, Any]()
+    asked: Any = worker.adam if what == "optimizer" else worker.net
+    begun, has_left = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert has_left.wait(HANG_SECONDS)
+
+    def hand_out(self: StateDictTensors, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
+        if tensor.dim():  # a counter of steps is not moved
+            wait()
+        return original(self, tensor, from_host=from_host)
+
+    original = StateDictTensors.hand_out
+    monkeypatch.setattr(StateDictTensors, "hand_out", hand_out)
+    if what == "clones":
+        worker.net.register_state_dict_post_hook(
+            lambda _, values, *__: wait() or values.update({name: value.clone() for name, value in values.items()})
+        )
+    for _ in range(num_steps):
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+    worker.manager.enter("train")
+    learn(worker.net, worker.adam)
+    wanted = copy.deepcopy(dict(asked.state_dict()))
+    reader = threading.Thread(target=lambda: found.update(asked.state_dict()))
+    reader.start()
+    assert begun.wait(HANG_SECONDS)
+    worker.manager.leave()
+    has_left.set()
+    reader.join(HANG_SECONDS)
+    assert_same(found, wanted)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        assert_same(found, dict(asked.state_dict()) if what != "clones" else wanted)
+
+
+def test_a_state_dict_of_new_state_shows_it_also_while_it_moves_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, moments = Worker(), 0
+    worker.manager.enter("train")
+    learn(worker.net, worker.adam)
+    shown = worker.adam.state_dict()
+    wanted, move_in = copy.deepcopy(shown), Range.move_in
+
+    def move_in_and_look(r: Range) -> None:
+        nonlocal moments
+        move_in(r)
+        moments += 1
+        assert_same(shown, wanted)
+        assert_same(worker.adam.state_dict(), wanted)
+
+    monkeypatch.setattr(Range, "move_in", move_in_and_look)
+    worker.manager.leave()
+    monkeypatch.undo()  # before the worker is gone
+    assert moments
+
+
+def test_state_that_is_made_after_a_state_dict_is_not_in_it() -> None:
+    worker = Worker()
+    worker.adam.state[next(worker.net.parameters())] = {}
+    shown = worker.adam.state_dict()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    assert shown["state"] == {0: {}}, "the optimizer's own tensors read NaN while they are offloaded"
