@@ -20,7 +20,8 @@ from tests.sharded.fsdp1_worker import units
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed
 
-STEPS = 4
+STEPS = 2
+"""One before the optimizer has state, and one after."""
 
 
 def _cloned(model: torch.nn.Module) -> None:
