@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import placement
-from placement import PhaseError, Plan, PolicyError, RegistrationError, State
+from placement import Handle, PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.phases.phase import PhaseContext
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, everything, learn, make_manager, net
@@ -77,6 +77,17 @@ def test_only_takes_no_string_for_a_list_of_names() -> None:
         phase.switch("values", only="actor")
     with pytest.raises(TypeError):
         worker.manager.phase("train", only=5)  # type: ignore[arg-type]
+
+
+def test_only_takes_handles_and_any_iterable() -> None:
+    worker = Worker()
+    with worker.manager.phase("train", only=[worker.critic]) as phase:
+        assert worker.on_device() == {"critic"}
+        both: list[str | Handle] = ["actor", worker.critic]
+        phase.switch("train", only=iter(both))
+        assert worker.on_device() == {"actor", "critic"}
+    with pytest.raises(TypeError, match="names or handles"):
+        worker.manager.phase("train", only=[3])  # type: ignore[list-item]
 
 
 # --- switch
@@ -674,4 +685,16 @@ def test_a_generator_whose_phase_an_error_has_left_closes_quietly() -> None:
         fails()
     assert worker.manager.phase_name == "idle"
     generator.close()  # type: ignore[attr-defined]
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_generator_that_is_closed_leaves_its_phase_and_not_that_of_its_caller() -> None:
+    worker = Worker()
+
+    generator: Any = steps(worker)
+    next(generator)
+    with worker.manager.phase("log_prob"):
+        generator.close()
+        assert worker.manager.phase_name == "log_prob"
+    assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)

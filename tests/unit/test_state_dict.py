@@ -264,18 +264,21 @@ def check(worker: Worker) -> None:
     assert_nothing_resident(worker.manager)
 
 
+@pytest.mark.parametrize("taken", ["offloaded", "on the device"])
 @pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("device", ["simulated", "late"])
-def test_an_optimizer_takes_over_a_state_dict_that_is_held(device: str, verify: str) -> None:
+def test_an_optimizer_takes_over_a_state_dict_that_is_held(device: str, verify: str, taken: str) -> None:
     worker = worker_on(device, verify)
     wanted = copy.deepcopy(worker.adam.state_dict())
     shown = worker.adam.state_dict()
     with worker.manager.phase("restore"):
-        worker.adam.load_state_dict(shown)
+        worker.adam.load_state_dict(shown if taken == "offloaded" else (shown := worker.adam.state_dict()))
     assert_same(worker.optimizer.state_dict(), wanted)
     assert shown["state"][0]["exp_avg"].isnan().any(), "the page says so: these are the optimizer's own tensors now"
     check(worker)
     assert_same(worker.optimizer.state_dict(), wanted)
+    worker.manager.close()
+    assert_same(worker.adam.state_dict(), wanted)
 
 
 @pytest.mark.leaves_behind("the optimizer steps parameters that were replaced")
@@ -292,6 +295,8 @@ def test_a_module_takes_over_a_state_dict_that_is_held(device: str, verify: str)
     assert_same(dict(worker.critic.state_dict()), dict(wanted))
     check(worker)
     assert_same(dict(worker.critic.state_dict()), dict(wanted))
+    worker.manager.close()
+    assert_same(dict(worker.critic_net.state_dict()), dict(wanted))
 
 
 def test_a_state_dict_of_which_a_copy_is_loaded_keeps_its_values() -> None:
@@ -416,3 +421,37 @@ def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(at: i
     monkeypatch.setattr(ManagedStorage, "vacate", vacate_and_look)
     manager.leave()
     assert moments > 1
+
+
+def test_a_held_state_dict_keeps_its_values_where_the_parameters_get_other_storages() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        taken = worker.net.state_dict()
+        worker.net.half().float()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    assert_same(dict(taken), dict(worker.values))
+    with worker.manager.phase("train"):
+        assert_same(dict(taken), dict(worker.values))
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+    assert_same(dict(taken), dict(worker.values))
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict(taken)
+    del taken
+    with worker.manager.phase("log_prob"):
+        pass
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert len(worker.actor.holding.ranges if worker.actor.holding else ()) == 1
+    assert worker.manager.audit().ok
+
+
+def test_a_state_dict_of_a_resident_model_has_the_weight_of_an_offloaded_one() -> None:
+    worker = Worker()
+    own = worker.critic_net[0].weight
+    with worker.manager.phase("values"):
+        worker.critic_net[0].weight = worker.net[0].weight  # the phase's end would refuse this
+        for ask in (worker.critic_net.state_dict, worker.critic_net[0].state_dict, worker.critic.state_dict):
+            (shown,) = [tensor for name, tensor in ask().items() if name in ("weight", "0.weight")]
+            assert_same([shown], [worker.values["0.weight"]])
+        worker.critic_net[0].weight = own
+        assert not any(tensor.isnan().any() for tensor in worker.critic_net.state_dict().values())
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))
