@@ -145,11 +145,16 @@ if hasattr(torch.optim, "Muon"):
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
-    """Parameters without a gradient in some steps: their state is born late, or never."""
+    """Parameters without a gradient in some steps, whose state is born late or never, and one that is stepped slice by slice."""
     pair = Pair(STEPPED[name])
     for step, used in enumerate([(0, 2, 3, 7), None, (1, 2), (6, 5, 4), None]):
         pair.step(step, used)
     pair.check()
+    assert pair.handle.streamed is not None
+    words = pair.net.embed.weight
+    state = [value.nbytes for value in pair.optimizer.state.get(words, {}).values() if isinstance(value, torch.Tensor)]
+    num_slices = len(pair.handle.streamed._parts.of(pair.optimizer, words))
+    assert (num_slices > 1) is (max(state, default=0) > BUCKET and name != "Muon"), "the state of one parameter is larger than a bucket"
     assert all(handle.state is OFF for handle in pair.manager.handles.values())
 
 
@@ -261,6 +266,8 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
     seen: list[str] = []
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pair.both()]
     pair.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(f"before {len(optimizer.param_groups[0]['params'])}"))
+    sizes: list[int] = []
+    pair.optimizer.register_step_post_hook(lambda optimizer, *_: sizes.append(optimizer.param_groups[0]["params"][0].numel()))
     pair.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     with pair.manager.phase("train"):
         later = torch.optim.lr_scheduler.StepLR(pair.optimizer, 10)
@@ -280,6 +287,7 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
                 scheduler.step()  # warns, which fails the test, if it has seen no step before
         later.step()
     assert seen == [f"before {len(list(pair.net.parameters()))}", "after"] * 3
+    assert sizes == [pair.net.embed.weight.numel()] * 3, "a hook has seen a slice"
     pair.check()
 
 
@@ -295,6 +303,7 @@ def test_a_scaler_skips_and_unscales_as_always() -> None:
                     net.layers[2].weight.grad[0, 0] = float("inf")
                 scaler.step(optimizer)
                 scaler.update()
+            assert_same(*([p.grad for p in net.parameters()] for net, _ in pair.both()))
     pair.check()
 
 
