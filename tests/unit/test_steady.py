@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -335,8 +336,18 @@ def test_a_module_moves_whole_whatever_was_done(change: str) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name != "data_that_changed_places"])
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "users", "chained"])
+OTHERS = ("adafactor", "users", "chained")
+"""Each of them has every third mutation, and with SWEEP=all every one."""
+_TRIED = [name for name in MUTATIONS if name != "data_that_changed_places"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation"),
+    [
+        *(("adamw", each) for each in _TRIED),
+        *((name, each) for at, name in enumerate(OTHERS) for each in (_TRIED if os.environ.get("SWEEP") == "all" else _TRIED[at::3])),
+    ],
+)
 def test_values_survive_the_way_to_the_host_and_back_whatever_was_done(name: str, mutation: str) -> None:
     scene, manager = trained(name)
     with manager.phase("train"):
