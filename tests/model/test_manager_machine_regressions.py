@@ -9,24 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View, testing
+from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, State, testing
 from placement.policies import Cyclic
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.model.architectures import Plain, backward
 from tests.model.shadow import raw
 from tests.support.early import Early, wait_for_copies
+from tests.support.worker import Turns
 
 
-class Table:
-    """A policy from a table: phase -> state of every handle; CPU_OFFLOADED where the table says nothing."""
-
-    name = "table"
-
-    def __init__(self, **states: State) -> None:
-        self.states = states
-
-    def plan(self, view: View) -> Plan:
-        return view.total_plan(dict.fromkeys(view.handles, self.states.get(view.phase, State.CPU_OFFLOADED)))
+def everybody(_: str) -> bool:
+    return True
 
 
 def manager_on(policy: Any = "colocated", **settings: Any) -> tuple[Manager, Faults]:
@@ -48,7 +41,7 @@ def test_an_optimizer_finds_the_owner_of_a_parameter_that_was_added_after_regist
 
 
 def test_a_collected_object_is_swept_out_after_the_sweep_has_failed() -> None:
-    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    manager, device = manager_on(Turns(idle=everybody))
     net = Plain()
     manager.register("actor", net)
     device.fail("sync")
@@ -61,7 +54,7 @@ def test_a_collected_object_is_swept_out_after_the_sweep_has_failed() -> None:
 
 
 def test_a_handle_keeps_its_guards_when_it_could_not_be_unregistered() -> None:
-    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    manager, device = manager_on(Turns(idle=everybody))
     net = Plain()
     actor = manager.register("actor", net)
     device.fail("sync")
@@ -73,7 +66,7 @@ def test_a_handle_keeps_its_guards_when_it_could_not_be_unregistered() -> None:
 
 
 def test_an_exit_that_wants_an_unbuilt_lazy_on_the_device_leaves_it_to_the_next_entry() -> None:
-    manager, _ = manager_on(Table(idle=State.GPU_RESIDENT, train=State.CPU_OFFLOADED, eval=State.GPU_RESIDENT))
+    manager, _ = manager_on(Turns(idle=everybody, eval=everybody))
     with manager.phase("train"):
         late = manager.register("critic", Lazy(Plain))
     assert late.state is State.CPU_OFFLOADED
@@ -110,8 +103,8 @@ def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_not
     phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test
 
 
-ON_IN_EVAL = {"eval": State.GPU_RESIDENT, "log_prob": State.GPU_RESIDENT}
-"""For `Table`: on the device in these phases, off it in all others."""
+ON_IN_EVAL = {"eval": everybody, "log_prob": everybody}
+"""For `Turns`: all are on the device in these phases, and off it in all others."""
 
 
 def _kept(manager: Manager) -> list[str]:
@@ -120,7 +113,7 @@ def _kept(manager: Manager) -> list[str]:
 
 @pytest.mark.parametrize("inner_ends", ["before", "after"])
 def test_a_keep_expires_when_the_phase_around_it_is_abandoned(inner_ends: str) -> None:
-    manager, device = manager_on(Table(**ON_IN_EVAL))
+    manager, device = manager_on(Turns(**ON_IN_EVAL))
     net = Plain()
     actor = manager.register("actor", net)
     outer = manager.phase("rollout")
@@ -144,7 +137,7 @@ def test_a_keep_expires_when_the_phase_around_it_is_abandoned(inner_ends: str) -
 
 
 def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
-    manager, device = manager_on(Table(**ON_IN_EVAL))
+    manager, device = manager_on(Turns(**ON_IN_EVAL))
     net, other = Plain(), Plain()
     actor = manager.register("actor", net)
     with manager.phase("rollout") as outer:
@@ -162,7 +155,7 @@ def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
 
 
 def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, device = manager_on(Table(**ON_IN_EVAL))
+    manager, device = manager_on(Turns(**ON_IN_EVAL))
     net, other = Plain(), Plain()
     actor = manager.register("actor", net)
     manager.register("ref", other)
@@ -186,7 +179,7 @@ def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> No
     """It is told of every write, and no handle stays behind for it."""
     nets = {name: Plain() for name in ("a", "b", "c")}
     before = {name: _bytes(net.state_dict()) for name, net in nets.items()}
-    manager, _ = manager_on(policy=Table(idle=State.GPU_RESIDENT))
+    manager, _ = manager_on(policy=Turns(idle=everybody))
     for name, net in nets.items():
         manager.register(name, net)
     phase = manager.phase("log_prob")
@@ -219,7 +212,7 @@ def test_a_handle_may_join_in_a_restore_inside_a_training_that_streams_its_state
 
 
 def test_gradients_of_a_readonly_module_may_change() -> None:
-    manager, _ = manager_on(Table(train=State.GPU_RESIDENT))
+    manager, _ = manager_on(Turns(train=everybody))
     net = Plain()
     backward(net, 0)
     ref = manager.register("ref", net, role="ref", readonly=True)

@@ -31,26 +31,21 @@ def saved_size(value: Any) -> int:
     return len(file.getvalue())
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("phase", "state"), [(None, OFF), ("log_prob", GPU), ("weight_sync", SYNC), ("train", TRAIN)])
-def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any) -> None:
-    worker = Worker()
+def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any, streams: bool) -> None:
+    worker = Worker(policy=Colocated(stream_sync=streams))
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         values = {name: p.detach().clone() for name, p in worker.net.named_parameters()}
         moments = copy.deepcopy(worker.adam.state_dict())
     with nullcontext() if phase is None else worker.manager.phase(phase):
         assert worker.actor.state is state
+        assert bool(worker.actor.resident_bytes) is (state is not OFF and not (streams and state is SYNC))
         assert_same(dict(worker.net.state_dict()), values)
         assert_same(dict(worker.actor.state_dict()), values)
         assert_same(worker.adam.state_dict(), moments)
         assert_same(worker.optimizer.state_dict(), moments)
-
-
-def test_a_state_dict_of_a_streamed_sync() -> None:
-    worker = Worker(policy=Colocated(stream_sync=True))
-    with worker.manager.phase("weight_sync"):
-        assert (worker.actor.state, worker.actor.resident_bytes) == (SYNC, 0)
-        assert_same(dict(worker.actor.state_dict()), dict(worker.values))
 
 
 @pytest.mark.parametrize("taken", [None, "log_prob", "train"])
