@@ -150,13 +150,28 @@ def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_keep_that_the_next_phase_does_not_want_expires_and_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("phase", "kept", "then", "on", "expired"),
+    [
+        ("log_prob", ["actor"], "values", {"critic"}, 1),  # the next phase does not want it
+        ("log_prob", ["actor", "ref"], "train", {"actor", "critic"}, 1),  # it wants one of them
+        ("values", ["ref"], "values", {"critic"}, 0),  # what is not on the device is not carried
+    ],
+)
+@pytest.mark.parametrize("by_switch", [False, True])
+def test_a_keep_that_is_not_wanted_expires_and_is_counted(
+    phase: str, kept: list[str], then: str, on: set[str], expired: int, by_switch: bool
+) -> None:
     worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        phase.keep("actor")
-    with worker.manager.phase("values"):
-        assert worker.on_device() == {"critic"}
-        assert worker.manager.snapshot().expired_keeps == 1
+    with worker.manager.phase(phase) as opened:
+        for name in kept:
+            opened.keep(name)
+        if by_switch:
+            opened.switch(then)
+            assert worker.on_device() == on
+    with contextlib.nullcontext() if by_switch else worker.manager.phase(then):
+        assert worker.on_device() == (set() if by_switch else on)
+        assert worker.manager.snapshot().expired_keeps == expired
     assert worker.manager.snapshot().kept_bytes == 0
     assert_nothing_resident(worker.manager)
 
@@ -175,27 +190,6 @@ def test_a_keep_over_the_end_of_an_inner_phase() -> None:
             inner.keep("ref")
     assert worker.manager.snapshot().expired_keeps == 1  # no phase came that could take it over
     assert_nothing_resident(worker.manager)
-
-
-def test_a_keep_over_a_switch_expires_where_the_plan_does_not_want_it() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        phase.keep("actor")
-        phase.keep("ref")
-        phase.switch("train")
-        assert worker.on_device() == {"actor", "critic"}
-        assert worker.manager.snapshot().expired_keeps == 1
-    assert_nothing_resident(worker.manager)
-
-
-def test_keeping_what_is_not_on_the_device_carries_nothing() -> None:
-    worker = Worker()
-    with worker.manager.phase("values") as phase:
-        phase.keep("ref")
-    assert worker.on_device() == set()
-    with worker.manager.phase("train", only=["critic"]):
-        assert worker.on_device() == {"critic"}
-    assert worker.manager.snapshot().expired_keeps == 0
 
 
 def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing() -> None:
@@ -418,15 +412,10 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
-    worker = Worker()
-    worker.manager.phase("train").__enter__()
-    assert worker.manager.phase_name == "idle"
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
     worker = Worker()
+    worker.manager.phase("train").__enter__()  # dropped at once
+    assert worker.manager.phase_name == "idle"
     outer = worker.manager.phase("values")
     outer.__enter__()
     with worker.manager.phase("train"):
