@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from placement import Handle, Manager, Plan, View
+from placement import Handle, Manager
 from placement.devices.base import Device
 from placement.testing import assert_nothing_resident
-from tests.support.worker import GPU
+from tests.support.worker import Turns
 
 SIDES = ("rollout", "eval")
 """The phases, each of which has one side's handles on the device."""
 
 
-class Sides:
-    """In each phase the handles of its side are on the device, by the beginning of their names. Outside of them nobody is."""
-
-    name = "sides"
-
-    def plan(self, view: View) -> Plan:
-        return view.total_plan({name: GPU for name in view.handles if name.startswith(f"{view.phase}.")})
+def _of_side(side: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(f"{side}.")
 
 
 def sizes(granularity: int, chunk_bytes: int) -> tuple[int, ...]:
@@ -119,7 +114,9 @@ class Scene:
 
     def __init__(self, device: Device, layers: dict[str, Sequence[int]], trained: Collection[str]) -> None:
         # Random bytes are NaN now and then, in a tensor of one element throughout.
-        self.manager = Manager(device=device, policy=Sides(), budget_bytes=1 << 40, nan_check=False)
+        self.manager = Manager(
+            device=device, policy=Turns(**{side: _of_side(side) for side in SIDES}), budget_bytes=1 << 40, nan_check=False
+        )
         self.all = {name: Growing(self.manager, name, each, trained=name in trained) for name, each in layers.items()}
 
     def of(self, side: str) -> list[Growing]:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placement import DeviceMemoryError, IntegrityError, Manager, Plan, View
+from placement import DeviceMemoryError, IntegrityError, Manager
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction
 from placement.group import StoreGroup
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, net
+from tests.support.worker import GPU, OFF, TRAIN, Turns, Worker, assert_same, learn, net
 
 PAGE = 4096
 CHUNK = 4 * PAGE
@@ -68,18 +68,6 @@ class Watched(Faults):
     def wait(self, mark: Any) -> None:
         super().wait(mark)
         self.early_bytes = self.released_bytes
-
-
-class Turns:
-    """Who is on the device in which phase; in all others nobody is."""
-
-    name = "turns"
-
-    def __init__(self, **on: Collection[str]) -> None:
-        self.on = on
-
-    def plan(self, view: View) -> Plan:
-        return view.total_plan({name: GPU for name in view.handles if name in self.on.get(view.phase, ())})
 
 
 class Scene:

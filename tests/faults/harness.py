@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Collection, Iterator
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -239,6 +241,34 @@ def many_cases() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def calls_to_fail(device: Faults, operation: str, run: Callable[[], object]) -> list[int]:
+    """Which calls of an operation in `run`, from 1 on, are to be failed in turn: with SWEEP=all each of them.
+
+    Otherwise the first, the middle and the last of those that come from the same lines, ours and the test's: calls from one place differ
+    in how much was done before them.
+    """
+    places: dict[tuple[Any, ...], list[int]] = {}
+    count, before = device._count, device.calls[operation]
+
+    def noted(called: str) -> None:
+        count(called)
+        if called == operation:
+            frame, place = sys._getframe(1), []
+            while frame is not None:
+                place.append((frame.f_code, frame.f_lineno))
+                frame = frame.f_back  # type: ignore[assignment]
+            places.setdefault(tuple(place), []).append(device.calls[operation] - before)
+
+    device._count = noted  # type: ignore[method-assign]
+    try:
+        run()
+    finally:
+        del device._count
+    if os.environ.get("SWEEP") == "all":
+        return [*range(1, device.calls[operation] - before + 1)]
+    return sorted({at for calls in places.values() for at in (calls[0], calls[len(calls) // 2], calls[-1])})
 
 
 def check_left(worker: FaultyWorker) -> None:

@@ -1,4 +1,4 @@
-"""Every call of the device during a full step failed in turn, once and for ever.
+"""Every call of the device during a full step failed in turn, once and for ever: see `calls_to_fail`.
 
 Two steps in a row are swept, because they differ: in the first one optimizer state is born and a `Lazy` is built.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
 from placement.testing import InjectedFault
-from tests.faults.harness import FaultyWorker, as_bytes, check_left, check_sound, check_values, hidden_bytes, many_cases
+from tests.faults.harness import FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes, many_cases
 
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
@@ -50,21 +50,18 @@ def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:
 @pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
 def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
-    points = 0
-    while True:
+    survey = FaultyWorker().register()
+    points = calls_to_fail(survey.device, operation, lambda: run_until_it_fails(survey))
+    for at in points:
         worker = FaultyWorker().register()
         identity = worker.identity()
         with worker.manager.phase("log_prob"):
             hidden = {name: hidden_bytes(worker.manager.handles[name]) for name in ("actor", "ref")}
-        worker.device.fail(operation, at=points + 1, forever=forever)
+        worker.device.fail(operation, at=at, forever=forever)
         error = run_until_it_fails(worker)
-        if not worker.device.fired:
-            assert error is None
-            worker.device.clear()
-            break
-        points += 1
-        where = f"{operation} call {points}"
+        where = f"{operation} call {at}"
         if error is None:  # one failure at an exit is made good at the same phase transition; then the metrics tell
+            assert worker.device.fired, f"{where} was not made"
             assert operation in ("map", "copy", "sync"), f"{where} failed and nobody was told"
             assert not forever
             assert any(shot.failures for shot in worker.manager.snapshot().handles), f"{where} failed and nobody was told"
@@ -85,7 +82,7 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
         assert worker.identity()[0] == identity[0]
         assert worker.identity()[2] == identity[2]
     assert points
-    counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'}: nothing lost, nothing left")
+    counted(f"{len(points)} calls of {operation} failed {'for ever' if forever else 'once'}: nothing lost, nothing left")
 
 
 def make_extra() -> tuple[nn.Module, list[bytes]]:

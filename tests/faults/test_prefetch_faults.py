@@ -15,7 +15,7 @@ from placement import State
 from placement.devices.memory import Copy, Direction
 from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import PAGE, FaultyWorker, Foresight, check_left, check_sound, check_values, many_cases
+from tests.faults.harness import PAGE, FaultyWorker, Foresight, calls_to_fail, check_left, check_sound, check_values, many_cases
 from tests.faults.test_allocations import FAULTS
 
 CAPACITY_BYTES = 256 * 1024
@@ -43,18 +43,20 @@ def a_few_phases(worker: FaultyWorker) -> None:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
 def test_every_call_failed(operation: str, forever: bool, counted: Callable[[str], None]) -> None:
-    points = 0
-    while True:
+    def worker_before() -> FaultyWorker:
         worker = FaultyWorker(CAPACITY_BYTES, policy=Foresight()).register_few()
         if operation != "reserve":  # addresses are reserved once, when something arrives early for the first time
             a_few_phases(worker)
-        worker.device.fail(operation, at=points + 1, forever=forever)
+        return worker
+
+    survey = worker_before()
+    points = calls_to_fail(survey.device, operation, lambda: a_few_phases(survey))
+    for at in points:
+        worker = worker_before()
+        worker.device.fail(operation, at=at, forever=forever)
         with contextlib.suppress(*FAULTS):
             a_few_phases(worker)
-        if not worker.device.fired:
-            worker.device.clear()
-            break
-        points += 1
+        assert worker.device.fired, f"{operation} call {at} was not made"
         worker.manager.check_integrity()
         broken = {name for name, handle in worker.manager.handles.items() if handle.broken}
         assert not broken or (forever and operation in ("map", "copy", "sync"))
@@ -66,7 +68,8 @@ def test_every_call_failed(operation: str, forever: bool, counted: Callable[[str
         a_few_phases(worker)
         check_left(worker)
     assert points
-    counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'} in phases with prefetch: nothing lost, nothing left")
+    how = "for ever" if forever else "once"
+    counted(f"{len(points)} calls of {operation} failed {how} in phases with prefetch: nothing lost, nothing left")
 
 
 class Gate(Faults):

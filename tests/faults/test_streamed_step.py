@@ -23,7 +23,7 @@ from placement import State
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.policies import Colocated
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import as_bytes
+from tests.faults.harness import as_bytes, calls_to_fail
 from tests.support.poison import reads_poison
 from tests.support.worker import assert_same
 
@@ -160,32 +160,31 @@ def _many_cases() -> Iterator[None]:
     ],
 )
 def test_every_call_failed(operation: str, forever: bool, when: str, counted: Callable[[str], None]) -> None:
-    calls = 0
-    seen: set[int] = set()
-    while True:
+    def job_before() -> Job:
         job = Job(WIDE if when == "step in slices" else WIDTH)
         if when != "first step":
             job.check_goes_on()
-        fired: list[int] = []
+        return job
 
-        def step(job: Job = job, calls: int = calls, fired: list[int] = fired) -> None:
-            job.device.fail(operation, at=calls + 1, forever=forever)
+    survey, seen = job_before(), set[int]()
+    points: list[int] = []
+    assert survey.stepped(lambda: points.extend(calls_to_fail(survey.device, operation, survey.step))) is None
+    survey.check_goes_on()
+    survey.manager.close()
+    for at in points:
+        job = job_before()
+
+        def step(job: Job = job, at: int = at) -> None:
+            job.device.fail(operation, at=at, forever=forever)
             try:
-                job.optimizer.step()
+                job.step()
             finally:
-                fired.append(job.device.fired)
-                if not forever or not fired[0] or operation not in ("copy", "sync"):
+                assert job.device.fired, f"{operation} call {at} was not made"
+                if not forever or operation not in ("copy", "sync"):
                     job.device.clear()  # else the device does not answer while the phase is left, either
 
         error = job.stepped(step)
-        is_over = not fired[0]
         job.device.clear()
-        if is_over:
-            assert error is None
-            job.check_goes_on()
-            job.manager.close()
-            break
-        calls += 1
         assert error is None or isinstance(error, (*FAULTS, placement.PlacementError)), repr(error)
         done = job.check()
         seen.add(done)
@@ -194,6 +193,6 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
             assert done == len(job.new)
         job.check_goes_on()
         job.manager.close()
-    counted(f"{operation}, {'for ever' if forever else 'once'}, {when}: {calls} calls, parameters stepped: {sorted(seen)}")
+    counted(f"{operation}, {'for ever' if forever else 'once'}, {when}: {len(points)} calls, parameters stepped: {sorted(seen)}")
     if operation in ("copy", "sync"):
         assert len(seen) > 2, "a step was never stopped half-way"

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import gc
 import traceback
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View, testing
+from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, State, testing
 from placement.policies import Cyclic
 from placement.testing import Faults, InjectedFault, SimulatedDevice
-from tests.model.architectures import Plain, backward, state_of
+from tests.model.architectures import Plain, backward
 from tests.model.shadow import raw
 from tests.support.early import Early, wait_for_copies
+from tests.support.worker import Turns
 
 
-class Table:
-    """A policy from a table: phase -> state of every handle; CPU_OFFLOADED where the table says nothing."""
-
-    name = "table"
-
-    def __init__(self, **states: State) -> None:
-        self.states = states
-
-    def plan(self, view: View) -> Plan:
-        return view.total_plan(dict.fromkeys(view.handles, self.states.get(view.phase, State.CPU_OFFLOADED)))
+def everybody(_: str) -> bool:
+    return True
 
 
 def manager_on(policy: Any = "colocated", **settings: Any) -> tuple[Manager, Faults]:
@@ -49,7 +41,7 @@ def test_an_optimizer_finds_the_owner_of_a_parameter_that_was_added_after_regist
 
 
 def test_a_collected_object_is_swept_out_after_the_sweep_has_failed() -> None:
-    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    manager, device = manager_on(Turns(idle=everybody))
     net = Plain()
     manager.register("actor", net)
     device.fail("sync")
@@ -62,7 +54,7 @@ def test_a_collected_object_is_swept_out_after_the_sweep_has_failed() -> None:
 
 
 def test_a_handle_keeps_its_guards_when_it_could_not_be_unregistered() -> None:
-    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    manager, device = manager_on(Turns(idle=everybody))
     net = Plain()
     actor = manager.register("actor", net)
     device.fail("sync")
@@ -73,21 +65,8 @@ def test_a_handle_keeps_its_guards_when_it_could_not_be_unregistered() -> None:
         net(torch.zeros(4, 32))
 
 
-def test_gradients_of_a_readonly_module_may_change() -> None:
-    manager, _ = manager_on(Table(train=State.GPU_RESIDENT))
-    net = Plain()
-    backward(net, 0)
-    ref = manager.register("ref", net, role="ref", readonly=True)
-    with manager.phase("train"):
-        backward(net, 0)
-        doubled = net.head.weight.grad.clone()
-    with manager.phase("train"):
-        assert torch.equal(net.head.weight.grad, doubled)
-    assert ref.state is State.CPU_OFFLOADED
-
-
 def test_an_exit_that_wants_an_unbuilt_lazy_on_the_device_leaves_it_to_the_next_entry() -> None:
-    manager, _ = manager_on(Table(idle=State.GPU_RESIDENT, train=State.CPU_OFFLOADED, eval=State.GPU_RESIDENT))
+    manager, _ = manager_on(Turns(idle=everybody, eval=everybody))
     with manager.phase("train"):
         late = manager.register("critic", Lazy(Plain))
     assert late.state is State.CPU_OFFLOADED
@@ -124,37 +103,8 @@ def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_not
     phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test
 
 
-@pytest.mark.parametrize("taken", ["on the device", "offloaded"])
-def test_a_state_dict_of_ours_may_be_loaded_back_into_the_optimizer(taken: str) -> None:
-    manager, _ = manager_on()
-    net = Plain()
-    optimizer = torch.optim.AdamW(net.head.parameters())
-    manager.register("actor", net, role="actor")
-    adam = manager.register("optimizer", optimizer)
-    with manager.phase("train"):
-        backward(net, 0)
-        optimizer.step()
-        before = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
-    with manager.phase("train") as step:
-        saved = optimizer.state_dict()
-        if taken == "offloaded":
-            step.switch("checkpoint")
-            step.switch("log_prob")
-            saved = optimizer.state_dict()
-            step.switch("restore")
-        optimizer.load_state_dict(saved)
-    del saved
-    assert adam.resident_bytes == 0
-    assert optimizer.state[net.head.weight]["exp_avg"].isnan().all()
-    with manager.phase("train"):
-        after = state_of(optimizer)
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert not [finding for finding in manager.audit().findings if finding.what in ("leak", "drift")]
-
-
-ON_IN_EVAL = {"eval": State.GPU_RESIDENT, "log_prob": State.GPU_RESIDENT}
-"""For `Table`: on the device in these phases, off it in all others."""
+ON_IN_EVAL = {"eval": everybody, "log_prob": everybody}
+"""For `Turns`: all are on the device in these phases, and off it in all others."""
 
 
 def _kept(manager: Manager) -> list[str]:
@@ -163,7 +113,7 @@ def _kept(manager: Manager) -> list[str]:
 
 @pytest.mark.parametrize("inner_ends", ["before", "after"])
 def test_a_keep_expires_when_the_phase_around_it_is_abandoned(inner_ends: str) -> None:
-    manager, device = manager_on(Table(**ON_IN_EVAL))
+    manager, device = manager_on(Turns(**ON_IN_EVAL))
     net = Plain()
     actor = manager.register("actor", net)
     outer = manager.phase("rollout")
@@ -187,7 +137,7 @@ def test_a_keep_expires_when_the_phase_around_it_is_abandoned(inner_ends: str) -
 
 
 def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
-    manager, device = manager_on(Table(**ON_IN_EVAL))
+    manager, device = manager_on(Turns(**ON_IN_EVAL))
     net, other = Plain(), Plain()
     actor = manager.register("actor", net)
     with manager.phase("rollout") as outer:
@@ -205,7 +155,7 @@ def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
 
 
 def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, device = manager_on(Table(**ON_IN_EVAL))
+    manager, device = manager_on(Turns(**ON_IN_EVAL))
     net, other = Plain(), Plain()
     actor = manager.register("actor", net)
     manager.register("ref", other)
@@ -225,83 +175,11 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: raw(tensor) for name, tensor in tensors.items()}
 
 
-ENDS = ("on the device", "offloaded", "a phase later")
-"""When a handle is unregistered after its state dict was loaded back."""
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_an_optimizer_leaves_with_the_values_of_a_state_dict_that_was_taken_offloaded_and_loaded_back(end: str) -> None:
-    manager, _ = manager_on()
-    net = Plain()
-    optimizer = torch.optim.AdamW(net.head.parameters(), fused=True)
-    manager.register("actor", net, role="actor")
-    adam = manager.register("optimizer", optimizer)
-    with manager.phase("train") as step:
-        backward(net, 0)
-        optimizer.step()
-        before = _bytes(state_of(optimizer))
-        step.switch("weight_sync")
-        saved = optimizer.state_dict()
-        step.switch("train")
-        optimizer.load_state_dict(saved)
-        if end == "on the device":
-            manager.unregister(adam)
-    if end == "a phase later":
-        with manager.phase("train"):
-            assert _bytes(state_of(optimizer)) == before
-    manager.close()
-    assert _bytes(state_of(optimizer)) == before
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_a_module_leaves_with_the_values_of_a_state_dict_that_was_taken_offloaded_and_assigned(end: str) -> None:
-    manager, _ = manager_on()
-    net = Plain()
-    actor = manager.register("actor", net, role="actor")
-    optimizer = torch.optim.SGD(net.head.parameters())
-    manager.register("optimizer", optimizer)
-    saved = actor.state_dict()
-    before = _bytes(saved)
-    with manager.phase("restore"):
-        net.load_state_dict(saved, assign=True)
-        del saved
-        if end == "on the device":
-            manager.unregister("optimizer")
-            manager.unregister(actor)
-    if end != "on the device":
-        assert net.head.weight.isnan().all()
-    if end == "a phase later":
-        with manager.phase("restore"):
-            assert _bytes(net.state_dict()) == before
-    manager.close()
-    assert _bytes(net.state_dict()) == before
-
-
-def test_a_handle_with_early_chunks_stays_registered_where_the_device_fails() -> None:
-    net = Plain()
-    before = _bytes(net.state_dict())
-    manager, device = manager_on(policy=Early({"values": {"actor": 1 << 40}}))
-    actor = manager.register("actor", net, role="actor")
-    with manager.phase("values"):
-        wait_for_copies(manager)
-        device.fail("sync", at=1)
-        with pytest.raises(InjectedFault):
-            manager.unregister(actor)
-        device.clear()
-        manager.check_integrity()
-        assert [*manager.handles] == ["actor"]
-        assert actor.prefetched_bytes
-        manager.unregister(actor)
-        assert device.memory().chunk_bytes == 0
-    assert _bytes(net.state_dict()) == before
-    manager.close()
-
-
 def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> None:
     """It is told of every write, and no handle stays behind for it."""
     nets = {name: Plain() for name in ("a", "b", "c")}
     before = {name: _bytes(net.state_dict()) for name, net in nets.items()}
-    manager, _ = manager_on(policy=Table(idle=State.GPU_RESIDENT))
+    manager, _ = manager_on(policy=Turns(idle=everybody))
     for name, net in nets.items():
         manager.register(name, net)
     phase = manager.phase("log_prob")
@@ -333,18 +211,34 @@ def test_a_handle_may_join_in_a_restore_inside_a_training_that_streams_its_state
     manager.close()
 
 
-def test_an_optimizer_that_was_registered_goes_with_its_last_reference() -> None:
-    manager, _ = manager_on()
+def test_gradients_of_a_readonly_module_may_change() -> None:
+    manager, _ = manager_on(Turns(train=everybody))
     net = Plain()
-    torch.optim.SGD(net.head.parameters())  # torch's first optimizer of a process leaves a traceback behind
-    optimizer = torch.optim.SGD(net.head.parameters())
-    manager.register("actor", net, role="actor")
-    manager.register("optimizer", optimizer)
-    gone = weakref.ref(optimizer)
-    manager.unregister("optimizer")
-    gc.disable()
-    try:
-        del optimizer
-        assert gone() is None
-    finally:
-        gc.enable()
+    backward(net, 0)
+    ref = manager.register("ref", net, role="ref", readonly=True)
+    with manager.phase("train"):
+        backward(net, 0)
+        doubled = net.head.weight.grad.clone()
+    with manager.phase("train"):
+        assert torch.equal(net.head.weight.grad, doubled)
+    assert ref.state is State.CPU_OFFLOADED
+
+
+def test_a_handle_with_early_chunks_stays_registered_where_the_device_fails() -> None:
+    net = Plain()
+    before = _bytes(net.state_dict())
+    manager, device = manager_on(policy=Early({"values": {"actor": 1 << 40}}))
+    actor = manager.register("actor", net, role="actor")
+    with manager.phase("values"):
+        wait_for_copies(manager)
+        device.fail("sync", at=1)
+        with pytest.raises(InjectedFault):
+            manager.unregister(actor)
+        device.clear()
+        manager.check_integrity()
+        assert [*manager.handles] == ["actor"]
+        assert actor.prefetched_bytes
+        manager.unregister(actor)
+        assert device.memory().chunk_bytes == 0
+    assert _bytes(net.state_dict()) == before
+    manager.close()

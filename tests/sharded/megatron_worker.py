@@ -229,7 +229,7 @@ def build(kind: Kind, device: str = "cpu") -> Program:
 
 
 def compare(kind: Kind, **options: Any) -> training.Outcome:
-    """The 20 steps of `training.compare`."""
+    """The steps of `training.compare`."""
     return training.compare(functools.partial(build, kind), within=pretend_cuda, **options)
 
 

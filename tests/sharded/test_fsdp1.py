@@ -36,8 +36,8 @@ VARIANTS = {
 BOTH = pytest.mark.parametrize("variant", [ORIGINAL, FLAT], ids=["original", "flat"])
 
 
-_SLOW = ("original-half_no_shard", "original-hybrid", "flat-half", "flat-replicated")
-"""Each is another variant with one thing changed that the other flavour has, too."""
+_SLOW = ("original-half_no_shard", "original-hybrid", "original-grad_op", "flat-half", "flat-replicated", "flat-grad_op")
+"""Each is another variant with one thing changed that the other flavour, or an accumulating one, has, too."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each in _SLOW else []) for each in VARIANTS])

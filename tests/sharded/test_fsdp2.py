@@ -205,8 +205,14 @@ def _compiled(form: str, called_before: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("form", ["blocks", "wrapper"])
+@pytest.mark.parametrize(
+    ("form", "called_before"),
+    [
+        ("blocks", False),
+        ("wrapper", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("blocks", True), ("wrapper", False))),
+    ],
+)
 def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(two_ranks: Ranks, form: str, called_before: bool) -> None:
     two_ranks.run(_compiled, form, called_before)
 

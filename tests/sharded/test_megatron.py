@@ -284,7 +284,13 @@ def owners_on_every_rank() -> bool:
         return mine > 0 or dist.get_rank() > 0
 
 
-@pytest.mark.parametrize("kind", worker.KINDS, ids=str)
+_SLOW = (worker.Kind(dtype=torch.float32, overlaps=True), worker.Kind(dtype=torch.float32, is_distributed=False))
+"""Each does what two others do apart."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] if each in _SLOW else [], id=str(each)) for each in worker.KINDS]
+)
 def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) -> None:
     outcomes = two_ranks.run(worker.compare, kind)
     assert all(outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0 for outcome in outcomes)

@@ -1,7 +1,7 @@
-"""One program for each way of sharding, everything offloaded between any two phases, on two ranks with gloo and on one.
+"""One program for each way of sharding: what it publishes and saves while everything is offloaded, on two ranks with gloo.
 
-The same bodies run with NCCL in tests/gpu/test_sharded.py; here each way has a file of its own. All of it is
-torch's own, and PEFT's real package.
+The same bodies run with NCCL in tests/gpu/test_sharded.py, and the steps themselves; here steps of each way have a file of their own. All
+of it is torch's own, and PEFT's real package.
 """
 
 from __future__ import annotations
@@ -167,11 +167,6 @@ def needed(name: str) -> str:
     if name == "lora":
         pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
     return name
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_steps_are_bit_identical_with_everything_offloaded_between_any_two_phases(two_ranks: Ranks, name: str) -> None:
-    check_moved(two_ranks.run(compare, needed(name), "cpu", 8), name)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])

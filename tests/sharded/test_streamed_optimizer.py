@@ -155,7 +155,7 @@ def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank(two_ranks: Ran
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])
 def test_slices_of_sharded_parameters(two_ranks: Ranks, kind: str) -> None:
-    assert min(two_ranks.run(sliced, kind)) > 10
+    assert min(two_ranks.run(sliced, kind)) >= 2 * training.STEPS
 
 
 def test_steps_on_one_rank(one_rank: Ranks) -> None:

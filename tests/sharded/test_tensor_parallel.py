@@ -24,7 +24,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each == "momentum" else []) for each in PROGRAMS])
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, PROGRAMS[name]):
         assert all(outcome.resident_bytes.values())

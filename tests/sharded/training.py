@@ -34,7 +34,7 @@ from tests.support.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
-STEPS = 20 if os.environ.get("SWEEP") == "all" else 8
+STEPS = 20 if os.environ.get("SWEEP") == "all" else 5
 """Enough for the first step, in which state is born, and for two synchronisations of weights with steps in between."""
 SYNC_EVERY = 4
 """Weights are synchronised after one step of so many, as an asynchronous trainer does it."""

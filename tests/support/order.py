@@ -45,13 +45,15 @@ _TOGETHER = {
     ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
+_MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer")
 _IMPORTS = {
     "peft": ("peft",),
     "trl": ("trl.trainer.grpo_trainer",),
-    "megatron": ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer"),
+    "megatron": (*_MEGATRON, "deepspeed"),
+    "tests/sharded/test_put_back.py": (*_MEGATRON, "peft"),
     "verl": ("tests.integrations.verl.imported",),
 }
-"""What ranks of these import that takes seconds."""
+"""What ranks of these scopes import that takes seconds."""
 
 
 _SPLIT = ("tests/faults/test_allocations.py", "tests/faults/test_interrupts.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -125,3 +126,18 @@ class Scripted(placement.policies.Colocated):
             raise answer
         plan: placement.Plan = answer(view)
         return plan
+
+
+class Turns:
+    """Who is on the device in which phase, and nobody in all others."""
+
+    name = "turns"
+
+    def __init__(self, state: State = GPU, **on: Collection[str] | Callable[[str], bool]) -> None:
+        self.state = state
+        self.on = on
+        """By phase: the names of handles, or a function that says of a name whether it is one."""
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        on = self.on.get(view.phase, ())
+        return view.total_plan({name: self.state for name in view.handles if (on(name) if callable(on) else name in on)})

@@ -35,41 +35,84 @@ def _unchanged(worker: Worker) -> Any:
     assert_nothing_resident(worker.manager)
 
 
-@pytest.mark.parametrize("name", ["", " ", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a"])
-def test_odd_names(worker: Worker, name: Any) -> None:
+def sharing(worker: Worker) -> torch.nn.Module:
+    head = torch.nn.Linear(64, 64)
+    head.weight = worker.net[0].weight
+    return head
+
+
+def viewing(worker: Worker) -> torch.nn.Module:
+    odd = torch.nn.Linear(4, 4)
+    odd.register_buffer("view", worker.net[0].weight.detach()[0])
+    return odd
+
+
+def sgd(worker: Worker) -> torch.optim.Optimizer:
+    return torch.optim.SGD(worker.net.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[Callable[[Worker], Any], str]] = {
+    "a registered module": (lambda worker: worker.net, "registered already, as 'actor'"),
+    "a registered optimizer": (lambda worker: worker.adam, r"registered already, as 'actor\.optimizer'"),
+    "a compiled wrapper of one": (lambda worker: torch.compile(worker.net, backend="eager"), "registered already, as 'actor'"),
+    "a part of one": (lambda worker: worker.net[0], r"'weight' of 'more' lies in a storage that belongs to 'actor' already"),
+    "a shared parameter": (sharing, "belongs to 'actor' already"),
+    "a view for a buffer": (viewing, "'view' of 'more' lies in a storage that belongs to 'actor'"),
+    "meta": (lambda _: torch.nn.Linear(4, 4, device="meta"), "meta device"),
+    "meta in part": (lambda _: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta")), "meta device"),
+    "a lazy layer": (lambda _: torch.nn.LazyLinear(4), "no shape yet"),
+    **{
+        repr(each): (lambda _, each=each: each, "more")  # type: ignore[misc]
+        for each in (None, 3, "model", [torch.nn.ReLU()], net, torch.zeros(3), {"a": 1}, object)
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_registered(worker: Worker, kind: str) -> None:
+    make, message = REFUSED[kind]
+    target = make(worker)
+    hooks = len(getattr(target, "_forward_pre_hooks", ()))
+    with pytest.raises(RegistrationError, match=message):
+        worker.manager.register("more", target)
+    assert len(getattr(target, "_forward_pre_hooks", ())) == hooks
+    assert kind != "a shared parameter" or not in_a_range(target.bias)
+
+
+ODD_NAMES = ["", " ", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "message"),
+    [
+        *((each, {}, "must match") for each in ODD_NAMES),
+        ("actor", {"role": "actor"}, "'actor' is registered already"),
+        ("more", {"role": "actr"}, "role 'actr' is none of actor, ref"),
+    ],
+)
+def test_odd_names_and_roles(worker: Worker, name: Any, keywords: dict[str, str], message: str) -> None:
     model = net()
-    with pytest.raises(RegistrationError, match="must match"):
-        worker.manager.register(name, model)
+    with pytest.raises(RegistrationError, match=message):
+        worker.manager.register(name, model, **keywords)
     assert not in_a_range(model[0].weight)
+    assert model(torch.ones(1, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("owner", ["actr", "actor.optimizer"])
+def test_an_owner_that_is_none(worker: Worker, owner: str) -> None:
+    with pytest.raises(RegistrationError, match="not a registered module"):
+        worker.manager.register("more", sgd(worker), owner=owner)
+
+
+def test_a_module_of_another_manager_under_the_same_name(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match=r"'actor' is registered in another manager of this process.*unregister it there first"):
+        placement.Manager(device="simulated:1MiB").register("actor", worker.net, role="actor")
 
 
 @pytest.mark.parametrize("name", ["a", "x" * 64, "A.b_c:d-9", "0"])
 def test_names_that_are_fine(worker: Worker, name: str) -> None:
     manager, model = make_manager(), net()
     assert manager.register(name, model).name == name
-
-
-def test_duplicate_names(worker: Worker) -> None:
-    model = net()
-    with pytest.raises(RegistrationError, match="'actor' is registered already"):
-        worker.manager.register("actor", model, role="actor")
-    assert not in_a_range(model[0].weight)
-    assert model(torch.ones(1, 64)).isfinite().all()
-
-
-def test_an_unknown_role(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match="role 'actr' is none of actor, ref"):
-        worker.manager.register("more", net(), role="actr")
-
-
-def test_the_same_module_twice(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match="registered already, as 'actor'"):
-        worker.manager.register("again", worker.net)
-
-
-def test_the_same_optimizer_twice(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match=r"registered already, as 'actor\.optimizer'"):
-        worker.manager.register("again", worker.adam)
 
 
 @pytest.mark.parametrize("first", ["wrapper", "inner"])
@@ -81,18 +124,6 @@ def test_a_compiled_wrapper_and_what_it_wraps(worker: Worker, first: str) -> Non
     with pytest.raises(RegistrationError, match="registered already, as 'one'"):
         manager.register("other", other)
     assert list(manager.handles) == ["one"]
-    with pytest.raises(RegistrationError, match="registered already, as 'actor'"):
-        worker.manager.register("wrapped", torch.compile(worker.net, backend="eager"))
-
-
-def test_a_submodule_of_a_registered_module(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match=r"'weight' of 'part' lies in a storage that belongs to 'actor' already"):
-        worker.manager.register("part", worker.net[0])
-
-
-def test_a_module_of_another_manager_under_the_same_name(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match=r"'actor' is registered in another manager of this process.*unregister it there first"):
-        placement.Manager(device="simulated:1MiB").register("actor", worker.net, role="actor")
 
 
 def test_a_module_around_a_registered_one(worker: Worker) -> None:
@@ -103,63 +134,12 @@ def test_a_module_around_a_registered_one(worker: Worker) -> None:
     assert around[0](torch.ones(1, 4)).isfinite().all()
 
 
-def test_a_module_that_shares_a_parameter(worker: Worker) -> None:
-    head = torch.nn.Linear(64, 64)
-    head.weight = worker.net[0].weight
-    with pytest.raises(RegistrationError, match="belongs to 'actor' already"):
-        worker.manager.register("head", head)
-    assert not in_a_range(head.bias)
-
-
-def test_a_view_of_registered_memory_as_a_buffer(worker: Worker) -> None:
-    odd = torch.nn.Linear(4, 4)
-    odd.register_buffer("view", worker.net[0].weight.detach()[0])
-    with pytest.raises(RegistrationError, match="'view' of 'odd' lies in a storage that belongs to 'actor'"):
-        worker.manager.register("odd", odd)
-    del odd
-
-
 def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
     stranger = net()
     for parameters in (stranger.parameters(), [*worker.net.parameters(), *stranger.parameters()]):
         with pytest.raises(RegistrationError, match=r"parameter \d of shape \(64, 64\) belongs to no registered module"):
             worker.manager.register("more", torch.optim.SGD(parameters, lr=0.1))
     assert not in_a_range(stranger[0].weight)
-
-
-@pytest.mark.parametrize(
-    "target", [torch.nn.Linear(4, 4, device="meta"), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta"))]
-)
-def test_meta_tensors(worker: Worker, target: torch.nn.Module) -> None:
-    with pytest.raises(RegistrationError, match="meta device"):
-        worker.manager.register("more", target)
-    assert not target._forward_pre_hooks
-
-
-def test_lazy_modules_without_shapes(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match="no shape yet"):
-        worker.manager.register("more", torch.nn.LazyLinear(4))
-
-
-@pytest.mark.parametrize("target", [None, 3, "model", [net()], net, torch.zeros(3), {"a": 1}, object()])
-def test_objects_of_no_kind(worker: Worker, target: Any) -> None:
-    with pytest.raises(RegistrationError, match="more"):
-        worker.manager.register("more", target)
-
-
-def test_an_owner_that_is_none(worker: Worker) -> None:
-    sgd = torch.optim.SGD(worker.net.parameters(), lr=0.1)
-    for owner in ("actr", "actor.optimizer"):
-        with pytest.raises(RegistrationError, match="not a registered module"):
-            worker.manager.register("more", sgd, owner=owner)
-
-
-def test_a_tensor_that_somebody_else_holds_is_fine_where_it_follows(worker: Worker) -> None:
-    manager, model = make_manager(), net()
-    view = model[0].weight.detach()
-    manager.register("actor", model, role="actor")
-    with manager.phase("log_prob"):
-        assert_same(view, model[0].weight.detach())
 
 
 # --- phases and plans

@@ -79,18 +79,6 @@ def test_the_simulated_device_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("name", ["simulated", "simulated:much", "simulated:-1"])
-def test_a_simulated_device_needs_its_size(name: str) -> None:
-    with pytest.raises(ValueError, match=r"simulated:64MiB"):
-        placement.Manager(device=name)
-
-
-@pytest.mark.parametrize("name", ["cuda:x", "auto:0", "cuda:"])
-def test_a_name_that_means_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"device '{name}' is not known"):
-        placement.Manager(device=name)
-
-
 def test_a_device_of_torch_and_an_index_stand_for_a_name() -> None:
     for given, name in ((torch.device("cuda", 1), "cuda:1"), (torch.device("cuda"), "cuda"), (2, "cuda:2"), ("auto", "auto")):
         assert name_or_device(given) == name
@@ -98,27 +86,33 @@ def test_a_device_of_torch_and_an_index_stand_for_a_name() -> None:
     assert name_or_device(device) is device
 
 
-@pytest.mark.parametrize("given", [None, True, 1.5, ["cuda:0"], SimulatedDevice])
-def test_what_is_no_device_is_told_what_to_write(given: Any) -> None:
-    with pytest.raises(TypeError, match=r'is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a placement Device'):
-        placement.Manager(device=given)
-
-
-@pytest.mark.parametrize("given", ["cpu", "cpu:0", torch.device("cpu")])
-def test_the_cpu_is_told_of_the_simulated_device(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"device 'cpu.*' is host memory.*PLACEMENT_DEVICE=simulated:1GiB"):
-        placement.Manager(device=given)
-
-
-@pytest.mark.parametrize("given", ["auto", "cuda:0", torch.device("cuda", 0), 0])
-def test_a_machine_without_a_gpu_is_told_of_the_simulated_device(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(placement.PlacementError, match=r'no CUDA device.*device="simulated:1GiB" .*PLACEMENT_DEVICE=.*SimulatedDevice\('):
-        placement.Manager(device=given)
-
-
 def test_the_capacity_of_a_simulated_device_as_text() -> None:
     assert SimulatedDevice(capacity_bytes="1.5MiB").capacity_bytes == 3 << 19
     for wrong, error in (("much", ValueError), (1.5, TypeError), (None, TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"capacity_bytes.* is not a number of bytes; write"):
             SimulatedDevice(capacity_bytes=wrong)  # type: ignore[arg-type]
+
+
+NO_DEVICE = r'is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a placement Device'
+NO_GPU = r'no CUDA device.*device="simulated:1GiB" .*PLACEMENT_DEVICE=.*SimulatedDevice\('
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        *((name, ValueError, "simulated:64MiB") for name in ("simulated", "simulated:much", "simulated:-1")),
+        *((name, ValueError, f"device '{name}' is not known") for name in ("cuda:x", "auto:0", "cuda:")),
+        *((each, TypeError, NO_DEVICE) for each in (None, True, 1.5, ["cuda:0"], SimulatedDevice)),
+        *(
+            (each, ValueError, r"device 'cpu.*' is host memory.*PLACEMENT_DEVICE=simulated:1GiB")
+            for each in ("cpu", "cpu:0", torch.device("cpu"))
+        ),
+        *((each, placement.PlacementError, NO_GPU) for each in ("auto", "cuda:0", torch.device("cuda", 0), 0)),
+    ],
+)
+def test_what_cannot_be_had_is_told_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, given: Any, error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(error, match=message):
+        placement.Manager(device=given)

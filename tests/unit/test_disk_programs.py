@@ -1,4 +1,4 @@
-"""Random programs with less host memory than their host copies take: the same bits as on models that nobody moves."""
+"""Random programs with less host memory than their host copies take, or with early chunks: the same bits as on models that nobody moves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import tempfile
 import unittest.mock
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -16,39 +17,74 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import placement
+from placement import Plan, State, View
 from placement.core.settings import HostCopies
 from placement.planning.host_tier import UseHistory
+from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.support.disk import settle
 from tests.support.late_device import LateDevice
-from tests.support.worker import Worker, assert_same, learn
+from tests.support.worker import Worker, assert_same, learn, net
 from tests.unit.test_prefetch import ALL, CHUNK
-from tests.unit.test_saving import WANTED, Changing, Unplaced
 
 IS_SWEEP = os.environ.get("SWEEP") == "all"
+HANDLES = ("actor", "actor.optimizer", "ref", "critic", "critic.optimizer")
+WANTED = st.dictionaries(st.sampled_from(HANDLES), st.sampled_from([ALL, 2 * CHUNK, CHUNK]))
 LIMITS = (82_000, 100_000, 130_000, None)
 """The least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk."""
 PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "checkpoint")
-ACTIONS = ("compute", "compute", "accumulate", "zero_grad", "read", "write", "hold a state dict", "checkpoint", "done", "leave")
+ACTIONS = ("compute", "compute", "accumulate", "zero_grad", "read", "write", "hold a state dict", "checkpoint", "nested", "done", "leave")
 STEPS = st.lists(st.tuples(st.sampled_from(PHASES), WANTED, st.sampled_from(ACTIONS), st.booleans()), min_size=1, max_size=12)
 Step = tuple[str, dict[str, int], str, bool]
+
+
+class Changing(Colocated):
+    """Colocated, with what a test wants early at the moment."""
+
+    name = "changing"
+
+    def __init__(self, optimizer_in: Literal["train", "streamed"] = "train") -> None:
+        super().__init__(optimizer_in)
+        self.wanted: Mapping[str, int] = {}
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        away = {n: b for n, b in self.wanted.items() if n in view.handles and plan[n] is State.CPU_OFFLOADED}
+        return replace(plan, prefetch={} if view.phase == "idle" else away)
+
+
+class Unplaced:
+    """The models of a `Worker`, in the same order, without placement."""
+
+    def __init__(self) -> None:
+        self.net, self.ref_net, self.critic_net = net(), net(), net()
+        self.adam = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.sgd = torch.optim.SGD(self.critic_net.parameters(), lr=1e-2, momentum=0.9)
 
 
 class Program:
     """A placed worker and the same without placement."""
 
     def __init__(
-        self, folder: str, limit_bytes: int | None, optimizer_in: Literal["train", "streamed"], host_copies: HostCopies = "reserved"
+        self,
+        folder: str,
+        limit_bytes: int | None,
+        optimizer_in: Literal["train", "streamed"],
+        host_copies: HostCopies = "reserved",
+        chunks: int | None = None,
     ) -> None:
         self.folder = folder
         self.policy = Changing(optimizer_in)
-        device = LateDevice(200 * CHUNK, chunk_bytes=CHUNK)
+        device = LateDevice((chunks or 200) * CHUNK, chunk_bytes=CHUNK)
+        self.budget_bytes = None if chunks is None else chunks * CHUNK
         torch.manual_seed(0)
-        limit = {} if limit_bytes is None else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
-        self.worker = Worker(policy=self.policy, device=device, streamed_bucket_bytes=2 * CHUNK, host_copies=host_copies, **limit)
+        limit: dict[str, Any] = {} if limit_bytes is None else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
+        limit |= {"streamed_bucket_bytes": 2 * CHUNK, "host_copies": host_copies, "budget_bytes": self.budget_bytes}
+        self.worker = Worker(policy=self.policy, device=device, **limit)
         torch.manual_seed(0)
         self.free = Unplaced()
         self.manager = self.worker.manager
+        self.has_tier = limit_bytes is not None or host_copies == "while_needed"
         self.held: list[tuple[Any, Any]] = []
         self.phase = self.manager.phase("reward")
         self.step = self.phase.__enter__()
@@ -56,7 +92,7 @@ class Program:
     def run(self, index: int, name: str, wanted: Mapping[str, int], action: str, waits: bool) -> None:
         self.policy.wanted = wanted
         self.step.switch(name)
-        if waits:
+        if waits and self.has_tier:
             settle(self.manager)
         if action in ("compute", "accumulate"):
             self.train(index, name, action)
@@ -65,6 +101,9 @@ class Program:
                 optimizer.zero_grad(set_to_none=bool(index % 2))
         elif action == "checkpoint":
             placement.checkpoint.save(self.manager, f"{self.folder}/saved-{index}", only=["actor"])
+        elif action == "nested":
+            with self.manager.phase("values", only=["critic"]):
+                self.worker.critic_net(torch.ones(1, 64))
         elif action == "done" and name == "log_prob":
             self.step.done_with("ref")
         elif action == "leave":
@@ -76,6 +115,8 @@ class Program:
         for shown, values in self.held:
             assert_same(dict(shown), dict(values))
         self.manager.check_integrity()
+        handles = self.manager.handles.values()
+        assert self.budget_bytes is None or sum(h.resident_bytes - h.storage.unadopted_bytes for h in handles) <= self.budget_bytes
 
     def train(self, index: int, name: str, action: str) -> None:
         for one in (self.worker, self.free) if name == "train" else ():
@@ -131,11 +172,20 @@ def test_random_programs_compute_the_same_bits_where_each_host_copy_is_given_bac
         compute_the_same_bits(steps, limit_bytes, optimizer_in, "while_needed")
 
 
+@pytest.mark.timeout(1500 if IS_SWEEP else 120)
+@settings(max_examples=2000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(steps=[("train", {}, "compute", False), ("rollout", {"actor.optimizer": ALL}, "compute", False)], chunks=42)
+@given(steps=STEPS, chunks=st.sampled_from([42, 56, 200]))
+def test_random_programs_with_random_wishes_compute_the_same_bits(steps: list[Step], chunks: int) -> None:
+    """Under a budget that leaves room for little, for some, or for everything early."""
+    compute_the_same_bits(steps, None, "train", chunks=chunks)
+
+
 def compute_the_same_bits(
-    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"], host_copies: HostCopies = "reserved"
+    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"], *keywords: Any, chunks: int | None = None
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        program = Program(folder, limit_bytes, optimizer_in, host_copies)
+        program = Program(folder, limit_bytes, optimizer_in, *keywords, chunks=chunks)
         for index, step in enumerate(steps):
             program.run(index, *step)
         program.leave()

@@ -14,14 +14,7 @@ from placement.engines.base import TorchEngine
 from placement.policies import Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
-
-
-def backward(model: torch.nn.Module, seed: int = 0) -> None:
-    model(batch(seed)).square().mean().backward()
-
-
-def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+from tests.unit.test_gradients import backward, gradients
 
 
 def dropping(**keywords: Any) -> Worker:

@@ -17,14 +17,18 @@ from placement.testing import SimulatedDevice
 CHUNK = 4096
 
 
+CAN_SWAP = adoption.can_swap()
+
+
 @pytest.fixture(params=["followed", "named"], autouse=True)
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test runs twice: as it is, and with a torch that cannot exchange the memory of storages.
 
     There, and wherever an object goes from the device to the host, only those tensors follow that are named.
     """
     if request.param == "named":
         monkeypatch.setattr(adoption, "can_swap", lambda: False)
+    return str(request.param)
 
 
 Change = Callable[[nn.Sequential, nn.Sequential], None]
@@ -232,3 +236,107 @@ def test_a_lost_write_is_told_once_before_an_object_is_handed_back_on_the_device
         lets_go(manager)
     lets_go(manager)
     assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
+
+
+swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot take in such a gradient on a device in host memory")
+
+
+class Subclass(torch.Tensor):
+    """A class that keeps its bytes as plain tensors do."""
+
+
+class Odd(nn.Module):
+    """A model whose tensors can be seen in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.rotation = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.words = nn.Embedding(8, 4, sparse=True)
+
+
+def a_parameter_of_another_kind(model: Odd) -> torch.Tensor:
+    return Special(model.weight.data)
+
+
+def a_tensor_of_another_class(model: Odd) -> torch.Tensor:
+    return model.weight.detach().as_subclass(Subclass)
+
+
+def a_conjugate(model: Odd) -> torch.Tensor:
+    return model.rotation.detach().conj()
+
+
+def the_imaginary_part_of_a_conjugate(model: Odd) -> torch.Tensor:
+    return model.rotation.detach().conj().imag
+
+
+def a_conjugate_gradient(model: Odd) -> torch.Tensor:
+    model.rotation.grad = torch.randn(16, dtype=torch.complex64).conj()
+    return model.rotation.grad
+
+
+def a_sparse_gradient(model: Odd) -> torch.Tensor:
+    model.words(torch.tensor([1, 2, 2])).sum().backward()
+    assert model.words.weight.grad is not None
+    return model.words.weight.grad
+
+
+KEEPS = [
+    *((each, False) for each in (a_parameter_of_another_kind, a_tensor_of_another_class, a_conjugate, the_imaginary_part_of_a_conjugate)),
+    *(pytest.param(each, drops, marks=swap_only) for each in (a_conjugate_gradient, a_sparse_gradient) for drops in (False, True)),
+]
+"""Each, and whether the model drops its gradient."""
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_sparse:
+        return tensor.detach().to_dense()
+    return tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone()
+
+
+@pytest.mark.parametrize("how", LETS_GO)
+@pytest.mark.parametrize(("keep", "drops"), KEEPS)
+def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
+    keep: Callable[[Odd], torch.Tensor], drops: bool, how: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "named":  # only when it leaves
+        monkeypatch.setattr(adoption, "can_swap", lambda: CAN_SWAP)
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = Odd()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        kept = keep(model)
+        expected, own = plain(kept), [each.detach().clone() for each in model.parameters()]
+    if drops:
+        model.zero_grad()  # a gradient is the variable's alone now
+    if way == "named":
+        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+    LETS_GO[how](manager)
+    del manager
+    gc.collect()
+    assert torch.equal(plain(kept), expected)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), own, strict=True))
+
+
+def a_view_that_torch_gives_no_answers_about() -> torch.Tensor:
+    whole = torch.ones(64, requires_grad=True) * 3
+    first, _ = whole.chunk(2)
+    with torch.no_grad():
+        whole.mul_(2)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        _ = first.is_leaf
+    return first
+
+
+def test_a_view_that_torch_gives_no_answers_about_keeps_no_object_from_being_let_go() -> None:
+    somewhere = a_view_that_torch_gives_no_answers_about()
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = Odd()
+    expected = model.weight.detach().clone()
+    manager.register("actor", model, role="actor")
+    kept = model.weight.detach()
+    model.weight = nn.Parameter(torch.ones(2))
+    manager.close()
+    assert torch.equal(kept, expected)
+    assert somewhere.requires_grad

@@ -13,7 +13,7 @@ import torch
 from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
 from placement.devices.host.mapping import PAGE, available_bytes, free_huge_bytes, left_in_cgroups
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import Slab, cut
 from tests.support.programs import Programs
 
 
@@ -180,7 +180,7 @@ def test_a_forked_child_that_reads_a_slab_dies_and_one_that_drops_it_keeps_its_a
 def test_the_interpreter_exits_in_peace_with_live_memory(programs: Programs) -> None:
     program = """
 import torch
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import Slab, cut
 from placement.testing import SimulatedDevice
 device = SimulatedDevice(1 << 20)
 addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)
@@ -190,3 +190,40 @@ assert torch.kept[2].ready.wait(60) and torch.kept[2].pinned
 raise SystemExit(7)
 """
     assert programs.run(program) == (7, "", "")
+
+
+def test_parts_of_a_slab_are_apart_and_keep_it_alive() -> None:
+    whole = Slab(1000)
+    address = whole.address
+    part, rest = cut(whole, 100)
+    assert rest is not None
+    assert (part.address, part.nbytes) == (address, 100)
+    assert (rest.address, rest.nbytes) == (address + 128, 872)
+    last, none = cut(rest, 872)
+    assert none is None
+    del whole, rest
+    part.view(0, 100).fill_(1)
+    last.view(0, 872).fill_(2)
+    assert part.view(90, 10).tolist() == [1] * 10
+    assert last.view(870, 2).tolist() == [2, 2]
+    assert part.view(8, 8).untyped_storage().nbytes() == 8
+    assert part.ready.is_set()
+    assert (part.pinned_bytes, part.pageable_bytes, part.pageable_reason, part.held_bytes) == (0, 0, None, 100)
+    with pytest.raises(ValueError, match="not within"):
+        part.view(96, 8)
+    with pytest.raises(ValueError, match="not within"):
+        cut(last, 1000)
+
+
+class _Pinned(Slab):
+    """A slab of which the device has pinned some bytes and refused others."""
+
+    pinned_bytes = 600
+    pageable_bytes = 400
+    pageable_reason = "refused"
+
+
+def test_a_part_of_a_slab_that_is_pinned_in_part_has_its_share() -> None:
+    part, _ = cut(_Pinned(1000), 100)
+    assert (part.pinned_bytes, part.pageable_bytes, part.pageable_reason) == (60, 40, "refused")
+    assert not part.pinned

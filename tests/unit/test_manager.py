@@ -251,7 +251,7 @@ def test_the_device_is_told_whether_its_memory_was_portioned_out(
 @pytest.mark.parametrize("device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"])
 def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice | None) -> None:
     def come_and_go() -> None:
-        for _ in range(20):
+        for _ in range(10):
             worker = Worker(device=device or SimulatedDevice(1 << 20))
             with worker.manager.phase("train"):
                 learn(worker.net, worker.adam)

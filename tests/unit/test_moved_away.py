@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import multiprocessing.reduction
 import pathlib
 import warnings
@@ -438,3 +439,16 @@ def test_float8_poison_is_found_in_added_and_replaced_tensors(dtype: torch.dtype
     with manager.phase("log_prob"):
         assert torch.equal(model.scale.view(torch.uint8), wanted["scale"].view(torch.uint8))
     assert_nothing_resident(manager)
+
+
+def test_weights_that_are_put_in_while_offloaded_are_taken_over() -> None:
+    worker = Worker()
+    fresh = torch.nn.Linear(64, 8)
+    wanted = copy.deepcopy(fresh.state_dict())
+    worker.manager.unregister("actor.optimizer")  # it would go on stepping the old ones
+    del worker.adam, worker.optimizer
+    gc.collect()  # an optimizer is part of cycles, and holds the old weights as long as it lives
+    worker.net[2] = fresh
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net[2].state_dict()), dict(wanted))
+    assert_nothing_resident(worker.manager)

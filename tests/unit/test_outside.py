@@ -207,29 +207,17 @@ def limbo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def shared(state: dict[str, Any]) -> SharedTensors:
-    return SharedTensors(lambda: state["capturing"], lambda: state["allocated"])
-
-
-def test_dropped_memory_is_taken_back_and_counted_once(limbo: dict[str, Any]) -> None:
-    tensors = shared(limbo)
+@pytest.mark.parametrize(
+    ("changes", "collected_bytes", "calls"),
+    [({}, 300, 2), ({"capturing": True}, 0, 0), ({"error": RuntimeError("CUDA error: an illegal memory access was encountered")}, 0, 2)],
+    ids=["counted once", "not during a capture", "an error is left to others"],
+)
+def test_dropped_memory_is_taken_back(limbo: dict[str, Any], changes: dict[str, Any], collected_bytes: int, calls: int) -> None:
+    limbo |= changes
+    tensors = SharedTensors(lambda: limbo["capturing"], lambda: limbo["allocated"])
     tensors.collect()
     tensors.collect()
-    assert (tensors.collected_bytes, limbo["allocated"], limbo["calls"]) == (300, 700, 2)
-
-
-def test_nothing_is_taken_back_during_a_capture(limbo: dict[str, Any]) -> None:
-    limbo["capturing"] = True
-    tensors = shared(limbo)
-    tensors.collect()
-    assert (tensors.collected_bytes, limbo["calls"]) == (0, 0)
-
-
-def test_an_error_of_the_device_is_left_to_others(limbo: dict[str, Any]) -> None:
-    limbo["error"] = RuntimeError("CUDA error: an illegal memory access was encountered")
-    tensors = shared(limbo)
-    tensors.collect()
-    assert (tensors.collected_bytes, limbo["calls"]) == (0, 1)
+    assert (tensors.collected_bytes, limbo["calls"], limbo["allocated"]) == (collected_bytes, calls, 1000 - collected_bytes)
 
 
 def test_where_nothing_was_shared_nothing_is_measured(limbo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import placement
-from placement import PhaseError, Plan, PolicyError, RegistrationError, State
+from placement import Handle, PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.phases.phase import PhaseContext
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, everything, learn, make_manager, net
@@ -79,6 +79,17 @@ def test_only_takes_no_string_for_a_list_of_names() -> None:
         worker.manager.phase("train", only=5)  # type: ignore[arg-type]
 
 
+def test_only_takes_handles_and_any_iterable() -> None:
+    worker = Worker()
+    with worker.manager.phase("train", only=[worker.critic]) as phase:
+        assert worker.on_device() == {"critic"}
+        both: list[str | Handle] = ["actor", worker.critic]
+        phase.switch("train", only=iter(both))
+        assert worker.on_device() == {"actor", "critic"}
+    with pytest.raises(TypeError, match="names or handles"):
+        worker.manager.phase("train", only=[3])  # type: ignore[list-item]
+
+
 # --- switch
 
 
@@ -139,13 +150,28 @@ def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_keep_that_the_next_phase_does_not_want_expires_and_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("phase", "kept", "then", "on", "expired"),
+    [
+        ("log_prob", ["actor"], "values", {"critic"}, 1),  # the next phase does not want it
+        ("log_prob", ["actor", "ref"], "train", {"actor", "critic"}, 1),  # it wants one of them
+        ("values", ["ref"], "values", {"critic"}, 0),  # what is not on the device is not carried
+    ],
+)
+@pytest.mark.parametrize("by_switch", [False, True])
+def test_a_keep_that_is_not_wanted_expires_and_is_counted(
+    phase: str, kept: list[str], then: str, on: set[str], expired: int, by_switch: bool
+) -> None:
     worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        phase.keep("actor")
-    with worker.manager.phase("values"):
-        assert worker.on_device() == {"critic"}
-        assert worker.manager.snapshot().expired_keeps == 1
+    with worker.manager.phase(phase) as opened:
+        for name in kept:
+            opened.keep(name)
+        if by_switch:
+            opened.switch(then)
+            assert worker.on_device() == on
+    with contextlib.nullcontext() if by_switch else worker.manager.phase(then):
+        assert worker.on_device() == (set() if by_switch else on)
+        assert worker.manager.snapshot().expired_keeps == expired
     assert worker.manager.snapshot().kept_bytes == 0
     assert_nothing_resident(worker.manager)
 
@@ -164,27 +190,6 @@ def test_a_keep_over_the_end_of_an_inner_phase() -> None:
             inner.keep("ref")
     assert worker.manager.snapshot().expired_keeps == 1  # no phase came that could take it over
     assert_nothing_resident(worker.manager)
-
-
-def test_a_keep_over_a_switch_expires_where_the_plan_does_not_want_it() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob") as phase:
-        phase.keep("actor")
-        phase.keep("ref")
-        phase.switch("train")
-        assert worker.on_device() == {"actor", "critic"}
-        assert worker.manager.snapshot().expired_keeps == 1
-    assert_nothing_resident(worker.manager)
-
-
-def test_keeping_what_is_not_on_the_device_carries_nothing() -> None:
-    worker = Worker()
-    with worker.manager.phase("values") as phase:
-        phase.keep("ref")
-    assert worker.on_device() == set()
-    with worker.manager.phase("train", only=["critic"]):
-        assert worker.on_device() == {"critic"}
-    assert worker.manager.snapshot().expired_keeps == 0
 
 
 def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing() -> None:
@@ -407,15 +412,10 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
-    worker = Worker()
-    worker.manager.phase("train").__enter__()
-    assert worker.manager.phase_name == "idle"
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
     worker = Worker()
+    worker.manager.phase("train").__enter__()  # dropped at once
+    assert worker.manager.phase_name == "idle"
     outer = worker.manager.phase("values")
     outer.__enter__()
     with worker.manager.phase("train"):
@@ -528,15 +528,19 @@ def test_an_exception_in_the_body_propagates_and_the_device_is_empty(kind: type[
         learn(worker.net, worker.adam)
 
 
-def test_a_restore_that_fails_is_a_note_on_the_exception_on_its_way() -> None:
+@pytest.mark.parametrize("mine", [None, ValueError("mine")])
+def test_a_restore_that_fails_is_raised_or_a_note_on_the_exception_on_its_way(mine: ValueError | None) -> None:
     device = Faults(SimulatedDevice(CAPACITY))
     worker = Worker(device=device)
-    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
+    with pytest.raises(RuntimeError if mine is None else ValueError) as caught:  # noqa: SIM117, PT012
         with worker.manager.phase("train", only=["actor"]):
             learn(worker.net, worker.adam)
             device.fail("copy", forever=True)
-            raise ValueError("mine")
-    assert any("injected fault" in note for note in caught.value.__notes__)
+            if mine is not None:
+                raise mine
+    notes = "".join(caught.value.__notes__)
+    assert "injected fault" in (str(caught.value) if mine is None else notes)
+    assert mine is not None or "while leaving phase 'train'" in notes
     assert device.fired > 1  # all together first, then each handle by itself
     device.clear()
     assert worker.manager.phase_name == "idle"
@@ -549,42 +553,23 @@ def test_a_restore_that_fails_is_a_note_on_the_exception_on_its_way() -> None:
     assert worker.manager.snapshot().unpaired_bytes == 0
 
 
-@pytest.mark.leaves_behind("the device fails each offload")
-def test_a_restore_that_fails_without_another_exception_is_raised() -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    worker = Worker(device=device)
-    with pytest.raises(RuntimeError, match="injected fault") as caught:  # noqa: SIM117, PT012
-        with worker.manager.phase("train", only=["actor"]):
-            learn(worker.net, worker.adam)
-            device.fail("copy", forever=True)
-    assert any("while leaving phase 'train'" in note for note in caught.value.__notes__)
-    assert worker.manager.phase_name == "idle"
-
-
-def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device() -> None:
+@pytest.mark.parametrize("mine", [None, ValueError("mine")])
+def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device(mine: ValueError | None) -> None:
+    """Its error is a note on the user's exception, where there is one."""
     policy = Scripted()
     worker = Worker(policy=policy)
-    with pytest.raises(PolicyError, match="out of ideas"):  # noqa: SIM117, PT012
+    with pytest.raises(PolicyError if mine is None else ValueError) as caught:  # noqa: SIM117, PT012
         with worker.manager.phase("train"):
             learn(worker.net, worker.adam)
             policy.answers["idle"] = RuntimeError("out of ideas")
+            if mine is not None:
+                raise mine
+    assert "out of ideas" in "".join([str(caught.value), *getattr(mine, "__notes__", ())])
     assert worker.manager.phase_name == "idle"
     assert worker.on_device() == set()
     assert worker.manager.device.memory().chunk_bytes == 0
     policy.answers.clear()
     assert_nothing_resident(worker.manager)
-
-
-@pytest.mark.leaves_behind("the policy has no plan for idle")
-def test_a_policy_that_raises_at_the_exit_is_a_note_on_the_users_exception() -> None:
-    policy = Scripted()
-    worker = Worker(policy=policy)
-    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
-        with worker.manager.phase("train"):
-            policy.answers["idle"] = RuntimeError("out of ideas")
-            raise ValueError("mine")
-    assert any("out of ideas" in note for note in caught.value.__notes__)
-    assert worker.on_device() == set()
 
 
 # --- inside a phase transition
@@ -674,4 +659,16 @@ def test_a_generator_whose_phase_an_error_has_left_closes_quietly() -> None:
         fails()
     assert worker.manager.phase_name == "idle"
     generator.close()  # type: ignore[attr-defined]
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_generator_that_is_closed_leaves_its_phase_and_not_that_of_its_caller() -> None:
+    worker = Worker()
+
+    generator: Any = steps(worker)
+    next(generator)
+    with worker.manager.phase("log_prob"):
+        generator.close()
+        assert worker.manager.phase_name == "log_prob"
+    assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)

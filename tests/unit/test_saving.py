@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 import placement
-from placement import Plan, State, View
-from placement.policies import Colocated
+from placement import State
 from placement.testing import assert_nothing_resident
 from tests.faults.harness import FaultyWorker, Foresight, check_left, check_values
 from tests.support.early import Early
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn
-from tests.support.worker import net as make_net
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
 
 
@@ -193,84 +187,3 @@ def test_whole_steps_with_everything_early_lose_nothing(capacity: int) -> None:
         check_left(worker)
         assert worker.committed == plain.committed
     assert any(each.prefetch_used_bytes for each in worker.manager.snapshot().handles)
-
-
-class Changing(Colocated):
-    """Colocated, with what a test wants early at the moment."""
-
-    name = "changing"
-
-    def __init__(self, optimizer_in: Literal["train", "streamed"] = "train") -> None:
-        super().__init__(optimizer_in)
-        self.wanted: Mapping[str, int] = {}
-
-    def plan(self, view: View) -> Plan:
-        plan = super().plan(view)
-        away = {n: b for n, b in self.wanted.items() if n in view.handles and plan[n] is State.CPU_OFFLOADED}
-        return replace(plan, prefetch={} if view.phase == "idle" else away)
-
-
-HANDLES = ("actor", "actor.optimizer", "ref", "critic", "critic.optimizer")
-WANTED = st.dictionaries(st.sampled_from(HANDLES), st.sampled_from([ALL, 2 * CHUNK, CHUNK]))
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["rollout", "log_prob", "ref_log_prob", "values", "train", "checkpoint"]),
-        WANTED,
-        st.sampled_from(["compute", "compute", "compute", "zero_grad", "read", "nested", "done", "leave"]),
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@pytest.mark.timeout(1500 if os.environ.get("SWEEP") == "all" else 120)
-@settings(max_examples=40 if os.environ.get("SWEEP") != "all" else 2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example(steps=[("train", {}, "compute"), ("rollout", {"actor.optimizer": ALL}, "compute")], chunks=42)
-@given(steps=STEPS, chunks=st.sampled_from([42, 56, 200]))
-def test_random_programs_with_random_wishes_compute_the_same_bits(steps: list[tuple[str, dict[str, int], str]], chunks: int) -> None:
-    """Beside the same program on models that nobody moves, under a budget that leaves room for little, for some, or for everything."""
-    policy = Changing()
-    torch.manual_seed(0)
-    worker = Worker(policy=policy, device=LateDevice(chunks * CHUNK, chunk_bytes=CHUNK), budget_bytes=chunks * CHUNK)
-    torch.manual_seed(0)
-    free = Unplaced()
-    phase = worker.manager.phase("reward")
-    step = phase.__enter__()
-    for index, (name, wanted, action) in enumerate(steps):
-        policy.wanted = wanted
-        step.switch(name)
-        if action == "nested":
-            with worker.manager.phase("values", only=["critic"]):
-                worker.critic_net(torch.ones(1, 64))
-        elif action == "zero_grad":
-            for optimizer in (worker.adam, worker.sgd, free.adam, free.sgd):
-                optimizer.zero_grad()
-        elif action == "read":
-            assert_same(dict(worker.net.state_dict()), dict(free.net.state_dict()))
-            assert_same(worker.adam.state_dict(), free.adam.state_dict())
-        elif action == "done" and name == "log_prob":
-            step.done_with("ref")
-        elif action == "leave":
-            phase.__exit__(None, None, None)
-            assert_nothing_resident(worker.manager)
-            phase = worker.manager.phase("reward")
-            step = phase.__enter__()
-        elif name == "train":
-            for one in (worker, free):
-                learn(one.net, one.adam, index)
-                learn(one.critic_net, one.sgd, index)
-        worker.manager.check_integrity()
-        assert sum(handle.resident_bytes - handle.storage.unadopted_bytes for handle in worker.manager.handles.values()) <= chunks * CHUNK
-    phase.__exit__(None, None, None)
-    assert_nothing_resident(worker.manager)
-    for one, other in ((worker.net, free.net), (worker.critic_net, free.critic_net), (worker.adam, free.adam), (worker.sgd, free.sgd)):
-        assert_same(one.state_dict(), other.state_dict())
-
-
-class Unplaced:
-    """The models of a `Worker`, in the same order, without placement."""
-
-    def __init__(self) -> None:
-        self.net, self.ref_net, self.critic_net = make_net(), make_net(), make_net()
-        self.adam = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        self.sgd = torch.optim.SGD(self.critic_net.parameters(), lr=1e-2, momentum=0.9)

@@ -35,26 +35,21 @@ def saved_size(value: Any) -> int:
     return len(file.getvalue())
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("phase", "state"), [(None, OFF), ("log_prob", GPU), ("weight_sync", SYNC), ("train", TRAIN)])
-def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any) -> None:
-    worker = Worker()
+def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any, streams: bool) -> None:
+    worker = Worker(policy=Colocated(stream_sync=streams))
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         values = {name: p.detach().clone() for name, p in worker.net.named_parameters()}
         moments = copy.deepcopy(worker.adam.state_dict())
     with nullcontext() if phase is None else worker.manager.phase(phase):
         assert worker.actor.state is state
+        assert bool(worker.actor.resident_bytes) is (state is not OFF and not (streams and state is SYNC))
         assert_same(dict(worker.net.state_dict()), values)
         assert_same(dict(worker.actor.state_dict()), values)
         assert_same(worker.adam.state_dict(), moments)
         assert_same(worker.optimizer.state_dict(), moments)
-
-
-def test_a_state_dict_of_a_streamed_sync() -> None:
-    worker = Worker(policy=Colocated(stream_sync=True))
-    with worker.manager.phase("weight_sync"):
-        assert (worker.actor.state, worker.actor.resident_bytes) == (SYNC, 0)
-        assert_same(dict(worker.actor.state_dict()), dict(worker.values))
 
 
 @pytest.mark.parametrize("taken", [None, "log_prob", "train"])
@@ -268,18 +263,21 @@ def check(worker: Worker) -> None:
     assert_nothing_resident(worker.manager)
 
 
+@pytest.mark.parametrize("taken", ["offloaded", "on the device"])
 @pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("device", ["simulated", "late"])
-def test_an_optimizer_takes_over_a_state_dict_that_is_held(device: str, verify: str) -> None:
+def test_an_optimizer_takes_over_a_state_dict_that_is_held(device: str, verify: str, taken: str) -> None:
     worker = worker_on(device, verify)
     wanted = copy.deepcopy(worker.adam.state_dict())
     shown = worker.adam.state_dict()
     with worker.manager.phase("restore"):
-        worker.adam.load_state_dict(shown)
+        worker.adam.load_state_dict(shown if taken == "offloaded" else (shown := worker.adam.state_dict()))
     assert_same(worker.optimizer.state_dict(), wanted)
     assert shown["state"][0]["exp_avg"].isnan().any(), "the page says so: these are the optimizer's own tensors now"
     check(worker)
     assert_same(worker.optimizer.state_dict(), wanted)
+    worker.manager.close()
+    assert_same(worker.adam.state_dict(), wanted)
 
 
 @pytest.mark.leaves_behind("the optimizer steps parameters that were replaced")
@@ -296,6 +294,8 @@ def test_a_module_takes_over_a_state_dict_that_is_held(device: str, verify: str)
     assert_same(dict(worker.critic.state_dict()), dict(wanted))
     check(worker)
     assert_same(dict(worker.critic.state_dict()), dict(wanted))
+    worker.manager.close()
+    assert_same(dict(worker.critic_net.state_dict()), dict(wanted))
 
 
 def test_a_state_dict_of_which_a_copy_is_loaded_keeps_its_values() -> None:
@@ -492,3 +492,37 @@ def test_state_that_is_made_after_a_state_dict_is_not_in_it() -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     assert shown["state"] == {0: {}}, "the optimizer's own tensors read NaN while they are offloaded"
+
+
+def test_a_held_state_dict_keeps_its_values_where_the_parameters_get_other_storages() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        taken = worker.net.state_dict()
+        worker.net.half().float()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    assert_same(dict(taken), dict(worker.values))
+    with worker.manager.phase("train"):
+        assert_same(dict(taken), dict(worker.values))
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+    assert_same(dict(taken), dict(worker.values))
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict(taken)
+    del taken
+    with worker.manager.phase("log_prob"):
+        pass
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert len(worker.actor.holding.ranges if worker.actor.holding else ()) == 1
+    assert worker.manager.audit().ok
+
+
+def test_a_state_dict_of_a_resident_model_has_the_weight_of_an_offloaded_one() -> None:
+    worker = Worker()
+    own = worker.critic_net[0].weight
+    with worker.manager.phase("values"):
+        worker.critic_net[0].weight = worker.net[0].weight  # the phase's end would refuse this
+        for ask in (worker.critic_net.state_dict, worker.critic_net[0].state_dict, worker.critic.state_dict):
+            (shown,) = [tensor for name, tensor in ask().items() if name in ("weight", "0.weight")]
+            assert_same([shown], [worker.values["0.weight"]])
+        worker.critic_net[0].weight = own
+        assert not any(tensor.isnan().any() for tensor in worker.critic_net.state_dict().values())
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))

@@ -344,15 +344,19 @@ def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: 
 # --- the method on the object
 
 
-def test_an_object_is_freed_with_its_last_reference() -> None:
-    """Its own method, put on the object, does not keep it alive until a collection."""
+def test_objects_are_freed_with_their_last_reference() -> None:
+    """Their own methods, put on the objects, do not keep them alive until a collection."""
     manager, model = make_manager(), torch.nn.Sequential(Layer(), Extra())
+    torch.optim.SGD(model.parameters())  # torch's first optimizer of a process leaves a traceback behind
     manager.register("actor", model, role="actor")
-    alive = [weakref.ref(model), weakref.ref(model[0])]
+    optimizer = torch.optim.SGD(model.parameters())
+    manager.register("actor.optimizer", optimizer)
+    manager.unregister("actor.optimizer")
+    alive = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0])]
     gc.disable()
     try:
-        del model
-        assert [each() for each in alive] == [None] * 2
+        del optimizer, model
+        assert [each() for each in alive] == [None] * 3
     finally:
         gc.enable()
 

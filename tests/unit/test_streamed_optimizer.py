@@ -125,6 +125,7 @@ STEPPED: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW, for-loop": of(torch.optim.AdamW, foreach=False),
     "AdamW, fused": of(torch.optim.AdamW, fused=True),
     "AdamW, several groups": in_groups,
+    "a subclass that changes nothing": of(type("Renamed", (torch.optim.AdamW,), {}), lr=1e-2),
     "Adam, amsgrad, maximize": of(torch.optim.Adam, amsgrad=True, maximize=True),
     "Adam, amsgrad, foreach": of(torch.optim.Adam, amsgrad=True, foreach=True),
     "Adam, tensor lr": of(torch.optim.Adam, lr=torch.tensor(1e-2)),
@@ -145,11 +146,16 @@ if hasattr(torch.optim, "Muon"):
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
-    """Parameters without a gradient in some steps: their state is born late, or never."""
+    """Parameters without a gradient in some steps, whose state is born late or never, and one that is stepped slice by slice."""
     pair = Pair(STEPPED[name])
     for step, used in enumerate([(0, 2, 3, 7), None, (1, 2), (6, 5, 4), None]):
         pair.step(step, used)
     pair.check()
+    assert pair.handle.streamed is not None
+    words = pair.net.embed.weight
+    state = [value.nbytes for value in pair.optimizer.state.get(words, {}).values() if isinstance(value, torch.Tensor)]
+    num_slices = len(pair.handle.streamed._parts.of(pair.optimizer, words))
+    assert (num_slices > 1) is (max(state, default=0) > BUCKET and name != "Muon"), "the state of one parameter is larger than a bucket"
     assert all(handle.state is OFF for handle in pair.manager.handles.values())
 
 
@@ -243,8 +249,8 @@ def test_the_states_say_where_the_bytes_are() -> None:
 
 
 def test_whole_steps_and_streamed_ones_may_follow_one_another() -> None:
-    policies = [Colocated(name) for name in ("streamed", "train", "streamed", "train")]
-    now: list[Colocated] = []
+    policies = [Colocated("streamed"), Colocated("train"), AsyncRollout("streamed"), Colocated("train")]
+    now: list[Any] = []
 
     def plan(view: View) -> Plan:
         return now[-1].plan(view)
@@ -261,6 +267,8 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
     seen: list[str] = []
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pair.both()]
     pair.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(f"before {len(optimizer.param_groups[0]['params'])}"))
+    sizes: list[int] = []
+    pair.optimizer.register_step_post_hook(lambda optimizer, *_: sizes.append(optimizer.param_groups[0]["params"][0].numel()))
     pair.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     with pair.manager.phase("train"):
         later = torch.optim.lr_scheduler.StepLR(pair.optimizer, 10)
@@ -280,6 +288,7 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
                 scheduler.step()  # warns, which fails the test, if it has seen no step before
         later.step()
     assert seen == [f"before {len(list(pair.net.parameters()))}", "after"] * 3
+    assert sizes == [pair.net.embed.weight.numel()] * 3, "a hook has seen a slice"
     pair.check()
 
 
@@ -295,6 +304,7 @@ def test_a_scaler_skips_and_unscales_as_always() -> None:
                     net.layers[2].weight.grad[0, 0] = float("inf")
                 scaler.step(optimizer)
                 scaler.update()
+            assert_same(*([p.grad for p in net.parameters()] for net, _ in pair.both()))
     pair.check()
 
 
@@ -494,12 +504,6 @@ class TestMemory:
         for step in range(3):
             small.step(step)
 
-    def test_async_rollout_passes_the_option_on(self) -> None:
-        pair = Pair(adamw, policy=AsyncRollout("streamed"))
-        pair.step(0)
-        pair.step(1)
-        pair.check()
-
     def test_a_bucket_smaller_than_a_chunk_reserves_no_more_host_memory(self) -> None:
         tiny, chunk = (Pair(adamw, streamed_bucket_bytes=nbytes) for nbytes in (1, CHUNK))
         assert [each.host_bytes for each in tiny.manager.snapshot().handles] == [
@@ -535,10 +539,6 @@ class Clipping(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Renamed(torch.optim.AdamW):
-    """Changes nothing that a step does."""
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("make", "reason"),
@@ -560,12 +560,6 @@ class TestRefusals:
             pass
         assert handle.state is OFF
         manager.close()
-
-    def test_a_subclass_that_changes_nothing_is_no_other_optimizer(self) -> None:
-        pair = Pair(of(Renamed))
-        pair.step(0)
-        pair.step(1)
-        pair.check()
 
     def test_only_an_optimizer_trains_from_its_host_copy(self) -> None:
         def plan(view: View) -> Plan:

@@ -18,8 +18,8 @@ from torch import nn
 import placement
 from tests.support.late_device import LateDevice
 from tests.support.worker import assert_same
+from tests.unit.test_disk_programs import Changing
 from tests.unit.test_prefetch import ALL, CHUNK
-from tests.unit.test_saving import Changing
 
 IS_SWEEP = os.environ.get("SWEEP") == "all"
 WIDTH, LAYERS = 24, 8

@@ -16,7 +16,7 @@ import placement
 from placement.ownership.partial_step import sliceable_state
 from placement.policies import Colocated
 from tests.support.worker import assert_same
-from tests.unit.test_streamed_optimizer import BUCKET, CHUNK, STEPPED, Pair, adamw, of
+from tests.unit.test_streamed_optimizer import BUCKET, CHUNK, STEPPED, Pair, adamw
 
 LARGE = 40_001
 """Elements of the largest parameter: 160 KB, and its moments 20 chunks. Odd, so that its end is aligned to nothing."""
@@ -54,21 +54,6 @@ class Sliced(Pair):
     def num_slices(self) -> list[int]:
         assert self.handle.streamed is not None
         return [len(self.handle.streamed._parts.of(self.optimizer, weight)) for weight in self.net.weights]
-
-
-@pytest.mark.parametrize("name", STEPPED)
-def test_steps_are_those_of_the_optimizer_alone(name: str) -> None:
-    pair = Sliced(STEPPED[name] if name != "AdamW, several groups" else adamw, model=Lone((40, 8), (LARGE // 8, 8), (16,)))
-    pair.steps()
-    pair.check()
-    has_state = any(nbytes > BUCKET for nbytes in state_bytes(pair))
-    assert (pair.num_slices()[1] > 2) is (has_state and name != "Muon")
-    assert pair.num_slices()[::2] == [1, 1]
-
-
-def state_bytes(pair: Sliced) -> list[int]:
-    values = (value for entry in pair.optimizer.state.values() for value in entry.values())
-    return [value.nbytes for value in values if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -174,35 +159,6 @@ def test_state_that_is_begun_anew_beside_state_that_was_replaced(shapes: list[tu
         pair.one_step(3)
     pair.check()
     pair.steps(2)
-    pair.check()
-
-
-def test_hooks_of_the_step_see_the_whole_parameter() -> None:
-    pair = Sliced(adamw, model=Lone((LARGE,)))
-    seen: list[int] = []
-    pair.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].numel()))
-    pair.steps(2)
-    assert seen == [LARGE, LARGE]
-    assert all(weight.grad is None for weight in pair.net.weights)
-
-
-def test_a_scaler_unscales_the_gradients_in_place() -> None:
-    """A fused step is given the scale, and writes what it has unscaled into the gradients."""
-    pair = Sliced(of(torch.optim.AdamW, fused=True), model=Lone((LARGE,)))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
-    for seed in range(4):
-        with pair.manager.phase("train"):
-            found = []
-            for (net, optimizer), scaler in zip(pair.both(), scalers, strict=True):
-                scaler.scale(torch.zeros(()))
-                gradients(net, seed)
-                if seed == 1:
-                    net.weights[0].grad[LARGE - 1] = float("inf")
-                scaler.step(optimizer)
-                scaler.update()
-                found.append(net.weights[0].grad.clone())
-                optimizer.zero_grad()
-            assert_same({"grad": found[0]}, {"grad": found[1]})
     pair.check()
 
 

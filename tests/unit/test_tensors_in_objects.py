@@ -61,10 +61,17 @@ def _tensors(held: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in nested_tensors(held, "", 3)]
 
 
-@pytest.mark.parametrize("swaps", [True, False], ids=["swap", "rebind"])
-@pytest.mark.parametrize("when", ["before", "in a phase", "steady"])
-@pytest.mark.parametrize("engine", [False, True], ids=["actor", "rollout"])
-@pytest.mark.parametrize("form", FORMS)
+WHEN = ("before", "in a phase", "steady")
+
+
+@pytest.mark.parametrize(
+    ("form", "engine", "when", "swaps"),
+    [
+        *((form, False, when, True) for form in FORMS for when in WHEN),
+        *((form, False, "before", False) for form in FORMS),
+        *(("layers", True, when, swaps) for when in WHEN for swaps in (True, False)),
+    ],
+)
 def test_what_an_object_holds_leaves_with_the_module(
     form: str, engine: bool, when: str, swaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
