@@ -1,6 +1,6 @@
 """`placement explain POLICY`: print where a policy puts every handle in every phase, for a worker of ordinary size.
 
-A policy that looks at the phases to come is shown in a cycle that it has seen, too. `--live` tells of a running worker instead.
+The rows are the first step that such a worker makes. `--live` tells of a running worker instead, in the words of its policy.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
-from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
+from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State
 from placement.forecasting.description import Phase, PhaseForecast
 from placement.observe.fleet import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
@@ -54,13 +53,11 @@ SAMPLE = (
 
 _STEP = (
     *("rollout", "reward", "log_prob", "ref_log_prob", "values", "train", "optimizer_step", "weight_sync"),
-    *("checkpoint", "eval", "restore", IDLE),
+    *("checkpoint", "eval", "restore"),
 )
 """The order of a PPO step, then the phases outside it."""
 _MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 _STREAMED = "stream"
-_ROUNDS = 3
-"""The rounds of a cycle that are run. In the first it is not known yet, and in the second not everything is where it will be."""
 
 Row = tuple[PhaseForecast, Plan | None]
 """A phase, and the policy's plan for it; None: there is none."""
@@ -82,27 +79,18 @@ def explain(
     Raises:
         PolicyError: the policy cannot be found or constructed.
     """
-    policy, file = resolve_policy(policy_spec), file or sys.stdout
-    own = dict(phases or {})
-    names = (*_STEP[:-1], *(name for name in own if name not in PHASES))
-    with _running(policy, names, budget_bytes, worker_role, own) as run:
-        rows = [_idle_row(run), *(_row(run, name) for name in names)]
-        print(_table(run, rows, budget_bytes, worker_role, own), file=file)
-    cycle = _STEP[: _STEP.index("checkpoint")]
-    with _running(policy, cycle, budget_bytes, worker_role, {}) as run:
-        for line in _in_a_known_cycle(run, policy, cycle):
-            print(line, file=file)
-    return int(not all(phase.fits for phase, _ in rows))
-
-
-def _running(policy: Policy, phases: Sequence[str], budget_bytes: int, worker_role: str, own: OwnPhases) -> Run:
-    """A worker with the handles of the sample, under a policy."""
     from placement.forecasting.device import SizesDevice, objects_of
     from placement.forecasting.run import Run
     from placement.storage.layout import ALIGNMENT
 
+    policy, own = resolve_policy(policy_spec), dict(phases or {})
+    names = (*_STEP, *(name for name in own if name not in PHASES))
     device = SizesDevice(granularity=ALIGNMENT)
-    return Run(policy, device, objects_of(device, SAMPLE, {}), phases, budget_bytes=budget_bytes, worker_role=worker_role, phases=dict(own))
+    sample = objects_of(device, SAMPLE, {})
+    with Run(policy, device, sample, names, budget_bytes=budget_bytes, worker_role=worker_role, phases=own) as run:
+        rows = [_idle_row(run), *(_row(run, name) for name in names)]
+        print(_table(run, rows, budget_bytes, worker_role, own), file=file or sys.stdout)
+    return int(not all(phase.fits for phase, _ in rows))
 
 
 def _gib(nbytes: int) -> str:
@@ -149,31 +137,6 @@ def _table(run: Run, rows: Sequence[Row], budget_bytes: int, worker_role: str, o
     lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} from the host copy"]
     lines.append("device: bytes held in the phase; moved: bytes copied both ways since the row above")
     return "\n".join(text.rstrip() for text in lines)
-
-
-def _in_a_known_cycle(run: Run, policy: Policy, cycle: Sequence[str]) -> list[str]:
-    """Lines about each phase of a cycle that a policy has seen; none if the cycle makes no difference to it, or has a phase that fails."""
-    lines, looks_ahead = ["", "in a cycle that it has seen, one phase after the other:"], False
-    for index, name in enumerate([*cycle] * _ROUNDS):
-        phase, plan = _row(run, name)
-        if plan is None or not phase.fits:
-            return []
-        view = run.asked.answers[name][0]
-        looks_ahead |= bool(plan.prefetch) or plan != policy.plan(replace(view, upcoming=()))
-        if index >= (_ROUNDS - 1) * len(cycle):
-            lines += _lines_about(policy, view, plan)
-    return lines if looks_ahead else []
-
-
-def _lines_about(policy: Policy, view: View, plan: Plan) -> Iterator[str]:
-    reasons: Mapping[str, str] = policy.reasons(view) if hasattr(policy, "reasons") else {}
-    early = sum(plan.prefetch.values())
-    arrives = f", {readable(early)} arrive early" if early else ""
-    yield f"  in {view.phase}: {readable(view.bytes_of(plan))} on the device{arrives}"
-    width = max((len(name) for name in view.handles), default=0)
-    for name in view.handles:
-        where = "on" if plan.on_device(name) else "early" if name in plan.prefetch else "off"
-        yield f"    {name:<{width}}  {where:<5}  {reasons.get(name) or plan[name]}"
 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:

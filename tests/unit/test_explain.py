@@ -163,30 +163,3 @@ def test_the_command_finds_a_policy_beside_the_user(
     monkeypatch.setattr("sys.path", list(sys.path))
     assert command("beside_the_user:Mine") == 0
     assert capsys.readouterr().out.startswith("policy mine,")
-
-
-def test_a_policy_that_looks_ahead_says_what_it_does_in_a_cycle_that_it_knows() -> None:
-    status, text = table("cyclic")
-    assert status == 0
-    _, found = text.split("in a cycle that it has seen, one phase after the other:\n")
-    rollout = found[: found.index("  in reward:")].splitlines()
-    assert rollout[0] == "  in rollout: 80 GiB on the device"
-    assert "    actor             on     kept: next needed in 2 phases (log_prob)" in rollout
-    assert "    critic.optimizer  off    off the device: next needed in 5 phases (train)" in rollout
-    assert "    rollout           on     needed in rollout" in rollout
-    log_prob = found[found.index("  in log_prob:") : found.index("  in ref_log_prob:")]
-    assert "on the device, 10.6 GiB arrive early\n" in log_prob
-    assert "    critic.optimizer  early  arrives early, 10.6 GiB of 10.6 GiB: next needed in 3 phases (train)" in log_prob
-    assert all(len(line) <= 100 for line in found.splitlines())
-    text.encode("ascii")
-
-
-@pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout"])
-def test_a_policy_that_does_not_look_ahead_has_no_more_than_the_table(policy: str) -> None:
-    assert table(policy)[1].splitlines()[-1].startswith("device: bytes held")
-
-
-def test_a_step_that_does_not_fit_has_no_cycle() -> None:
-    status, text = table("cyclic", budget_bytes=60 << 30)
-    assert status == 1
-    assert "in a cycle" not in text

@@ -1,4 +1,4 @@
-"""The command `placement plan`: jobs, recordings, comparisons, charts, and what it says of bad input."""
+"""The command `placement plan`: jobs, recordings, comparisons, and what it says of bad input."""
 
 from __future__ import annotations
 
@@ -103,17 +103,15 @@ def test_a_budget_of_nothing_is_a_budget(model: str, trace: str, capsys: pytest.
         assert "it does not fit" in capsys.readouterr().out
 
 
-def test_policies_side_by_side(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chart = tmp_path / "plan.svg"
+def test_policies_side_by_side(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     policies = "colocated(drop_gradients=True, stream_sync=False),resident"
-    words = [model, "--cycle", "ppo", "--compare", policies, "--budget", "1GiB", "--rate", "1GB", "--chart", str(chart)]
+    words = [model, "--cycle", "ppo", "--compare", policies, "--budget", "1GiB", "--rate", "1GB"]
     assert main(["plan", *words]) == 0
     head, text = (out := capsys.readouterr().out).split("\n\n", 1)
     assert "resident" in text
     assert "critic" not in head
     assert out.count("yes") == 2
     assert text.splitlines()[2].strip().split("                ") == policies.rsplit(",", 1)  # options tell two columns of one policy apart
-    assert chart.read_text().startswith("<svg")
     assert main(["plan", *words, "--json"]) == 0
     assert [each["policy"] for each in json.loads(capsys.readouterr().out)] == ["colocated", "resident"]
 
@@ -168,7 +166,6 @@ def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["MODEL", "--work", "train=long"], "'long' of phase 'train' is no number"),
         (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
         (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
-        (["MODEL", "--chart", "plan.png"], "give a name that ends in .svg"),
         (["--from", "trace.json", "--host-limit", "1GiB"], "--host-limit describes a job that is planned"),
         (["--from", "trace.json", "--shards", "8"], "--shards describes a job that is planned"),
         (["MODEL", "--worker", "rank0"], "--worker chooses a worker of a trace"),
