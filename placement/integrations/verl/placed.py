@@ -415,7 +415,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             raise
 
     def _streamed(self, handle: Handle) -> Iterator[tuple[str, torch.Tensor]]:
-        """What verl's `get_per_tensor_param` yields, read from the host copy while the weights before are sent."""
+        """Yield what verl's `get_per_tensor_param` yields, read from the host copy while the weights before are sent."""
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights = {name: weight_of(each) for name, each in self._named().items()}
