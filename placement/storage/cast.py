@@ -139,7 +139,6 @@ class CastStorage(ManagedStorage):
     """
 
     can_prefetch = False
-    is_complete = True
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, masters: Any) -> None:
         super().__init__(device, adapter, name, readonly)

@@ -95,7 +95,7 @@ class ReplicatedStorage(ManagedStorage):
         return brought
 
     @property
-    def is_complete(self) -> bool:
+    def is_complete(self) -> bool:  # type: ignore[override]  # of other storages it is stored
         return not self._waiting
 
     def complete(self) -> None:
