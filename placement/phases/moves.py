@@ -30,7 +30,7 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
 from placement.registration.handle import Handle, Node, path
 from placement.storage.managed import ManagedStorage, MoveResult
-from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import WrittenWhileOffloaded

@@ -18,10 +18,9 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityE
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.storage.adopted import AdoptedStorage
-from placement.storage.pages import Behind, Side, fill
+from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import RANGES, Range
 from placement.storage.state_dicts import handed_out
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.unadoption import Unadoption
 
 
