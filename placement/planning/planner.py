@@ -21,6 +21,7 @@ from placement.group.vote import OtherBudgetError
 from placement.planning.host_tier import PhaseHistory
 from placement.registration.handle import Handle
 
+_NO_TAG: frozenset[str] = frozenset()
 _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
@@ -219,8 +220,8 @@ def _follow_groups(handles: Iterable[Handle]) -> bool:
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage, streamed = handle.storage, handle.streamed
-    engine, window_bytes = handle.residency, 0 if streamed is None else streamed.window_bytes
-    tags, resident_tags = (NO_TAGS, frozenset[str]()) if engine is None else (engine.bytes_by_tag(), engine.resident_tags)
+    window_bytes = 0 if streamed is None else streamed.window_bytes
+    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, _NO_TAG)
     sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, resident_tags)
     facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
     if (last := handle.last_view) is not None and last[0] == facts:
