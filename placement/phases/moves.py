@@ -26,12 +26,11 @@ from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.protocol import Reached, Stage
 from placement.group.vote import Agree
-from placement.phases.findings import complaints, immovable, warn_of_views
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
 from placement.registration.handle import Handle, Node, path
 from placement.storage.managed import ManagedStorage, MoveResult
-from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import WrittenWhileOffloaded
@@ -520,11 +519,13 @@ class Mover:
         if trigger is Trigger.OFFLOAD and handle.kind == "engine":
             guards.install_on_new(handle)
         if trigger is Trigger.OFFLOAD and holding not in self._transition.dropping:
-            self._transition.complaints += immovable(handle, holding)
-        if trigger is Trigger.LOAD and handle not in self._told_of_views and warn_of_views(handle, holding):
+            self._transition.complaints += holding.immovable()
+        if trigger is Trigger.LOAD and handle not in self._told_of_views and holding.warn_of_views():
             self._told_of_views.add(handle)
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
-        self._transition.complaints += complaints(handle, moved, strict=self._strict)
+        self._transition.complaints += moved.complaints(handle.name)
+        if self._strict and moved.stray_references and (error := handle.stray_error()) is not None:
+            self._transition.complaints.append(error)
         return moved
 
     def _record(self, handle: Handle, trigger: Trigger, source: State, began_seconds: float, moved: MoveResult) -> None:

@@ -1,32 +1,35 @@
 """One phase transition: ask the policy for a plan, agree on it with the group, lease the memory, and move the handles; or go back.
 
-`LeaseClient` is the lease of one manager, where processes on one GPU share its memory.
+`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase transition, and remembered until one
+raises them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from placement.core.errors import DeviceMemoryError, EngineError, PlacementError
+from placement.core.errors import EngineError, IntegrityError, PlacementError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, WEIGHTS, Plan, State, View, bytes_under
+from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.inspection import Outside
+from placement.devices.memory import WrittenPoison
 from placement.group.vote import Agree, GroupVote
-from placement.phases.findings import WrongWrites
-from placement.phases.moves import Mover, is_there, wanted_tags
+from placement.phases.lease_client import LeaseClient, giving_way
+from placement.phases.moves import Mover, is_there
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.planning.host_tier import host_tier_for
-from placement.planning.planner import Planner, check_fits, handle_view, meant, still_meant, with_kept, without_surplus
+from placement.planning.planner import Planner, check_fits, meant, still_meant, with_kept, without_surplus
 from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
+from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.streamed import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
 
@@ -77,7 +80,7 @@ class Reconciler:
         self.host_tier = host_tier_for(settings, device, self._handles, self.prefetcher.discard)
         registry.admit = self.host_tier.admit
         self.outside = Outside(device, self.planner.memory)
-        self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
+        self.lease_client = None if lease is None else LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
         """Handles that are on the device although the last phase transition wanted them off it."""
         self._work_seconds = 0.0
@@ -137,7 +140,8 @@ class Reconciler:
 
     def _carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None, *, stays: bool) -> None:
         """Move every handle where a plan wants it that leaves `room_bytes` of the budget. If all `stays`, only a group agrees."""
-        room_bytes = self.lease_client.take(name, plan, room_bytes)
+        if self.lease_client is not None:
+            room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
         before = self._journal.num_moves
@@ -173,7 +177,9 @@ class Reconciler:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
         self.prefetcher.hold()
-        within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
+        within, failures = plan, list[Exception]()
+        if self.lease_client is not None:
+            within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
         ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
             self.host_tier.prepare(within)
@@ -196,7 +202,7 @@ class Reconciler:
                     self.writes.count(failure)
         self.left_behind = () if stays else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
-        if name == IDLE:
+        if name == IDLE and self.lease_client is not None:
             self.lease_client.trim()
         self._settle(name, before)
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
@@ -206,10 +212,11 @@ class Reconciler:
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""
-        if self.lease is not None or self._journal.num_moves != before:
+        if self.lease_client is not None or self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
-        self.lease_client.settle(name)
+        if self.lease_client is not None:
+            self.lease_client.settle(name)
         self.host_tier.arrange(name)
 
     def stopwatch(self) -> Callable[[], float]:
@@ -302,10 +309,10 @@ class Reconciler:
             needed = asked if chosen is None else asked.limited_to(chosen, needed)
         return needed
 
-    def _give_way(self) -> None:
+    def _give_way(self, client: LeaseClient) -> None:
         """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
         failures = self._mover.retreat(self._handles, giving_way(self._handles))
-        self.lease_client.trim()
+        client.trim()
         self.measure()
         if failures:
             raise failures[0]
@@ -331,124 +338,123 @@ def _decision(handle: Handle, plan: Plan) -> str:
     return "keep" if on is wanted else "load" if wanted else "offload"
 
 
-class LeaseClient:
-    """The lease of one manager: it grows before a byte is loaded, and shrinks to what is used when a phase transition is over.
+# --- writes into the memory of offloaded handles
 
-    Args:
-        lease: this process's lease; None if the device is not shared.
-        handles: the manager's handles; read at each call.
-        give_way: carries out the plan of `giving_way`, which offloads everything. Called before this process waits for others: a
-            process that waits holds nothing, so that two processes that swap places never wait for each other.
-    """
+_NAMES = 8
+"""The largest number of tensors that a message names for one handle."""
 
-    def __init__(
-        self, lease: Lease | None, device: Device, handles: Mapping[str, Handle], planner: Planner, give_way: Callable[[], None]
-    ) -> None:
-        self._lease = lease
+
+class WrongWrites:
+    """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error."""
+
+    def __init__(self, device: Device, journal: Journal, handles: Mapping[str, Handle]) -> None:
         self._device = device
+        self._journal = journal
         self._handles = handles
-        self._planner = planner
-        self._give_way = give_way
-        self.settle(IDLE)
+        self._found: dict[str | None, list[str]] = {}
+        """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
 
-    def take(self, name: str, plan: Plan, room_bytes: int) -> int:
-        """Lease the bytes that a phase's plan needs: at once, or else after offloading everything and waiting for other processes.
+    def look(self, *, wait: bool, at_counters: bool = False) -> None:
+        """Look for writes since the last look.
 
-        Returns the part of `room_bytes` that a swap may use, which is never above the lease.
-
-        Raises:
-            DeviceMemoryError: the other processes did not free enough in time. All handles of this process are offloaded then.
-            Exception: offloading everything failed.
+        Args:
+            wait: wait for the device to compare the memory. Otherwise a result that is not ready is used by a later look.
+            at_counters: also look at the version counter of every tensor, as a load does for the handles that it loads.
         """
-        if self._lease is None:
-            return room_bytes
-        if name != IDLE or self._coming(plan):
-            self._take(f"phase {name!r}", name, plan)
-        return max(0, min(room_bytes, self._lease.held_bytes - self._held_bytes() - self._planner.memory.torch_reserved_bytes))
+        self.look_at_gradients()
+        self.look_at_poison(wait=wait, at_counters=at_counters)
 
-    def take_back(self, name: str, plan: Plan, *, patiently: bool) -> tuple[Plan, list[Exception]]:
-        """Lease the bytes of a plan to which the handles go back, and reduce it to what stays where the others have the memory.
+    def look_at_gradients(self) -> None:
+        """Look at the version counters of gradients. Call it before anything is loaded: a load forgets them."""
+        for handle, holding in self._offloaded():
+            if names := holding.writes.take_gradients():
+                self._note_values(handle.name, names)
 
-        Returns a plan that can be carried out, and the error if it is less. `patiently`: wait for other processes until the deadline.
-        """
-        if self._lease is None or not (coming := self._coming(plan)):
-            return plan, []
-        try:
-            if patiently:
-                self._take(f"back to phase {name!r}", name, plan)
-            elif not self._grow(name, plan):
-                raise DeviceMemoryError(f"back to phase {name!r}: other processes have the memory of {', '.join(coming)}")
-        except Exception as refused:
-            return self._without_coming(plan), [refused]
-        return plan, []
+    def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
+        """Ask the device for changed poison. If it found some, look at the version counters, too, because they tell the tensors' names."""
+        # Wait if writes are known by name already, so that a late comparison does not report the same writes once more.
+        is_damaged = self._device.heal_poison(wait or bool(self._found))
+        if is_damaged or at_counters:
+            for handle, holding in self._offloaded():
+                with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
+                    if names := holding.writes.found():
+                        self._note_values(handle.name, names)
+                        holding.writes.forget()
+        if is_damaged:
+            self._note_damage(self._device.written_poison())
 
-    def settle(self, name: str) -> None:
-        """End a phase transition: give back the leased bytes that this process does not use in the phase. Measure memory first."""
-        if self._lease is not None:
-            self._lease.settle(self._held_bytes() + self._planner.working_bytes(name))
+    @property
+    def findings(self) -> list[tuple[str | None, str]]:
+        """Handle's name (None: unknown) and description of each write that has not been raised yet."""
+        return [(name, what) for name, parts in self._found.items() for what in parts]
 
-    def trim(self) -> None:
-        """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
-        if self._lease is not None and self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-            self._device.trim()
-
-    def _take(self, what: str, name: str, plan: Plan) -> None:
-        assert self._lease is not None
-        if not self._grow(name, plan):
-            self._give_way()
-            self.settle(IDLE)
-            nbytes, is_free = self._needs(name, plan)  # asked again, because giving way has freed the handles' memory and torch's cache
-            self._lease.wait(nbytes, what=what, is_free=is_free)
-
-    def _grow(self, name: str, plan: Plan) -> bool:
-        assert self._lease is not None
-        nbytes, is_free = self._needs(name, plan)
-        return self._lease.grow(nbytes, is_free=is_free)
-
-    def _needs(self, name: str, plan: Plan) -> tuple[int, Callable[[], bool]]:
-        """Bytes to lease in total, and whether the driver has what is lacking: a killed process's memory comes back after its lease."""
-        built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
-        staying = [handle for handle in built if plan.on_device(handle.name) or handle.name in plan.streamed]
-        wanted = sum(bytes_under(plan, handle_view(h)) - h.storage.unadopted_bytes - h.storage.born_bytes for h in staying)
-        more_bytes = wanted - self._held_bytes()
-        return wanted + self._planner.working_bytes(name), lambda: more_bytes <= 0 or self._device.memory().free_bytes >= more_bytes
-
-    def _held_bytes(self) -> int:
-        """Device bytes of the handles, with state still to be created and windows of streamed steps. Not counted: torch's own memory."""
-        storages = [handle.storage for handle in self._handles.values() if not handle.external]
-        still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
-        windows = sum(
-            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is a part of the window
-            for each in self._handles.values()
-            if each.is_streaming and each.streamed is not None
+    def take(self) -> IntegrityError | None:
+        """The error for all writes found so far, which are forgotten; None if there are none."""
+        if not self._found:
+            return None
+        named = "; ".join(what for name, what in self.findings if name is not None)
+        also = [what for handle, holding in self._offloaded() if {handle.name, None} & {*self._found} and (what := _changed(holding))]
+        self._found = {}
+        return IntegrityError(
+            f"something wrote into the memory of an offloaded handle since the last phase transition{named and ': '}{named}; the written "
+            "values are lost, and the handles' values are unchanged. Look for writes outside the phases that have the handle on the device "
+            "(EMA updates, initialisers, clipped or unscaled gradients, late collectives); manager.audit() lists the offloaded handles."
+            + "".join(f" {what}" for what in also)
         )
-        return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn + windows
 
-    def _coming(self, plan: Plan) -> list[str]:
-        return [handle.name for handle in self._handles.values() if _lacks(handle, plan)]
-
-    def _without_coming(self, plan: Plan) -> Plan:
-        for name in self._coming(plan):
-            handle, state = self._handles[name], plan[name]
-            there = handle.storage.resident_tags & wanted_tags(handle, plan)
-            plan = plan.without(name)
-            plan = plan.also(name, state, there) if there else plan.also(name, State.CPU_OFFLOADED)
-        return plan
-
-
-def giving_way(handles: Mapping[str, Handle]) -> Plan:
-    """The plan that offloads everything, except weights that an engine would discard, because they could not be loaded again."""
-    targets: dict[str, State] = {}
-    parts: dict[str, frozenset[str]] = {}
-    for name, handle in handles.items():
-        if not handle.storage.keeps_weights and WEIGHTS in handle.storage.resident_tags:
-            targets[name], parts[name] = handle.state, frozenset({WEIGHTS})
+    def count(self, error: WrittenWhileOffloaded) -> None:
+        """Count a write that a load has found and raises. Writes found in the bytes become a note on it: most likely it is the same one."""
+        self.look_at_poison(wait=True)
+        if (written := self.take()) is not None:
+            error.add_note(f"placement: {written}")
         else:
-            targets[name] = handle.state if handle.external else State.CPU_OFFLOADED
-    return Plan(targets, parts=parts)
+            self._journal.wrong_writes += 1
+
+    def _note(self, handle: str | None, what: str) -> None:
+        if not self._found:
+            self._journal.wrong_writes += 1
+        self._found.setdefault(handle, []).append(what)
+
+    def _note_values(self, handle: str, names: Sequence[str]) -> None:
+        self._note(handle, f"{_listed(names)} of {handle!r} were written while it was offloaded")
+
+    def _note_damage(self, places: Iterable[WrittenPoison]) -> None:
+        """Note which handles' tensors lie in the damaged pages, unless the version counters have named the tensors already."""
+        by_handle: dict[str, list[str]] = {}
+        for place in places:
+            for name, tensors in self._at(place):
+                by_handle.setdefault(name, []).extend(tensors)
+        for name, tensors in by_handle.items():
+            if name not in self._found:
+                self._note(name, f"in the memory pages of {_listed(tensors)} of {name!r}")
+        if not self._found:
+            self._note(None, "something wrote into offloaded memory, and it cannot be told which handle's memory it is")
+
+    def _at(self, place: WrittenPoison) -> Iterator[tuple[str, list[str]]]:
+        """The handle to which the addresses belong, and its tensors in these pages."""
+        end = place.start + place.nbytes
+        for handle in self._handles.values():
+            for r in handle.storage.ranges:
+                if r.layout.addresses is place.addresses:
+                    yield handle.name, [each.name for each in r.placed if each.offset < end and place.start < each.offset + each.nbytes]
+
+    def _offloaded(self) -> Iterator[tuple[Handle, ManagedStorage]]:
+        for handle in self._handles.values():
+            storage = handle.storage
+            if isinstance(storage, ManagedStorage) and not storage.on_device:
+                yield handle, storage
 
 
-def _lacks(handle: Handle, plan: Plan) -> bool:
-    if not handle.is_built or handle.external or not plan.on_device(handle.name):
-        return False
-    return not handle.is_on_device or not wanted_tags(handle, plan) <= handle.storage.resident_tags
+def _changed(holding: ManagedStorage) -> str:
+    """The text of an error about tensors put in place of others or beside them, so that one error tells all; empty for none."""
+    with suppress(PlacementError):  # as above
+        try:
+            holding.writes.new_unless_changed()
+        except IntegrityError as error:
+            return str(error)
+    return ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:_NAMES]) + (f" and {len(distinct) - _NAMES} more" if len(distinct) > _NAMES else "")

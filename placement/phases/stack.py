@@ -304,7 +304,8 @@ class PhaseStack:
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
         self.reconciler.measure()
-        self.reconciler.lease_client.settle(self.phases.name)
+        if self.reconciler.lease_client is not None:
+            self.reconciler.lease_client.settle(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         """The optimizers that step a module."""

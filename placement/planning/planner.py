@@ -14,13 +14,14 @@ from placement.core.errors import DeviceMemoryError, PhaseError, PolicyError
 from placement.core.journal import logger
 from placement.core.settings import Settings
 from placement.core.snapshot import mib
-from placement.core.states import IDLE, HandleView, Plan, State, View, bytes_under
+from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, bytes_under
 from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
 from placement.planning.host_tier import PhaseHistory
 from placement.registration.handle import Handle
 
+_NO_TAG: frozenset[str] = frozenset()
 _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
@@ -219,8 +220,9 @@ def _follow_groups(handles: Iterable[Handle]) -> bool:
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage, streamed = handle.storage, handle.streamed
-    tags, window_bytes = storage.bytes_by_tag(), 0 if streamed is None else streamed.window_bytes
-    sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, storage.resident_tags)
+    window_bytes = 0 if streamed is None else streamed.window_bytes
+    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, _NO_TAG)
+    sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, resident_tags)
     facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
     if (last := handle.last_view) is not None and last[0] == facts:
         return last[1]
@@ -240,7 +242,7 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         built=handle.is_built,
         kept=handle.name in kept,
         tags=tags,
-        resident_tags=storage.resident_tags,
+        resident_tags=resident_tags,
         streaming=handle.is_streaming,
         window_bytes=window_bytes,
         unstreamable=None if streamed is None else streamed.refusal,

@@ -28,9 +28,8 @@ from placement.devices.memory import Mark
 from placement.planning.planner import Planner
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
-from placement.storage.pages import Behind, Pages, Part, fill, runs
+from placement.storage.pages import Behind, ChunkPool, Pages, Part, fill, runs
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.streamed import page_runs
 
 BURST_CHUNKS = 4
@@ -177,7 +176,7 @@ class Prefetcher:
         if nbytes > room_bytes:
             return 0
         for r, run in page_runs(lacking):
-            r.pages.put(run, chunk_pool.take([r.chunk_sizes[index] for index in run]), chunk_pool, Behind.ASIDE)
+            r.pages.put(run, chunk_pool, Behind.ASIDE)
         return nbytes
 
     def _put_aside(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
@@ -187,7 +186,7 @@ class Prefetcher:
             if r.pages.is_stale:
                 r.pages.discard(chunk_pool)
             for run in runs(_lacking_within(r.pages, room_bytes)):
-                r.pages.put(run, chunk_pool.take([r.chunk_sizes[index] for index in run]), chunk_pool, Behind.ASIDE)
+                r.pages.put(run, chunk_pool, Behind.ASIDE)
                 room_bytes -= r.pages.bytes_of(run)
 
     def _reserve(self, storage: ManagedStorage) -> None:
@@ -372,7 +371,7 @@ class _Copies:
         for pages, indices in burst.sources:
             pages.vacate(indices, chunk_pool)
         for pages, indices in burst.parts if burst.sources else ():
-            pages.put(indices, chunk_pool.take([pages.sizes[index] for index in indices]), chunk_pool, Behind.ASIDE)
+            pages.put(indices, chunk_pool, Behind.ASIDE)
         fill(self._device, burst.parts)
         pages, indices = burst.parts[0]
         if (mark := pages.table[indices[0]].mark) is not None:

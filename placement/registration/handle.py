@@ -486,6 +486,16 @@ class Handle:
             found = lasting_stray_references(holding.stray_references)
             self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 
+    def stray_error(self) -> IntegrityError | None:
+        """The error about stray references at the last offload that still exist; None if there are none."""
+        self.look_for_strays()
+        if not self.stray_references:
+            return None
+        return IntegrityError(
+            f"{self.stray_references} references to storages of {self.name!r} were alive at its offload ({self.stray_names}). "
+            "They read poison now. Drop such references before the phase ends, or use handle.state_dict() instead."
+        )
+
     def check_integrity(self) -> None:
         """Compare the declared with the measured figures of this handle.
 

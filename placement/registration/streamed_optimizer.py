@@ -37,8 +37,8 @@ from placement.ownership.partial_step import (
     sliceable_state,
 )
 from placement.storage.managed import ManagedStorage
+from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, first_chunks, window_of
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
 from placement.core.journal import logger
@@ -21,14 +23,40 @@ from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
 from placement.storage.layout import expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
-from placement.storage.pages import Behind, HostReadLocks
+from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
 from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
 from placement.tensors.plain import has_storage, is_plain_type
+
+_GLANCE_SECONDS = 0.1
+"""How often who waits for a reader looks for a Ctrl-C."""
+
+
+class HostReadLocks:
+    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint.
+
+    What would overwrite or give up the host copy waits until every lock has been given back. A load does not, because it only reads. So
+    training can begin while a checkpoint is being written.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[threading.Event] = []
+
+    def lend(self) -> threading.Event:
+        """Lock the host copy for reading until the event is set, by any thread. Only the thread that moves the object lends and waits."""
+        lock = threading.Event()
+        self._open = [*(each for each in self._open if not each.is_set()), lock]
+        return lock
+
+    def wait(self) -> None:
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
+        for lock in self._open:
+            while not lock.wait(_GLANCE_SECONDS):
+                interrupts.check()
+        self._open = []
 
 
 class AdoptedStorage(Storage):

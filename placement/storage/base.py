@@ -153,10 +153,8 @@ class Storage(abc.ABC):
         """The address ranges in which the object's tensors lie."""
         return ()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every load is complete: none waits for the ranks of a group to finish it."""
-        return True
+    is_complete = True
+    """Whether every load is complete: none waits for the ranks of a group to finish it."""
 
     def has_place(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the ranges or in the host copy."""

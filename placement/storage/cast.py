@@ -32,8 +32,8 @@ from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.storage.managed import ManagedStorage
+from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 
 STAGING_BYTES = 64 << 20
@@ -149,7 +149,6 @@ class CastStorage(ManagedStorage):
     """
 
     can_prefetch = False
-    is_complete = True
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, masters: Any) -> None:
         super().__init__(device, adapter, name, readonly)
@@ -271,7 +270,7 @@ class CastStorage(ManagedStorage):
         if isinstance(r, CastRange) and r.is_cast:  # loaded just now, or an offload has failed and pages may have lost their memory
             r.optimizer.make_consistent(chunk_pool)
             lacking = r.pages.without_memory()
-            r.pages.put(lacking, chunk_pool.take_wiped([r.chunk_sizes[index] for index in lacking]), chunk_pool)
+            r.pages.put(lacking, chunk_pool)
             r.cast_to_device(lacking)
             r.pages.note_changed(lacking)
         super().settle_on_device(r, chunk_pool)

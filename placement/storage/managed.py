@@ -7,27 +7,21 @@ names, and `make_consistent` settles every page there and brings the tensors in 
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
+from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
+from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
-from placement.devices.base import Device
 from placement.storage.adopted import AdoptedStorage
-from placement.storage.layout import move_out
-from placement.storage.pages import Behind, Side, fill
+from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import RANGES, Range
-from placement.storage.scan import StorageScanner, borrowed, note_borrowed, stepped, tensors_of_all_objects
 from placement.storage.state_dicts import handed_out
-from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.writes import dense_parts
-from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
+from placement.storage.unadoption import Unadoption
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +42,23 @@ class MoveResult:
     """Names of the relocated tensors, which the offload has given new places."""
     nan: str = ""
     """Words for tensors that were numbers before and were found to be NaN."""
+
+    def complaints(self, name: str) -> Iterator[IntegrityError]:
+        """Errors about what was found wrong with a handle, to be raised once its phase transition is complete."""
+        if self.rewritten_chunks:
+            yield IntegrityError(
+                f"{name!r} is readonly, but {self.rewritten_chunks} of its chunks changed on the device; the registered values "
+                "were kept. Register it without readonly=True if it is meant to be written."
+            )
+        if self.nan:
+            yield IntegrityError(self.nan)
+        if self.brought_back:
+            yield IntegrityError(
+                f"{self.brought_back} of {name!r} lay in other memory than theirs when it was offloaded: something moved them "
+                "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They have new places there, "
+                "with the values that they had; a process that received the shared memory no longer sees changes. Share memory before "
+                "registering, or send copies (clone())."
+            )
 
 
 _SAVED_TOGETHER = 4
@@ -384,6 +395,27 @@ class ManagedStorage(AdoptedStorage):
             elif not r.is_shared:
                 r.prints = None
 
+    # --- what a move leaves behind
+
+    def immovable(self) -> Iterator[RegistrationError]:
+        """Errors about tensors that an offload has left on the device."""
+        for name, problem in self.adapter.immovable():
+            yield RegistrationError(f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
+
+    def warn_of_views(self) -> bool:
+        """Log a warning if views show the host copy of the loaded object. Returns whether there are any."""
+        names = self.views_left_on_host()
+        if names:
+            logger.warning(
+                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
+                "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "
+                "written to them is %s. Take views anew in each phase, or clone() them",
+                self.name,
+                ", ".join(names[:8]),
+                "the handle's value from the next offload on" if self.readonly else "lost",
+            )
+        return bool(names)
+
     # --- leaving
 
     def _ready_to_leave(self) -> ChunkPool:
@@ -432,109 +464,3 @@ class ManagedStorage(AdoptedStorage):
             RANGES.remove(r.layout.addresses.base)
         chunk_pool.release()
         self.by_address.set(())
-
-
-# --- giving every tensor ordinary memory again
-
-_InRange = tuple[torch.UntypedStorage, Range, int]
-"""A storage at the device addresses of a range, the range, and the storage's offset there."""
-
-
-class Unadoption:
-    """Gives the tensors of one object ordinary memory, on the device or on the host."""
-
-    def __init__(self, scanner: StorageScanner, device: Device, *, on_device: bool) -> None:
-        self._scanner = scanner
-        self._device = device
-        self._on_device = on_device
-        self._target = device.torch_device if on_device else torch.device("cpu")
-        self._homes: dict[int, torch.UntypedStorage] = {}
-        """The new memory of storages, by their old addresses."""
-
-    def run(self) -> None:
-        """Move everything out. The ranges stay, empty. Idempotent, so that a call that failed can be repeated.
-
-        Raises:
-            torch.OutOfMemoryError: no memory for a storage. Storages that left before it stay outside.
-        """
-        scanner = self._scanner
-        scanner.state_dict_tensors.leave()
-        for r in scanner.ranges.all:  # first, because a registration that broke off may have tensors to point to other storages
-            r.move_in()
-        everything = list(scanner.adapter.owned())
-        # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from,
-        # and a shard of an optimizer in the module's buffer.
-        own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-        self._move_out(self._placed() + self._loaded_back(everything), (*own, *borrowed()))
-        others: list[Owned] = []
-        if left := self._placed() + self._in_range(scanner.state_dict_tensors.shown()):
-            # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
-            # takes tens of milliseconds, so nobody is asked before.
-            others = _users_in_the_process({storage._cdata for storage, _, _ in left})
-            self._move_out(left, (*stepped(), *tensors_of_all_objects(), *(each.tensor for each in others)))
-        note_borrowed(owned.tensor for owned in everything)
-        follow((*everything, *others))
-        scanner.align_wrappers()
-        align_all(others)
-
-    def _move_out(self, placed: list[_InRange], tensors: Iterable[torch.Tensor]) -> None:
-        """Give storages that lie in ranges, and those of these tensors that use them, ordinary memory.
-
-        Drops the list's content, so that a storage that nobody else uses is gone afterwards.
-        """
-        aliases: dict[int, dict[int, torch.Tensor]] = {}
-        for tensor in tensors:
-            aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
-        while placed:
-            storage, r, offset = placed.pop()
-            nbytes, base = storage.nbytes(), r.layout.addresses
-            bytes_now = self._device.view(base, offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
-            users = [*aliases.get(storage._cdata, {}).values()]
-            move_out(self._device, storage, users, self._target, partial(_fill, bytes_now), self._homes)
-
-    def _placed(self) -> list[_InRange]:
-        """The adopted storages that are alive and at their places."""
-        entries = [(entry.storage(), r, entry.offset) for r in self._scanner.ranges.all for entry in r.placed]
-        return [(s, r, offset) for s, r, offset in entries if s is not None and s.data_ptr() == r.layout.addresses.base + offset]
-
-    def _loaded_back(self, owned: Iterable[Owned]) -> list[_InRange]:
-        """Storages of the object that lie in a range without having been adopted there: a state dict showed them, and was loaded back."""
-        placed = {storage._cdata for storage, _, _ in self._placed()}
-        storages = {storage._cdata: storage for storage in (each.tensor.untyped_storage() for each in owned)}
-        return self._in_range(storage for key, storage in storages.items() if key not in placed)
-
-    def _in_range(self, storages: Iterable[torch.UntypedStorage]) -> list[_InRange]:
-        places = [(storage, *place) for storage in storages if (place := self._scanner.ranges.at(storage.data_ptr())) is not None]
-        return [(s, r, offset) for s, r, offset in places if s.data_ptr() == r.layout.addresses.base + offset]
-
-
-def _fill(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-
-
-def _users_in_the_process(storages: Collection[int]) -> list[Owned]:
-    """The tensors that use these storages (`_cdata`), among all that Python's garbage collector knows. `gc.freeze()` hides some."""
-    found: list[Owned] = []
-    with torch._C.DisableTorchFunctionSubclass():  # the subclasses that anybody made would run code of theirs at each question
-        for tensor in _tensors_of_the_process():
-            with suppress(Exception):  # somebody's wrapper that cannot name its parts must not keep this object's values
-                for path, part in dense_parts(tensor):
-                    wrapper = None if part is tensor else tensor
-                    if _can_be_rebound(part) and part.untyped_storage()._cdata in storages:
-                        found += [Owned(path, each, wrapper=wrapper) for each in (part, part._base) if each is not None]
-    return found
-
-
-def _tensors_of_the_process() -> Iterator[torch.Tensor]:
-    # Not isinstance, which asks some objects for their `__class__`, and lazy ones then run code of theirs.
-    known: list[torch.Tensor] = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    for each in known:
-        if not torch._C._functorch.is_functorch_wrapped_tensor(each):
-            yield each
-            if is_leaf(each) and (gradient := each.grad) is not None:
-                yield gradient
-
-
-def _can_be_rebound(part: torch.Tensor) -> bool:
-    """Whether a tensor has its bytes in a storage of its own, and may be given another. A class with a dispatch of its own has not."""
-    return (is_plain_type(type(part)) or type(part).__torch_dispatch__ is torch.Tensor.__torch_dispatch__) and has_storage(part)

@@ -25,14 +25,13 @@ from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
 from placement.storage.managed import ManagedStorage, MoveResult
-from placement.storage.pages import Behind
+from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
 from placement.storage.shared.copy import ALONE, LEFT, Refusal, SharedCopy
 from placement.storage.shared.ranges import SharedRange
 from placement.storage.shared.ranks import Ranks
 from placement.storage.shared.scanner import SharedScanner
 from placement.storage.state_dicts import are_only_read
-from placement.storage.transfer.chunk_pool import ChunkPool
 
 _REASONS = {ALONE: "rank {} takes part no longer, and has logged why", LEFT: "rank {} has unregistered it"}
 _logger = logging.getLogger("placement")
@@ -95,7 +94,7 @@ class ReplicatedStorage(ManagedStorage):
         return brought
 
     @property
-    def is_complete(self) -> bool:
+    def is_complete(self) -> bool:  # type: ignore[override]  # of other storages it is stored
         return not self._waiting
 
     def complete(self) -> None:

@@ -12,8 +12,7 @@ import torch
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import poison_bytes
 from placement.devices.memory import Direction
-from placement.storage.pages import Behind, Page, Pages, Side, fill
-from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.pages import Behind, ChunkPool, Page, Pages, Side, fill
 from placement.testing import InjectedFault
 from tests.support.late_device import LateDevice
 
@@ -60,7 +59,7 @@ def load(pages: Pages, pool: ChunkPool, indices: Sequence[int] = ALL) -> None:
 
 def bring(pages: Pages, pool: ChunkPool, behind: Behind, indices: Sequence[int] = ALL) -> None:
     lacking = [index for index in pages.without_memory() if index in indices]
-    pages.put(lacking, pool.take([SIZES[index] for index in lacking]), pool, behind)
+    pages.put(lacking, pool, behind)
     fill(pages._device, [(pages, indices)])
 
 
@@ -94,7 +93,7 @@ class Scene:
         self.pool = ChunkPool(self.device)
         for index, state in enumerate(states):
             if state.behind is not None:
-                pages.put([index], [self.device.create(SIZES[index])], self.pool, Behind.OWN)
+                pages.put([index], self.pool)
                 on_device = self.device.view(self.addresses, pages.starts[index], USED[index])
                 on_device.copy_(self.values[index] if Side.DEVICE in state.newest else torch.full_like(on_device, 1))
                 on_host = self.host.view(pages.starts[index], USED[index])

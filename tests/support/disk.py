@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from placement import Manager
 from placement.planning.host_tier import DiskTier
 from placement.storage.disk import Keeper, Place, Spill
-from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.pages import ChunkPool
 
 
 def tier_of(manager: Manager) -> DiskTier:

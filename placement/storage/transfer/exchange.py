@@ -24,9 +24,8 @@ import torch
 from placement.core import interrupts
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage, MoveResult
-from placement.storage.pages import Side
+from placement.storage.pages import ChunkPool, Side
 from placement.storage.range import Range
-from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
@@ -168,7 +167,7 @@ class Arrivals:
         if not served:
             return 0, 0
         created = served - min(served, self._chunk_pool.count(sizes, 0))
-        r.pages.put(wanted[:served], self._chunk_pool.take_wiped(sizes[:served]), self._chunk_pool)
+        r.pages.put(wanted[:served], self._chunk_pool)
         self.brought_bytes[holding] += holding.bring(r, wanted[:served])
         for _ in range(served):
             waiting.popleft()

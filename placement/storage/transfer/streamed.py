@@ -28,9 +28,8 @@ from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.devices.memory import Mark
 from placement.storage.managed import ManagedStorage
-from placement.storage.pages import Behind, fill, runs
+from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.chunk_pool import ChunkPool
 
 AHEAD = 2
 """The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
@@ -259,16 +258,13 @@ class StreamedStep:
         device, lacking = self.holding.device, self._lacking(bucket)
         sizes = [r.chunk_sizes[index] for r, index in lacking]
         try:
-            chunks = iter(chunk_pool.take_wiped(sizes))
+            chunk_pool.give(chunk_pool.take(sizes))  # from here on the pool has all of them
         except DeviceMemoryError:
             device.trim()  # torch's cache may have what the driver lacks
-            chunks = iter(chunk_pool.take_wiped(sizes))
-        try:
-            for r, run in page_runs(lacking):
-                r.pages.put(run, [*itertools.islice(chunks, len(run))], chunk_pool)
-                self._to_device_bytes += fill(device, [(r.pages, run)])
-        finally:
-            chunk_pool.give(chunks)
+            chunk_pool.give(chunk_pool.take(sizes))
+        for r, run in page_runs(lacking):
+            r.pages.put(run, chunk_pool)
+            self._to_device_bytes += fill(device, [(r.pages, run)])
         for r, run in page_runs(bucket.chunks):
             self._early_bytes += r.pages.show(run)
         bucket.arrived = device.mark("to_device")
