@@ -91,6 +91,11 @@ class AdoptedStorage(Storage):
         """Whether a streamed step has begun and has not ended: see `StreamedStep`."""
         self._is_vacating = False
         """Whether an offload that is not committed yet may have taken memory from behind the object's addresses."""
+        self._is_hiding = False
+        """Whether such an offload may have put memory aside that it has not begun to save: the host copy lacks the newest values."""
+        self.has_newest = threading.Event()
+        """Cleared for the time of that. Other threads that are to be shown the host copy wait for it."""
+        self.has_newest.set()
         self._unadopted_bytes = self._unborn_bytes = self._born_bytes = self._num_entries = 0
         """As of the last look. `_num_entries` is the adapter's."""
         self._moving_in: frozenset[int] = frozenset()
@@ -118,7 +123,7 @@ class AdoptedStorage(Storage):
 
     @property
     def is_on_host(self) -> bool:
-        return not self.on_device or self._is_vacating
+        return not self.on_device or self._is_vacating or self._is_hiding
 
     # --- measuring
 
@@ -298,6 +303,7 @@ class AdoptedStorage(Storage):
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
         if self.is_on_host and self.has_place(tensor):
+            self.has_newest.wait()
             self.before_shown()
         host = self.over_host(tensor) if self.is_on_host else None
         if host is not None:
@@ -340,6 +346,8 @@ class AdoptedStorage(Storage):
         shown, num_pointings = owner.state_dict_tensors, -1
         while num_pointings != shown.num_pointings:
             num_pointings = shown.num_pointings
+            if owner.is_on_host:
+                owner.has_newest.wait()
             found = shown.hand_out(tensor, from_host=owner.is_on_host)
         return found
 

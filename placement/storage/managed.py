@@ -203,10 +203,17 @@ class ManagedStorage(AdoptedStorage):
             HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write.
         """
 
-    def hide(self, r: Range, indices: Sequence[int]) -> None:
-        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy."""
-        self._is_vacating = True
-        r.pages.hide(indices)
+    def hide(self, r: Range, indices: Sequence[int]) -> bool:
+        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy.
+
+        Returns False, with nothing done, where somebody has got tensors of a state dict meanwhile: they would read poison until then.
+        """
+        self.has_newest.clear()
+        self._is_hiding = True
+        self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
+        if is_unseen := not self.state_dict_tensors:
+            r.pages.hide(indices)
+        return is_unseen
 
     def save_aside(self) -> None:
         """Start saving what stays aside. Called after all of it has moved, because the driver is quick only while the link is idle."""
@@ -214,6 +221,8 @@ class ManagedStorage(AdoptedStorage):
             unsaved = [index for index in r.pages.at(Behind.ASIDE) if r.pages.table[index].newest is Side.DEVICE]
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
+        self._is_vacating, self._is_hiding = self._is_vacating or self._is_hiding, False
+        self.has_newest.set()
 
     @property
     def is_written_together(self) -> bool:
@@ -312,7 +321,7 @@ class ManagedStorage(AdoptedStorage):
                     self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
-            self._is_vacating = self._is_vacating and not self.on_device  # whoever asks from here on is shown the device
+            self._is_hiding, self._is_vacating = False, self._is_vacating and not self.on_device  # who asks from here on sees the device
             self.state_dict_tensors.point_to_device()
             self._distrust_host_copies_with_views()
         if self.on_device:

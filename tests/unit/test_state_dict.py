@@ -22,6 +22,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.state_dicts import StateDictTensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import Foresight
 from tests.support.late_device import LateDevice
 from tests.support.threads import HANG_SECONDS
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, assert_same, learn, make_manager, trained
@@ -526,3 +527,50 @@ def test_a_state_dict_of_a_resident_model_has_the_weight_of_an_offloaded_one() -
         worker.critic_net[0].weight = own
         assert not any(tensor.isnan().any() for tensor in worker.critic_net.state_dict().values())
     assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+class Leaving:
+    """A model that has learnt and leaves the device, where its memory stays aside; `before` and `after` are called around that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, before: Callable[[], Any] = list, after: Callable[[], Any] = list) -> None:
+        self.manager = make_manager(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096), policy=Foresight())
+        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.manager.register("actor", self.model, role="actor")
+        self.manager.enter("log_prob")
+        for parameter in self.model.parameters():
+            parameter.data.add_(1)
+        self.wanted = copy.deepcopy(dict(self.model.state_dict()))
+        self.hidden: list[bool] = []
+        hide = ManagedStorage.hide
+
+        def hide_and_look(holding: ManagedStorage, *its: Any) -> bool:
+            if not self.hidden:
+                before()
+            self.hidden.append(hide(holding, *its))
+            if len(self.hidden) == 1:
+                after()
+            return self.hidden[-1]
+
+        monkeypatch.setattr(ManagedStorage, "hide", hide_and_look)
+
+
+def test_another_thread_waits_for_values_that_are_aside_and_not_saved_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    reader = threading.Thread(target=lambda: found.update(case.model.state_dict()))
+    case = Leaving(monkeypatch, after=reader.start)
+    case.manager.switch("values")
+    reader.join(HANG_SECONDS)
+    assert case.hidden[0]
+    assert_same(found, case.wanted)
+
+
+def test_what_a_state_dict_has_shown_just_now_is_not_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[str, Any] = {}
+    case = Leaving(
+        monkeypatch,
+        before=lambda: held.update(case.model.state_dict()),
+        after=lambda: assert_same(held, case.wanted),
+    )
+    case.manager.switch("values")
+    assert not any(case.hidden)
+    assert_same(held, case.wanted)

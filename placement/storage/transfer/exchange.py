@@ -259,6 +259,8 @@ class Exchange:
                     holding.make_consistent(self.chunk_pool)
                 except Exception as failure:
                     error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
+                finally:
+                    holding.has_newest.set()  # nobody waits any longer
             raise
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
@@ -446,8 +448,7 @@ class Exchange:
     def _let_stay(self, leaving: Sequence[Leaving]) -> None:
         """Put the memory that stays aside, and only then enqueue the copies of the pages that were held back."""
         for each in leaving:
-            for r, indices in each.staying:
-                each.holding.hide(r, indices)
+            each.held_back += [(r, indices) for r, indices in each.staying if not each.holding.hide(r, indices)]
         for each in leaving:
             for r, indices in each.held_back:
                 each.batches.extend(self._copy_out(r, indices))
