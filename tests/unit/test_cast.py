@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -587,7 +588,8 @@ def test_interrupted_at_any_line(call: str) -> None:
     run(counting := Lines())
     while job.manager.snapshot().phases:
         job.manager.leave()
-    visited = [(line, visit) for line, visits in counting.visits.items() for visit in {1, visits}]
+    is_whole = os.environ.get("SWEEP") == "all"
+    visited = [(line, visit) for line, visits in counting.visits.items() for visit in ({1, visits} if is_whole else {visits})]
     ours = [each for each in visited if each[0][0].co_filename.endswith("cast.py")]
     assert ours
     others = [each for each in visited if each not in ours]
