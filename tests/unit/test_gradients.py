@@ -30,8 +30,7 @@ def twin_of(worker: Worker) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return twin, torch.optim.AdamW(twin.parameters(), lr=1e-2)
 
 
-def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
-    worker = Worker()
+def test_gradients_survive_an_offload_and_are_accumulated_over_it(worker: Worker) -> None:
     twin, adam = twin_of(worker)
     for seed in range(2):
         worker_phases = [worker.manager.phase("train"), worker.manager.phase("train")]
@@ -53,8 +52,7 @@ def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
     assert worker.manager.audit().ok
 
 
-def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:
-    worker = Worker()
+def test_a_graph_that_was_retained_runs_backward_in_a_later_phase(worker: Worker) -> None:
     twin, _ = twin_of(worker)
     with worker.manager.phase("train"):
         loss = worker.net(batch()).square().mean()
@@ -73,8 +71,7 @@ def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:
     assert worker.manager.audit().ok
 
 
-def test_gradients_held_by_the_user_follow() -> None:
-    worker = Worker()
+def test_gradients_held_by_the_user_follow(worker: Worker) -> None:
     with worker.manager.phase("train"):
         backward(worker.net)
         mine = worker.net[0].weight.grad
@@ -85,8 +82,7 @@ def test_gradients_held_by_the_user_follow() -> None:
         assert_same(mine, wanted)
 
 
-def test_hooks_of_gradients_and_accumulators_survive() -> None:
-    worker = Worker()
+def test_hooks_of_gradients_and_accumulators_survive(worker: Worker) -> None:
     seen: list[str] = []
     worker.net[0].weight.register_hook(lambda grad: seen.append("tensor"))
     worker.net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
@@ -96,8 +92,7 @@ def test_hooks_of_gradients_and_accumulators_survive() -> None:
     assert seen == ["tensor", "accumulated"] * 2
 
 
-def test_host_memory_of_gradients_is_given_back() -> None:
-    worker = Worker()
+def test_host_memory_of_gradients_is_given_back(worker: Worker) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     worker.adam.zero_grad()
@@ -114,9 +109,8 @@ def test_host_memory_of_gradients_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
-def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(is_viewed: bool) -> None:
+def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(worker: Worker, is_viewed: bool) -> None:
     """Unless somebody still has a view of it."""
-    worker = Worker()
     twin, adam = twin_of(worker)
     slabs, views, host_bytes = [], [], []
     for seed in range(4):

@@ -26,8 +26,7 @@ from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a
 # --- what raises
 
 
-def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice() -> None:
-    worker = Worker()
+def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice(worker: Worker) -> None:
     with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called.*manager\.phase"):
         worker.net(batch())
     with worker.manager.phase("values"), pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'values'"):
@@ -37,8 +36,7 @@ def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice() 
         assert worker.ref_net(batch()).isfinite().all()
 
 
-def test_a_step_is_for_training_only() -> None:
-    worker = Worker()
+def test_a_step_is_for_training_only(worker: Worker) -> None:
     with pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*'train'"):
         worker.adam.step()
     with worker.manager.phase("train"):
@@ -71,8 +69,7 @@ def test_a_step_whose_owner_is_not_training_names_the_owner() -> None:
         worker.adam.step()
 
 
-def test_loading_a_state_dict_belongs_into_restore() -> None:
-    worker = Worker()
+def test_loading_a_state_dict_belongs_into_restore(worker: Worker) -> None:
     with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* given a state dict.*phase\('restore'\)"):
         worker.net.load_state_dict(worker.values)
     with worker.manager.phase("train"):
@@ -175,8 +172,7 @@ def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield torch.load(file, weights_only=False)
 
 
-def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered() -> None:
-    worker = Worker()
+def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered(worker: Worker) -> None:
     with worker.manager.phase("log_prob"):
         made = list(copies(worker.net))
         expected = worker.net(batch())
