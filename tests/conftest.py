@@ -25,6 +25,7 @@ from tests.support.order import imports_of, make_scheduler, ordered
 from tests.support.programs import Programs
 from tests.support.ranks import RankError, Ranks
 from tests.support.seeds import seed
+from tests.support.worker import Worker
 
 # Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -143,6 +144,12 @@ def counted(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append((COUNTED, text))
 
     return note
+
+
+@pytest.fixture
+def worker() -> Worker:
+    """See `Worker`. A test that looks at what is collected makes its own."""
+    return Worker()
 
 
 @pytest.fixture(scope="session")

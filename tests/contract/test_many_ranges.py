@@ -4,6 +4,7 @@ stays."""
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Sequence
 
@@ -69,7 +70,7 @@ def test_any_number_of_handles_is_loaded(count: int, nbytes: int) -> None:
 COUNTS = st.sampled_from([1, 2, 9, 17, 30])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=100 if os.environ.get("SWEEP") == "all" else 8, deadline=None)
 @given(
     counts=st.tuples(COUNTS, COUNTS),
     chunk_pages=st.sampled_from([1, 2, 5, 64]),

@@ -127,8 +127,8 @@ every_side = pytest.mark.parametrize(("before", "after"), SIDES.values(), ids=SI
 @every_side
 @pytest.mark.parametrize(
     ("window", "has_more"),
-    [(WINDOW * CHUNK, False), (0, False), *((window, True) for window in (0, WINDOW * CHUNK, PAGE))],
-    ids=["window", "exactly the larger", "the device has more", "and a window", "and a page"],
+    [(WINDOW * CHUNK, False), (0, False), (0, True), (PAGE, True)],
+    ids=["window", "exactly the larger", "the device has more", "and a page"],
 )
 def test_the_peak_is_the_larger_side_and_the_window(before: dict[str, int], after: dict[str, int], window: int, has_more: bool) -> None:
     """Where the device has more than the budget, nothing but the count of bytes stops an exchange."""

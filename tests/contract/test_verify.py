@@ -72,6 +72,11 @@ class VerifiedPair:
         self.values = {name: value + 1 for name, value in self.values.items()}
 
 
+@pytest.fixture
+def worker() -> VerifiedPair:
+    return VerifiedPair()
+
+
 def flip(handle: Any, chunk: int, at: int = 12345) -> None:
     """Turn one bit of a host copy over."""
     (r,) = handle.holding.ranges
@@ -84,8 +89,7 @@ def flip(handle: Any, chunk: int, at: int = 12345) -> None:
 
 @pytest.mark.parametrize("after", ["registration", "a clean offload", "a dirty offload"])
 @pytest.mark.parametrize("chunk", range(4))
-def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(chunk: int, after: str) -> None:
-    worker = VerifiedPair()
+def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(worker: VerifiedPair, chunk: int, after: str) -> None:
     if after != "registration":
         with worker.manager.phase("train"):
             if after == "a dirty offload":
@@ -138,8 +142,7 @@ def test_what_is_lost_comes_back_from_a_checkpoint() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_switch_onto_a_lost_handle_leaves_the_other_where_it_was() -> None:
-    worker = VerifiedPair()
+def test_a_switch_onto_a_lost_handle_leaves_the_other_where_it_was(worker: VerifiedPair) -> None:
     with worker.manager.phase("log_prob", only=["ref"]) as phase:
         flip(worker.actor, 3)
         with pytest.raises(IntegrityError, match="chunk 3 of 4"):
@@ -180,12 +183,16 @@ def test_a_sample_leaves_the_random_numbers_of_the_script_alone() -> None:
 # --- the host copy changes while the device has the good one
 
 
-@pytest.mark.parametrize("chunk", range(4))
-def test_a_skipped_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up(chunk: int) -> None:
-    worker = VerifiedPair()
+@pytest.mark.parametrize(("chunk", "by_link"), [*((chunk, False) for chunk in range(4)), (0, True)])
+def test_a_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up(worker: VerifiedPair, chunk: int, by_link: bool) -> None:
+    """One that was skipped, and one that arrived changed."""
     with worker.manager.phase("train") as phase:
-        flip(worker.actor, chunk)
-        with pytest.raises(IntegrityError, match=rf"'actor': chunk {chunk} of 4 \({chunk}\) differ between the device and the host"):
+        if by_link:
+            worker.write()
+            worker.device.spoil("to_host")
+        else:
+            flip(worker.actor, chunk)
+        with pytest.raises(IntegrityError, match=rf"'actor': chunk {chunk} of 4 .* differ between the device and the host copy"):
             phase.switch("log_prob", only=["ref"])
         assert worker.actor.state is State.TRAINING
         assert_same(dict(worker.model.state_dict()), dict(worker.values))
@@ -194,8 +201,7 @@ def test_a_skipped_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_
     assert_nothing_resident(worker.manager)
 
 
-def test_an_exit_makes_it_good_and_counts_it() -> None:
-    worker = VerifiedPair()
+def test_an_exit_makes_it_good_and_counts_it(worker: VerifiedPair) -> None:
     with worker.manager.phase("train"):
         flip(worker.actor, 1)
     assert_same(dict(worker.actor.state_dict()), dict(worker.values))
@@ -204,8 +210,7 @@ def test_an_exit_makes_it_good_and_counts_it() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device() -> None:
-    worker = VerifiedPair()
+def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device(worker: VerifiedPair) -> None:
     with worker.manager.phase("log_prob") as phase:
         flip(worker.ref, 1)
         with pytest.raises(IntegrityError, match="'ref': chunk 1 of 3"):
@@ -221,22 +226,7 @@ def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device() -
 # --- the link
 
 
-def test_a_copy_that_arrives_changed_on_the_host_keeps_the_handle_on_the_device() -> None:
-    worker = VerifiedPair()
-    with worker.manager.phase("train") as phase:
-        worker.write()
-        worker.device.spoil("to_host")
-        with pytest.raises(IntegrityError, match=r"'actor': chunk 0 of 4 .* differ between the device and the host copy"):
-            phase.switch("log_prob", only=["ref"])
-        assert worker.actor.state is State.TRAINING
-        assert_same(dict(worker.model.state_dict()), dict(worker.values))
-        phase.switch("log_prob", only=["ref"])
-    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good() -> None:
-    worker = VerifiedPair()
+def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good(worker: VerifiedPair) -> None:
     worker.manager.enter("train")
     worker.write()
     worker.device.spoil("to_host", count=10**6)
@@ -251,8 +241,7 @@ def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good()
     assert_nothing_resident(worker.manager)
 
 
-def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_again() -> None:
-    worker = VerifiedPair()
+def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_again(worker: VerifiedPair) -> None:
     worker.device.spoil("to_device")
     with pytest.raises(IntegrityError, match=r"'actor': chunk \d of 4 .* did not arrive on the device"):
         worker.manager.enter("train")

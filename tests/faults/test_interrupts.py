@@ -221,7 +221,7 @@ def test_interrupted_at_lines(operation: str, swallowed: list[Any], counted: Cal
     case.check()
     points = [(line, visit) for line, visits in survey.visits.items() for visit in sorted({1, visits})]
     problems, cases = [], 0
-    for line, visit in points if IS_WHOLE else points[:: len(points) // 40]:
+    for line, visit in points if IS_WHOLE else points[:: len(points) // 30]:
         lines = Lines(line, visit)
         swallowed.clear()
         raised = case.run(lines)

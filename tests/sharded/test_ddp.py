@@ -28,7 +28,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] if each in ("apart-compressed", "views-zeroed") else []) for each in VARIANTS]
+)
 def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, VARIANTS[name].program):
         assert outcome.resident_bytes["actor"] > 0

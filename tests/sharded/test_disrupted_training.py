@@ -32,8 +32,22 @@ BODIES = {
 }
 
 
+SLOW = {
+    (scripts.forward_raises, "ddp"),
+    (scripts.backward_raises, "tensor_parallel"),
+    (scripts.state_dicts, "ddp"),
+    (scripts.state_dicts, "tensor_parallel"),
+    (scripts.left_for_good, "ddp"),
+}
+"""What these could lose is what the same script of another model would."""
+
+
 def cases(table: Mapping[Any, Sequence[str]]) -> list[Any]:
-    return [pytest.param(body, name, id=f"{body.__name__}-{name}") for body, names in table.items() for name in names]
+    return [
+        pytest.param(body, name, id=f"{body.__name__}-{name}", marks=[pytest.mark.slow] if (body, name) in SLOW else [])
+        for body, names in table.items()
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize(("script", "name"), cases(SCRIPTS))

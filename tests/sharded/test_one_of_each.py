@@ -169,8 +169,14 @@ def needed(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "streamed"),
+    [
+        pytest.param(name, streamed, marks=[pytest.mark.slow] if streamed and name in ("cpu_offload", "fsdp1_flat", "ddp") else [])
+        for name in PROGRAMS
+        for streamed in (False, True)
+    ],
+)
 def test_published_weights_equal_the_full_state_dict(two_ranks: Ranks, name: str, streamed: bool) -> None:
     for published in two_ranks.run(publish, needed(name), "cpu", streamed):
         check_published(published)

@@ -20,8 +20,7 @@ def findings(audit: Audit) -> list[tuple[str | None, str]]:
 
 
 @pytest.mark.parametrize("phase", [None, "log_prob", "train", "weight_sync"])
-def test_a_clean_worker_has_no_findings_in_any_phase(phase: str | None) -> None:
-    worker = Worker()
+def test_a_clean_worker_has_no_findings_in_any_phase(worker: Worker, phase: str | None) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     if phase is not None:
@@ -35,8 +34,7 @@ def test_a_clean_worker_has_no_findings_in_any_phase(phase: str | None) -> None:
     worker.manager.check_integrity()
 
 
-def test_an_audit_changes_nothing_but_poison() -> None:
-    worker = Worker()
+def test_an_audit_changes_nothing_but_poison(worker: Worker) -> None:
     with worker.manager.phase("log_prob"):
         before = worker.manager.snapshot().model_dump(include={"phases", "handles"})
         records = len(worker.manager.journal)
@@ -48,8 +46,7 @@ def test_an_audit_changes_nothing_but_poison() -> None:
 
 
 @pytest.mark.parametrize("phase", [None, "log_prob"])
-def test_drift_is_named_with_its_bytes(phase: str | None) -> None:
-    worker = Worker()
+def test_drift_is_named_with_its_bytes(worker: Worker, phase: str | None) -> None:
     if phase:
         worker.manager.enter(phase)
     fresh = torch.zeros(64)
@@ -65,8 +62,7 @@ def test_drift_is_named_with_its_bytes(phase: str | None) -> None:
     assert worker.manager.snapshot().handles[0].drift_bytes == 0
 
 
-def test_what_was_added_while_offloaded_is_drift_until_a_transition_takes_it_in() -> None:
-    worker = Worker()
+def test_what_was_added_while_offloaded_is_drift_until_a_transition_takes_it_in(worker: Worker) -> None:
     worker.net.append(torch.nn.Linear(8, 8))
     audit = worker.manager.audit()
     assert findings(audit) == [("actor", "drift"), ("actor", "drift")]
@@ -98,8 +94,7 @@ def test_a_leak_is_what_stays_where_the_plan_does_not_want_it() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_stray_references_are_counted_named_and_forgotten() -> None:
-    worker = Worker()
+def test_stray_references_are_counted_named_and_forgotten(worker: Worker) -> None:
     with worker.manager.phase("log_prob"):
         views = [worker.net[0].weight.detach(), worker.net[0].weight[0], worker.ref_net[2].bias.data]
     audit = worker.manager.audit()
@@ -146,9 +141,8 @@ def test_who_was_known_and_is_no_more_is_a_stray() -> None:
     assert worker.manager.audit().ok
 
 
-def test_a_storage_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
+def test_a_storage_at_the_address_of_a_dead_one_is_not_taken_for_it(worker: Worker) -> None:
     """What a handle knew of a tensor that is gone would count for whoever is born in its place: references too many, or too few."""
-    worker = Worker()
     with worker.manager.phase("log_prob"):
         worker.net.register_parameter("extra", torch.nn.Parameter(torch.ones(8)))
         worker.manager.audit()
@@ -158,8 +152,7 @@ def test_a_storage_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
     assert worker.manager.audit().ok
 
 
-def test_chunks_that_no_handle_declares_are_unaccounted() -> None:
-    worker = Worker()
+def test_chunks_that_no_handle_declares_are_unaccounted(worker: Worker) -> None:
     stolen = worker.manager.device.create(1 << 20)
     audit = worker.manager.audit()
     assert findings(audit) == [(None, "unaccounted")]
@@ -170,8 +163,7 @@ def test_chunks_that_no_handle_declares_are_unaccounted() -> None:
     worker.manager.check_integrity()
 
 
-def test_check_integrity_has_the_numbers_of_what_was_tampered_with() -> None:
-    worker = Worker()
+def test_check_integrity_has_the_numbers_of_what_was_tampered_with(worker: Worker) -> None:
 
     def wrong(match: str) -> None:
         with pytest.raises(IntegrityError, match=match):
@@ -196,8 +188,7 @@ def test_check_integrity_has_the_numbers_of_what_was_tampered_with() -> None:
     worker.manager.check_integrity()
 
 
-def test_audits_and_snapshots_are_immutable_and_json() -> None:
-    worker = Worker()
+def test_audits_and_snapshots_are_immutable_and_json(worker: Worker) -> None:
     audit, snapshot = worker.manager.audit(), worker.manager.snapshot()
     for model in (audit, snapshot):
         assert type(model).model_validate_json(model.model_dump_json()) == model
@@ -210,8 +201,7 @@ def test_audits_and_snapshots_are_immutable_and_json() -> None:
         record.handle = "other"
 
 
-def test_a_tensor_in_another_handles_memory_is_a_finding() -> None:
-    worker = Worker()
+def test_a_tensor_in_another_handles_memory_is_a_finding(worker: Worker) -> None:
     own = worker.critic_net[0].weight
     with pytest.raises(RegistrationError, match="belongs to 'actor' already"), worker.manager.phase("values"):
         worker.critic_net[0].weight = worker.net[0].weight

@@ -142,6 +142,14 @@ def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
     assert not in_a_range(stranger[0].weight)
 
 
+def test_a_tensor_that_somebody_else_holds_is_fine_where_it_follows(worker: Worker) -> None:
+    manager, model = make_manager(), net()
+    view = model[0].weight.detach()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        assert_same(view, model[0].weight.detach())
+
+
 # --- phases and plans
 
 

@@ -107,6 +107,15 @@ def registered(manager: Manager, model: nn.Module, make: Callable[[], Call], whe
     return call
 
 
+def placed(make: Callable[[], Any]) -> tuple[CompileCounter, Manager, Any, torch.Tensor]:
+    """A counter of graphs, a manager, its actor, and what that computed before."""
+    manager, model = make_manager(), make()
+    with torch.no_grad():
+        wanted = model(batch())
+    manager.register("actor", model, role="actor")
+    return CompileCounter(), manager, model, wanted
+
+
 def assert_guarded(manager: Manager, call: Call, wanted: torch.Tensor, counter: CompileCounter, graphs: int | None = None) -> None:
     """Refused while offloaded, right in a phase, and compiled in the first phase only."""
     found: list[int] = []
@@ -154,10 +163,7 @@ def test_compiled_parts_of_a_model_are_refused_and_compiled_once(form: str, when
     ("root", "form"), [("sequential", "wrapper"), ("sequential", "function"), ("block", "wrapper"), ("block", "in place")]
 )
 def test_a_full_graph_stays_one(root: str, form: str) -> None:
-    counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
-    with torch.no_grad():
-        wanted = model(batch())
-    manager.register("actor", model, role="actor")
+    counter, manager, model, wanted = placed(ROOTS[root])
     with manager.phase("log_prob"):
         call = of_root(compiler(counter, fullgraph=True), model)[form]()
     assert_guarded(manager, call, wanted, counter, 1)
@@ -185,16 +191,12 @@ def test_a_compiled_wrapper_that_was_registered_itself() -> None:
     ],
 )
 def test_a_module_that_is_compiled_while_offloaded_is_refused(root: str, form: str, graphs: int) -> None:
-    counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
-    with torch.no_grad():
-        wanted = model(batch())
-    manager.register("actor", model, role="actor")
+    counter, manager, model, wanted = placed(ROOTS[root])
     assert_guarded(manager, of_root(compiler(counter), model)[form](), wanted, counter, graphs)
 
 
 def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -> None:
-    counter, manager, model = CompileCounter(), make_manager(), Block()
-    manager.register("actor", model, role="actor")
+    counter, manager, model, _ = placed(Block)
     compiled = compiler(counter)(lambda x: model(x) * 1)
     for _ in range(2):
         for _ in range(12):
@@ -206,8 +208,7 @@ def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -
 
 
 def test_handles_that_come_and_go_recompile_nothing_of_another() -> None:
-    counter, manager, model = CompileCounter(), make_manager(), Block()
-    manager.register("actor", model, role="actor")
+    counter, manager, model, _ = placed(Block)
     compiled = compiler(counter)(lambda x: model(x) * 1)
     others = [Block() for _ in range(4)]
     for turn, other in enumerate(others):
@@ -239,8 +240,7 @@ def test_training_compiled_by_aot_autograd() -> None:
 
 
 def test_a_checkpointed_part_inside_a_compiled_function() -> None:
-    counter, manager, model = CompileCounter(), make_manager(), Stack()
-    manager.register("actor", model, role="actor")
+    counter, manager, model, _ = placed(Stack)
     first, last = model.layers
     call = compiler(counter, fullgraph=True)(lambda x: torch.utils.checkpoint.checkpoint(last, first(x), use_reentrant=False))
     for _ in range(3):
@@ -263,8 +263,7 @@ def test_unregistered_it_is_called_as_before() -> None:
 
 
 def test_what_reads_a_weight_without_its_module_gets_poison() -> None:
-    manager, model = make_manager(), net()
-    manager.register("actor", model, role="actor")
+    _, manager, model, _ = placed(net)
     for call in (lambda x: functional.linear(x, model[0].weight), compiler("eager")(lambda x: functional.linear(x, model[0].weight))):
         with manager.phase("log_prob"):
             assert call(batch()).isfinite().all()
@@ -382,8 +381,7 @@ def test_a_dropped_module_is_gone_at_once_and_drops_nothing_else() -> None:
 
 
 def test_a_part_that_is_copied_or_pickled_is_refused_while_offloaded_and_whole_otherwise() -> None:
-    manager, model = make_manager(), Stack()
-    manager.register("actor", model, role="actor")
+    _, manager, model, _ = placed(Stack)
     for copies in (copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))):
         with pytest.raises(NotResidentError):
             copies(model.layers[1])
@@ -398,8 +396,7 @@ def test_a_part_that_is_copied_or_pickled_is_refused_while_offloaded_and_whole_o
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_module_is_scripted_traced_and_exported_in_a_phase_and_refused_outside() -> None:
-    manager, model = make_manager(), net()
-    manager.register("actor", model, role="actor")
+    _, manager, model, _ = placed(net)
     makers: dict[str, Callable[[], Any]] = {
         "script": lambda: torch.jit.script(model),
         "trace": lambda: torch.jit.trace(model, batch()),

@@ -21,10 +21,9 @@ from placement.policies import Colocated, Cyclic
 from placement.storage.disk import Place
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.disk import damage, send_to_disk, settle, spills_of, tier_of, until
-from tests.support.early import Early
-from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, net
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes
+from tests.unit.test_saving import STAY, late_worker
 from tests.unit.test_streamed_optimizer import Pair, adamw, words
 
 ROOM = 64 << 20
@@ -33,14 +32,7 @@ ROOM = 64 << 20
 
 def disk_worker(folder: Path, wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
     """A worker that has learnt for a step, on a device whose copies happen when somebody waits for them."""
-    given = {"policy": Early(wanted), "device": LateDevice(CAPACITY, chunk_bytes=CHUNK), "host_limit_bytes": ROOM, "disk_directory": folder}
-    worker = Worker(**{**given, **keywords})
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        learn(worker.critic_net, worker.sgd)
-        worker.adam.zero_grad()
-        worker.sgd.zero_grad()
-    return worker
+    return late_worker(wanted, **{"host_limit_bytes": ROOM, "disk_directory": folder, **keywords})
 
 
 def end(worker: Worker, folder: Path) -> None:
@@ -69,9 +61,6 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
         assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
         assert not any(spill.may_leave for spill in spills_of(worker.manager, "critic"))  # as long as chunks of it are early
     end(worker, tmp_path)
-
-
-STAY = {"values": {"actor": ALL, "actor.optimizer": ALL}, "log_prob": {"actor.optimizer": ALL}}
 
 
 def test_what_is_being_saved_stays_until_it_is_complete_and_can_leave_then(tmp_path: Path) -> None:

@@ -1,12 +1,19 @@
-"""Gradients and graphs over an offload."""
+"""Gradients and graphs over an offload, and gradients that the policy calls dead."""
 
 from __future__ import annotations
+
+import contextlib
+from typing import Any
 
 import pytest
 import torch
 
-from placement.testing import assert_nothing_resident
-from tests.support.worker import Worker, assert_same, batch, learn, net
+import placement
+from placement import Plan, PolicyError
+from placement.engines.base import TorchEngine
+from placement.policies import Colocated, Resident
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -23,8 +30,7 @@ def twin_of(worker: Worker) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return twin, torch.optim.AdamW(twin.parameters(), lr=1e-2)
 
 
-def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
-    worker = Worker()
+def test_gradients_survive_an_offload_and_are_accumulated_over_it(worker: Worker) -> None:
     twin, adam = twin_of(worker)
     for seed in range(2):
         worker_phases = [worker.manager.phase("train"), worker.manager.phase("train")]
@@ -46,8 +52,7 @@ def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
     assert worker.manager.audit().ok
 
 
-def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:
-    worker = Worker()
+def test_a_graph_that_was_retained_runs_backward_in_a_later_phase(worker: Worker) -> None:
     twin, _ = twin_of(worker)
     with worker.manager.phase("train"):
         loss = worker.net(batch()).square().mean()
@@ -66,8 +71,7 @@ def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:
     assert worker.manager.audit().ok
 
 
-def test_gradients_held_by_the_user_follow() -> None:
-    worker = Worker()
+def test_gradients_held_by_the_user_follow(worker: Worker) -> None:
     with worker.manager.phase("train"):
         backward(worker.net)
         mine = worker.net[0].weight.grad
@@ -78,8 +82,7 @@ def test_gradients_held_by_the_user_follow() -> None:
         assert_same(mine, wanted)
 
 
-def test_hooks_of_gradients_and_accumulators_survive() -> None:
-    worker = Worker()
+def test_hooks_of_gradients_and_accumulators_survive(worker: Worker) -> None:
     seen: list[str] = []
     worker.net[0].weight.register_hook(lambda grad: seen.append("tensor"))
     worker.net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
@@ -89,8 +92,7 @@ def test_hooks_of_gradients_and_accumulators_survive() -> None:
     assert seen == ["tensor", "accumulated"] * 2
 
 
-def test_host_memory_of_gradients_is_given_back() -> None:
-    worker = Worker()
+def test_host_memory_of_gradients_is_given_back(worker: Worker) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     worker.adam.zero_grad()
@@ -107,9 +109,8 @@ def test_host_memory_of_gradients_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
-def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(is_viewed: bool) -> None:
+def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(worker: Worker, is_viewed: bool) -> None:
     """Unless somebody still has a view of it."""
-    worker = Worker()
     twin, adam = twin_of(worker)
     slabs, views, host_bytes = [], [], []
     for seed in range(4):
@@ -131,3 +132,258 @@ def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(is_viewed: 
     with worker.manager.phase("train"):
         assert_same(gradients(worker.net), gradients(twin))
     assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
+
+
+# --- gradients that the policy calls dead: not copied, None afterwards
+
+
+def dropping(**keywords: Any) -> Worker:
+    return Worker(policy=Colocated(drop_gradients=True), **keywords)
+
+
+def moved_by(worker: Worker, **train: Any) -> int:
+    """Bytes of the actor that one training phase with a backward pass copies to the host."""
+    before = worker.actor.counters.offloaded_bytes
+    with worker.manager.phase("train", **train):
+        backward(worker.net)
+    return worker.actor.counters.offloaded_bytes - before
+
+
+def test_dead_gradients_are_not_copied_and_are_none() -> None:
+    worker, plain = dropping(), Worker()
+    for _ in range(3):
+        assert moved_by(worker) == 0
+        assert gradients(worker.net) == [None] * 4
+        assert moved_by(plain) >= sum(p.nbytes for p in plain.net.parameters())
+        assert all(p.grad is not None for p in plain.net.parameters())
+        plain.adam.zero_grad()
+    assert worker.manager.audit().ok
+    assert_nothing_resident(worker.manager)
+
+
+def test_training_is_the_same() -> None:
+    worker, plain = dropping(), Worker()
+    with plain.manager.phase("restore"):
+        plain.net.load_state_dict(worker.values)
+    for seed in range(4):
+        for each in (worker, plain):
+            with each.manager.phase("train"):
+                learn(each.net, each.adam, seed)
+    assert_same(dict(worker.actor.state_dict()), dict(plain.actor.state_dict()))
+    assert_same(worker.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+def test_gradients_that_survived_an_offload_die_later_with_their_range() -> None:
+    """Moved once (the policy did not drop), then dropped: the range that they lay in goes, too."""
+    policy = Colocated()
+    worker = Worker(policy=policy)
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    assert len(worker.actor.holding.ranges) == 2  # type: ignore[union-attr]
+    policy.drop_gradients = True
+    before = worker.actor.counters.offloaded_bytes
+    with worker.manager.phase("train") as phase:
+        backward(worker.net, 1)
+        phase.switch("log_prob", only=["ref"])
+        assert gradients(worker.net) == [None] * 4
+        assert worker.actor.counters.offloaded_bytes == before
+        assert len(worker.actor.holding.ranges) == 1  # type: ignore[union-attr]
+
+
+def test_a_kept_reference_to_a_dropped_gradient_never_shows_old_bytes() -> None:
+    policy = Colocated()
+    worker = Worker(policy=policy)
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    policy.drop_gradients = True
+    with worker.manager.phase("train"):
+        held = worker.net[0].weight.grad
+        backward(worker.net, 1)
+    assert isinstance(held, torch.Tensor)
+    with worker.manager.phase("train"):
+        assert held.isnan().all()
+
+
+def test_they_die_as_the_module_leaves_training_and_stays_on_the_device() -> None:
+    worker = Worker(policy=Resident(drop_gradients=True))
+    with worker.manager.phase("train") as phase:
+        backward(worker.net)
+        phase.switch("log_prob")
+        assert worker.actor.state is GPU
+        assert gradients(worker.net) == [None] * 4
+    assert worker.manager.audit().ok
+
+
+def test_a_phase_inside_training_drops_none() -> None:
+    worker = dropping()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        wanted = gradients(worker.net)
+        for inner in ("eval", "checkpoint", "values"):
+            with worker.manager.phase(inner):
+                pass
+            assert_same(gradients(worker.net), wanted)
+    assert gradients(worker.net) == [None] * 4
+
+
+def test_from_the_training_phase_to_the_step_they_live() -> None:
+    worker = Worker(policy=Colocated("optimizer_step", drop_gradients=True))
+    with worker.manager.phase("train") as phase:
+        backward(worker.net)
+        wanted = gradients(worker.net)
+        phase.switch("optimizer_step")
+        assert_same(gradients(worker.net), wanted)
+        worker.adam.step()
+        phase.switch("weight_sync")
+        assert gradients(worker.net) == [None] * 4
+
+
+def test_only_the_modules_meant_lose_theirs() -> None:
+    """`only=` leaves the others as in the enclosing plan, gradients included."""
+    worker = dropping()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        backward(worker.critic_net)
+        kept = gradients(worker.critic_net)
+        with worker.manager.phase("log_prob", only=["actor"]):
+            pass
+        assert_same(gradients(worker.critic_net), kept)
+        assert worker.net[0].weight.grad is not None
+
+
+@pytest.mark.leaves_behind("a live graph holds storages of an offloaded module")
+def test_a_tensor_of_a_live_graph_is_no_gradient() -> None:
+    worker = dropping()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        worker.net.loss = worker.net(batch(3)).square()  # type: ignore[assignment]
+        wanted = worker.net.loss.detach().clone()
+    with worker.manager.phase("train"):
+        assert_same(worker.net.loss.detach(), wanted)
+        assert worker.net[0].weight.grad is None
+
+
+def test_a_storage_that_is_more_than_gradients_moves() -> None:
+    """One flat buffer behind all gradients, as data parallel wrappers keep it."""
+    worker = dropping()
+    flat = torch.zeros(sum(p.numel() for p in worker.net.parameters()))
+    worker.net.flat = flat  # type: ignore[assignment]
+    with worker.manager.phase("train"):
+        for p, piece in zip(worker.net.parameters(), flat.split([p.numel() for p in worker.net.parameters()]), strict=True):
+            p.grad = piece.view_as(p)
+        backward(worker.net)
+        wanted = flat.clone()
+    assert gradients(worker.net) == [None] * 4
+    with worker.manager.phase("train"):
+        assert_same(worker.net.flat, wanted)
+
+
+def test_a_transition_that_fails_before_anything_left_loses_none() -> None:
+    worker = dropping(device=Faults(SimulatedDevice(CAPACITY)))
+    device = worker.manager.device
+    assert isinstance(device, Faults)
+    with worker.manager.phase("train") as phase:
+        backward(worker.net)
+        wanted = gradients(worker.net)
+        device.fail("sync")
+        with pytest.raises(RuntimeError, match="injected"):
+            phase.switch("log_prob", only=["ref"])
+        assert_same(gradients(worker.net), wanted)
+
+
+@pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
+def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(operation: str) -> None:
+    for at in range(1, 100):
+        device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192))
+        worker = dropping(device=device)
+        with worker.manager.phase("train") as phase:
+            learn(worker.net, worker.adam)
+            values = {name: value.clone() for name, value in worker.net.state_dict().items()}
+            backward(worker.net)
+            wanted = gradients(worker.net)
+            device.fail(operation, at=at)
+            with contextlib.suppress(InjectedFault, placement.DeviceMemoryError):
+                phase.switch("log_prob", only=["ref"])
+            if phase.name == "train":
+                assert worker.actor.state is TRAIN
+                assert_same(gradients(worker.net), wanted)
+        assert_same(dict(worker.actor.state_dict()), values)
+        assert_nothing_resident(worker.manager)
+        if not device.fired:
+            return
+    pytest.fail("the faults never came to an end")
+
+
+def test_a_transition_that_fails_after_they_died_says_so() -> None:
+    worker = dropping(verify="always")
+    with worker.manager.phase("train") as phase:
+        backward(worker.net)
+        assert worker.ref.holding is not None
+        worker.ref.holding.ranges[0].slab.view(0, 1).bitwise_xor_(1)
+        with pytest.raises(placement.IntegrityError, match="'ref'") as caught:
+            phase.switch("log_prob", only=["ref"])
+        assert worker.actor.state is TRAIN
+        assert gradients(worker.net) == [None] * 4
+    assert any("the gradients of 'actor' are lost" in note for note in caught.value.__notes__)
+
+
+def test_an_engine_has_gradients_as_a_module_has() -> None:
+    model = net()
+    engine = TorchEngine(model)
+
+    def plan(view: placement.View) -> Plan:
+        return view.total_plan({"engine": TRAIN if view.phase == "train" else OFF}, dropped=["engine"] if view.phase != "train" else [])
+
+    manager = make_manager(policy=Scripted(train=plan, idle=plan))
+    handle = manager.register("engine", engine, role="rollout")
+    with manager.phase("train"):
+        backward(model)
+    assert gradients(model) == [None] * 4
+    assert handle.counters.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ({"ghost"}, "names 'ghost', which are not registered"),
+        ({"actor.optimizer"}, "drops gradients of 'actor.optimizer', an optimizer"),
+        ({"actor"}, "drops gradients of 'actor' and wants it in TRAINING"),
+    ],
+)
+def test_a_plan_that_drops_the_wrong_thing_is_refused(dropped: set[str], message: str) -> None:
+    worker = Worker(policy=Scripted(eval=lambda view: view.total_plan({"actor": TRAIN}, dropped=dropped)))
+    with pytest.raises(PolicyError, match=message):
+        worker.manager.enter("eval")
+
+
+def test_plans_with_dropped_gradients_combine() -> None:
+    outer = Plan({"a": OFF, "b": OFF}, dropped=frozenset({"a"}))
+    inner = Plan({"a": TRAIN, "b": GPU}, dropped=frozenset({"b"}))
+    assert inner.limited_to(["b"], outer) == Plan({"a": OFF, "b": GPU}, dropped=frozenset({"a", "b"}))
+    assert inner.also("a", GPU).dropped == {"b"}
+    assert inner.without("b") == Plan({"a": TRAIN})
+
+
+def test_the_phase_around_a_switched_phase_is_the_one_below_it() -> None:
+    """Not the phase that ends: a policy that looks at `enclosing` would take a step's phases for nested ones."""
+    seen: list[tuple[str, str | None]] = []
+
+    class Watching(Colocated):
+        def plan(self, view: placement.View) -> Plan:
+            seen.append((view.phase, view.enclosing))
+            return super().plan(view)
+
+    worker = Worker(policy=Watching())
+    with worker.manager.phase("rollout") as step:
+        step.switch("train")
+        with worker.manager.phase("eval") as inner:
+            inner.switch("values")
+            late = net()
+            worker.manager.register("late", late, role="reward")
+    assert dict.fromkeys(seen).keys() == {
+        ("idle", None),
+        ("rollout", None),
+        ("train", None),
+        ("eval", "train"),
+        ("values", "train"),
+    }

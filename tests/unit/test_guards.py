@@ -7,11 +7,13 @@ import copy
 import functools
 import io
 import pickle
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import placement
 from placement import PHASES, Handle, NotResidentError, PhaseError, PlacementError, Plan, State, View
@@ -24,8 +26,7 @@ from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a
 # --- what raises
 
 
-def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice() -> None:
-    worker = Worker()
+def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice(worker: Worker) -> None:
     with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called.*manager\.phase"):
         worker.net(batch())
     with worker.manager.phase("values"), pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'values'"):
@@ -35,8 +36,7 @@ def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice() 
         assert worker.ref_net(batch()).isfinite().all()
 
 
-def test_a_step_is_for_training_only() -> None:
-    worker = Worker()
+def test_a_step_is_for_training_only(worker: Worker) -> None:
     with pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*'train'"):
         worker.adam.step()
     with worker.manager.phase("train"):
@@ -69,8 +69,7 @@ def test_a_step_whose_owner_is_not_training_names_the_owner() -> None:
         worker.adam.step()
 
 
-def test_loading_a_state_dict_belongs_into_restore() -> None:
-    worker = Worker()
+def test_loading_a_state_dict_belongs_into_restore(worker: Worker) -> None:
     with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* given a state dict.*phase\('restore'\)"):
         worker.net.load_state_dict(worker.values)
     with worker.manager.phase("train"):
@@ -173,8 +172,7 @@ def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield torch.load(file, weights_only=False)
 
 
-def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered() -> None:
-    worker = Worker()
+def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered(worker: Worker) -> None:
     with worker.manager.phase("log_prob"):
         made = list(copies(worker.net))
         expected = worker.net(batch())
@@ -212,3 +210,99 @@ def test_an_optimizer_on_the_device_is_not_copied_with_an_offloaded_model() -> N
         with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* copied or pickled: copy 'adam' inside a phase"):
             copy.deepcopy(optimizer)
     manager.close()
+
+
+# --- a `forward` that is replaced and put back works as without placement
+
+
+Patch = Callable[[nn.Module], Callable[[], object]]
+"""Replaces the `forward` of a module, and returns what undoes it."""
+
+
+def _wrapped(module: nn.Module) -> Callable[[], object]:
+    old = module.forward
+
+    @functools.wraps(old)
+    def forward(*args: torch.Tensor) -> torch.Tensor:
+        return old(*args) + 1
+
+    module.forward = forward
+    return lambda: setattr(module, "forward", old)
+
+
+def _partial(module: nn.Module) -> Callable[[], object]:
+    old = module.forward
+    module.forward = functools.partial(old)
+    return lambda: setattr(module, "forward", old)
+
+
+def _method(module: nn.Module) -> Callable[[], object]:
+    module.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 3, module)
+    return lambda: vars(module).pop("forward")
+
+
+def _bound_anew(module: nn.Module) -> Callable[[], object]:
+    module.forward = types.MethodType(module.forward.__func__, module)
+    return lambda: vars(module).pop("forward")
+
+
+def _accelerate_hook(module: nn.Module) -> Callable[[], object]:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+    return lambda: hooks.remove_hook_from_module(module)
+
+
+def _accelerate_mixed_precision(module: nn.Module) -> Callable[[], object]:
+    accelerate = pytest.importorskip("accelerate")
+    _forget_precision(accelerate)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.prepare(module)
+    _forget_precision(accelerate)
+    return lambda: accelerator.unwrap_model(module, keep_fp32_wrapper=False)
+
+
+def _forget_precision(accelerate: types.ModuleType) -> None:
+    """accelerate keeps the first precision that is chosen for the whole process, and refuses another one."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _net(leaf: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4) if leaf else nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("patch", [_wrapped, _partial, _method, _bound_anew, _accelerate_hook, _accelerate_mixed_precision])
+@pytest.mark.parametrize("patched_in", ["before", "log_prob", "idle"])
+@pytest.mark.parametrize("undone_in", ["log_prob", "idle"])
+def test_a_forward_is_patched_and_put_back(patch: Patch, patched_in: str, undone_in: str, leaf: bool) -> None:
+    if patch is _accelerate_hook and patched_in == "before":
+        return  # refused at registration
+    x, plain, model = torch.ones(2, 4), _net(leaf), _net(leaf)
+    undo_plain = patch(plain)
+    patched = plain(x)
+    undo_plain()
+    manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 26))
+    undo = patch(model) if patched_in == "before" else None
+    handle = manager.register("actor", model, role="actor")
+
+    def check(true: torch.Tensor) -> None:
+        with manager.phase("log_prob"):
+            assert torch.equal(model(x), true)
+        with pytest.raises(NotResidentError, match="cannot be called"):
+            model(x)
+
+    if undo is None:
+        with manager.phase(patched_in):
+            undo = patch(model)
+        with pytest.raises(NotResidentError, match="cannot be called"):
+            model(x)
+    check(patched)
+    with manager.phase(undone_in):
+        undo()
+    with pytest.raises(NotResidentError, match="cannot be called"):
+        model(x)
+    check(plain(x))
+    manager.unregister(handle.name)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert not model._forward_pre_hooks

@@ -31,8 +31,7 @@ def test_holds_are_released_in_any_order() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_two_holds_on_one_handle_are_two() -> None:
-    worker = Worker()
+def test_two_holds_on_one_handle_are_two(worker: Worker) -> None:
     first, second = (worker.manager.hold("weight_sync", only=["actor"]) for _ in range(2))
     first.release()
     assert worker.states()["actor"] is SYNC
@@ -49,8 +48,7 @@ def test_the_latest_hold_decides_and_then_the_one_before() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_releasing_again_does_nothing() -> None:
-    worker = Worker()
+def test_releasing_again_does_nothing(worker: Worker) -> None:
     hold = worker.manager.hold("log_prob", only=["ref"])
     hold.release()
     with worker.manager.phase("train"):
@@ -63,8 +61,7 @@ def test_releasing_again_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_hold_outlives_the_block_in_which_it_was_opened(raises: bool) -> None:
-    worker = Worker()
+def test_a_hold_outlives_the_block_in_which_it_was_opened(worker: Worker, raises: bool) -> None:
     with pytest.raises(ZeroDivisionError) if raises else nullcontext(), worker.manager.phase("train"):
         hold = worker.manager.hold("ref_log_prob", only=["ref"])
         if raises:
@@ -75,8 +72,7 @@ def test_a_hold_outlives_the_block_in_which_it_was_opened(raises: bool) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_block_inside_a_hold_cannot_be_left_before_its_own_inner_block() -> None:
-    worker = Worker()
+def test_a_block_inside_a_hold_cannot_be_left_before_its_own_inner_block(worker: Worker) -> None:
     hold = worker.manager.hold("log_prob", only=["actor"])
     outer = worker.manager.phase("train")
     outer.__enter__()
@@ -91,8 +87,7 @@ def test_a_block_inside_a_hold_cannot_be_left_before_its_own_inner_block() -> No
     assert_nothing_resident(worker.manager)
 
 
-def test_a_hold_is_released_in_another_thread_and_in_another_task() -> None:
-    worker = Worker()
+def test_a_hold_is_released_in_another_thread_and_in_another_task(worker: Worker) -> None:
     hold = worker.manager.hold("log_prob", only=["ref"])
     thread = threading.Thread(target=hold.release)
     thread.start()
@@ -178,8 +173,7 @@ def publishing(worker: Worker) -> Iterator[str]:
     return worker.manager.hold("weight_sync", only=["actor"]).around(weights(worker))
 
 
-def test_an_iterator_holds_until_it_is_exhausted() -> None:
-    worker = Worker()
+def test_an_iterator_holds_until_it_is_exhausted(worker: Worker) -> None:
     items = publishing(worker)
     assert worker.on_device() == {"actor"}
     assert list(items) == ["a", "b"]
@@ -202,8 +196,7 @@ def test_an_iterator_that_is_closed_or_dropped_is_released(begun: bool) -> None:
         assert_nothing_resident(worker.manager)
 
 
-def test_an_iterator_that_raises_is_released_and_its_error_comes_out() -> None:
-    worker = Worker()
+def test_an_iterator_that_raises_is_released_and_its_error_comes_out(worker: Worker) -> None:
 
     def broken() -> Iterator[int]:
         yield 1
@@ -216,8 +209,7 @@ def test_an_iterator_that_raises_is_released_and_its_error_comes_out() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_what_is_not_iterable_is_refused_and_the_hold_is_over() -> None:
-    worker = Worker()
+def test_what_is_not_iterable_is_refused_and_the_hold_is_over(worker: Worker) -> None:
     hold = worker.manager.hold("weight_sync", only=["actor"])
     with pytest.raises(TypeError, match="not iterable"):
         hold.around(3)  # type: ignore[arg-type]

@@ -126,8 +126,7 @@ def test_a_view_is_pure_data() -> None:
 # --- asking
 
 
-def test_a_snapshot_counts_what_happened() -> None:
-    worker = Worker()
+def test_a_snapshot_counts_what_happened(worker: Worker) -> None:
     for _ in range(2):
         with worker.manager.phase("train") as phase:
             learn(worker.net, worker.adam)
@@ -151,8 +150,7 @@ def test_a_snapshot_counts_what_happened() -> None:
     json.loads(snapshot.model_dump_json())
 
 
-def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots() -> None:
-    worker = Worker()
+def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots(worker: Worker) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     first = worker.manager.snapshot()
@@ -176,8 +174,7 @@ def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots() -> N
         assert again["placement/resident_bytes"] == worker.manager.handles["ref"].resident_bytes
 
 
-def test_every_state_change_is_one_record_and_one_count() -> None:
-    worker = Worker()
+def test_every_state_change_is_one_record_and_one_count(worker: Worker) -> None:
     for name in ("train", "log_prob", "weight_sync", "values"):
         with worker.manager.phase(name):
             pass
@@ -191,8 +188,7 @@ def test_every_state_change_is_one_record_and_one_count() -> None:
         assert handle.counters.offloaded_bytes == sum(r.nbytes for r in records if r.trigger == "offload")
 
 
-def test_state_changes_are_logged_with_their_record(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker()
+def test_state_changes_are_logged_with_their_record(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="placement"), worker.manager.phase("values"):
         pass
     assert [r.message for r in caplog.records] == [
@@ -202,8 +198,7 @@ def test_state_changes_are_logged_with_their_record(caplog: pytest.LogCaptureFix
     assert all(hasattr(r, "placement") for r in caplog.records)
 
 
-def test_the_states_of_a_whole_step() -> None:
-    worker = Worker()
+def test_the_states_of_a_whole_step(worker: Worker) -> None:
     engine = TorchEngine(net())
     rollout = worker.manager.register("rollout", engine, role="rollout")
     expected: dict[str, dict[str, Any]] = {
@@ -281,8 +276,7 @@ def test_two_managers_may_share_one_device() -> None:
     assert device.memory().chunk_bytes == 0
 
 
-def test_a_closed_manager_says_so_and_its_objects_are_free() -> None:
-    worker = Worker()
+def test_a_closed_manager_says_so_and_its_objects_are_free(worker: Worker) -> None:
     worker.manager.close()
     for work in (lambda: worker.manager.enter("train"), worker.manager.audit, lambda: worker.manager.register("x", worker.net)):
         with pytest.raises(PlacementError, match="closed"):

@@ -35,8 +35,7 @@ def lines(worker: Worker) -> list[str]:
     return [line for line in worker.manager.audit().report.splitlines() if line.startswith("outside: ")]
 
 
-def test_a_device_that_is_all_ours_has_nothing_outside() -> None:
-    worker = Worker()
+def test_a_device_that_is_all_ours_has_nothing_outside(worker: Worker) -> None:
     assert worker.manager.audit().unaccounted_bytes == 0
     assert lines(worker) == []
     assert worker.manager.snapshot().communicator_bytes == 0

@@ -42,8 +42,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 # --- nesting
 
 
-def test_an_inner_phase_returns_to_the_enclosing_plan() -> None:
-    worker = Worker()
+def test_an_inner_phase_returns_to_the_enclosing_plan(worker: Worker) -> None:
     with worker.manager.phase("train"):
         before = worker.states()
         with worker.manager.phase("log_prob"):
@@ -59,8 +58,7 @@ def test_an_inner_phase_returns_to_the_enclosing_plan() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_only_means_the_named_handles_and_the_optimizers_they_own() -> None:
-    worker = Worker()
+def test_only_means_the_named_handles_and_the_optimizers_they_own(worker: Worker) -> None:
     with worker.manager.phase("train", only=["critic"]):
         assert worker.on_device() == {"critic"}  # SGD has no state yet
         learn(worker.critic_net, worker.sgd)
@@ -69,8 +67,7 @@ def test_only_means_the_named_handles_and_the_optimizers_they_own() -> None:
         assert worker.on_device() == {"critic", "critic.optimizer"}
 
 
-def test_only_takes_no_string_for_a_list_of_names() -> None:
-    worker = Worker()
+def test_only_takes_no_string_for_a_list_of_names(worker: Worker) -> None:
     with pytest.raises(TypeError, match=r"only=\['actor'\]"):
         worker.manager.phase("train", only="actor")
     with worker.manager.phase("train") as phase, pytest.raises(TypeError, match=r"only=\['actor'\]"):
@@ -79,8 +76,7 @@ def test_only_takes_no_string_for_a_list_of_names() -> None:
         worker.manager.phase("train", only=5)  # type: ignore[arg-type]
 
 
-def test_only_takes_handles_and_any_iterable() -> None:
-    worker = Worker()
+def test_only_takes_handles_and_any_iterable(worker: Worker) -> None:
     with worker.manager.phase("train", only=[worker.critic]) as phase:
         assert worker.on_device() == {"critic"}
         both: list[str | Handle] = ["actor", worker.critic]
@@ -93,8 +89,7 @@ def test_only_takes_handles_and_any_iterable() -> None:
 # --- switch
 
 
-def test_switch_moves_no_bytes_of_what_both_phases_need() -> None:
-    worker = Worker()
+def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         loaded = worker.actor.counters.loaded_bytes
         address = worker.net[0].weight.data_ptr()
@@ -131,8 +126,7 @@ def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
 # --- keep
 
 
-def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte() -> None:
-    worker = Worker()
+def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         phase.keep(worker.actor)
         phase.keep("actor")
@@ -160,9 +154,8 @@ def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte() -> None:
 )
 @pytest.mark.parametrize("by_switch", [False, True])
 def test_a_keep_that_is_not_wanted_expires_and_is_counted(
-    phase: str, kept: list[str], then: str, on: set[str], expired: int, by_switch: bool
+    worker: Worker, phase: str, kept: list[str], then: str, on: set[str], expired: int, by_switch: bool
 ) -> None:
-    worker = Worker()
     with worker.manager.phase(phase) as opened:
         for name in kept:
             opened.keep(name)
@@ -176,8 +169,7 @@ def test_a_keep_that_is_not_wanted_expires_and_is_counted(
     assert_nothing_resident(worker.manager)
 
 
-def test_a_keep_over_the_end_of_an_inner_phase() -> None:
-    worker = Worker()
+def test_a_keep_over_the_end_of_an_inner_phase(worker: Worker) -> None:
     with worker.manager.phase("values"):
         with worker.manager.phase("log_prob") as inner:
             inner.keep("actor")
@@ -192,8 +184,7 @@ def test_a_keep_over_the_end_of_an_inner_phase() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing() -> None:
-    worker = Worker()
+def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         with pytest.raises(PhaseError, match="no handle 'actro', did you mean 'actor'"):
             phase.keep("actro")
@@ -205,8 +196,7 @@ def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing() -> None:
         phase.keep("actor")
 
 
-def test_a_kept_handle_that_is_unregistered_is_kept_no_more() -> None:
-    worker = Worker()
+def test_a_kept_handle_that_is_unregistered_is_kept_no_more(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         phase.keep("ref")
     worker.manager.unregister("ref")
@@ -219,8 +209,7 @@ def test_a_kept_handle_that_is_unregistered_is_kept_no_more() -> None:
 # --- out of order
 
 
-def test_leaving_what_was_not_entered() -> None:
-    worker = Worker()
+def test_leaving_what_was_not_entered(worker: Worker) -> None:
     before = everything(worker.manager)
     with pytest.raises(PhaseError, match=r"enter\(\)"):
         worker.manager.leave()
@@ -234,8 +223,7 @@ def test_leaving_what_was_not_entered() -> None:
     assert everything(worker.manager) == before
 
 
-def test_a_phase_is_entered_once() -> None:
-    worker = Worker()
+def test_a_phase_is_entered_once(worker: Worker) -> None:
     with worker.manager.phase("train") as phase, pytest.raises(PhaseError, match="entered before"):
         phase.__enter__()
     with pytest.raises(PhaseError, match="entered before"):
@@ -245,8 +233,7 @@ def test_a_phase_is_entered_once() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_nothing() -> None:
-    worker = Worker()
+def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_nothing(worker: Worker) -> None:
     outer, inner = worker.manager.phase("train"), worker.manager.phase("values")
     outer.__enter__()
     inner.__enter__()
@@ -261,8 +248,7 @@ def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_no
     assert_nothing_resident(worker.manager)
 
 
-def test_close_with_an_open_phase_is_refused() -> None:
-    worker = Worker()
+def test_close_with_an_open_phase_is_refused(worker: Worker) -> None:
     with worker.manager.phase("train"):
         with pytest.raises(PhaseError, match="'train' is open"):
             worker.manager.close()
@@ -273,8 +259,7 @@ def test_close_with_an_open_phase_is_refused() -> None:
         worker.manager.phase("train").__enter__()
 
 
-def test_enter_switch_and_leave_from_different_threads() -> None:
-    worker = Worker()
+def test_enter_switch_and_leave_from_different_threads(worker: Worker) -> None:
     in_thread(lambda: worker.manager.enter("log_prob"))
     assert worker.on_device() == {"actor", "ref"}
     worker.manager.switch("train", only=["actor"])
@@ -290,8 +275,7 @@ def test_enter_switch_and_leave_from_different_threads() -> None:
 # --- threads and tasks
 
 
-def test_two_threads_that_hold_phases_at_once() -> None:
-    worker = Worker()
+def test_two_threads_that_hold_phases_at_once(worker: Worker) -> None:
     with worker.manager.phase("train"):
         before = everything(worker.manager)
         with pytest.raises(PhaseError, match=r"thread 'helper' wants phase 'values' while thread 'MainThread' holds phase 'train'"):
@@ -309,8 +293,7 @@ def test_two_threads_that_hold_phases_at_once() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_two_tasks_that_hold_phases_at_once() -> None:
-    worker = Worker()
+def test_two_tasks_that_hold_phases_at_once(worker: Worker) -> None:
 
     async def first(opened: asyncio.Event, refused: asyncio.Event) -> None:
         with worker.manager.phase("train"):
@@ -334,8 +317,7 @@ def test_two_tasks_that_hold_phases_at_once() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_an_async_body_works_and_a_cancelled_one_leaves() -> None:
-    worker = Worker()
+def test_an_async_body_works_and_a_cancelled_one_leaves(worker: Worker) -> None:
 
     async def train(forever: bool) -> None:
         with worker.manager.phase("train") as phase:
@@ -361,8 +343,7 @@ def test_an_async_body_works_and_a_cancelled_one_leaves() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_task_may_nest_in_the_phase_of_the_thread_that_runs_its_loop() -> None:
-    worker = Worker()
+def test_a_task_may_nest_in_the_phase_of_the_thread_that_runs_its_loop(worker: Worker) -> None:
 
     async def generate() -> None:
         with worker.manager.phase("log_prob"):
@@ -450,8 +431,7 @@ def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> N
     assert_nothing_resident(worker.manager)
 
 
-def test_the_phase_and_its_context_are_used_alike() -> None:
-    worker = Worker()
+def test_the_phase_and_its_context_are_used_alike(worker: Worker) -> None:
     context = worker.manager.phase("values")
     assert repr(context) == "<phase 'values', not open>"
     with context as phase:
@@ -498,8 +478,7 @@ def test_a_variable_that_names_a_phase_keeps_no_manager_alive() -> None:
     assert step.name == "train"
 
 
-def test_a_phase_that_an_exception_ended_from_outside_keeps_nothing() -> None:
-    worker = Worker()
+def test_a_phase_that_an_exception_ended_from_outside_keeps_nothing(worker: Worker) -> None:
     outer, inner = worker.manager.phase("values"), worker.manager.phase("log_prob")
     outer.__enter__()
     inner.__enter__()
@@ -514,8 +493,7 @@ def test_a_phase_that_an_exception_ended_from_outside_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_exception_in_the_body_propagates_and_the_device_is_empty(kind: type[BaseException]) -> None:
-    worker = Worker()
+def test_an_exception_in_the_body_propagates_and_the_device_is_empty(worker: Worker, kind: type[BaseException]) -> None:
     mine = kind("mine")
     with pytest.raises(kind) as caught:  # noqa: SIM117, PT012
         with worker.manager.phase("train"):
@@ -632,8 +610,7 @@ def test_a_graph_capture_forbids_transitions() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_the_journal_knows_at_whose_transition_a_state_changed() -> None:
-    worker = Worker()
+def test_the_journal_knows_at_whose_transition_a_state_changed(worker: Worker) -> None:
     with worker.manager.phase("values") as phase:
         phase.switch("log_prob", only=["ref"])
     seen = [(r.handle, r.trigger, r.phase) for r in worker.manager.journal]
@@ -646,8 +623,7 @@ def test_the_journal_knows_at_whose_transition_a_state_changed() -> None:
     assert State.CPU_OFFLOADED is worker.ref.state
 
 
-def test_a_generator_whose_phase_an_error_has_left_closes_quietly() -> None:
-    worker = Worker()
+def test_a_generator_whose_phase_an_error_has_left_closes_quietly(worker: Worker) -> None:
     generator = steps(worker)
 
     def fails() -> None:
@@ -662,8 +638,7 @@ def test_a_generator_whose_phase_an_error_has_left_closes_quietly() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_generator_that_is_closed_leaves_its_phase_and_not_that_of_its_caller() -> None:
-    worker = Worker()
+def test_a_generator_that_is_closed_leaves_its_phase_and_not_that_of_its_caller(worker: Worker) -> None:
 
     generator: Any = steps(worker)
     next(generator)

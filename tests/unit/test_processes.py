@@ -57,9 +57,8 @@ def refused(work: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("phase", [None, "train"])
 @pytest.mark.parametrize("what", ["parameter", "clone"])
-def test_a_forked_child_does_not_have_the_memory_of_handles(what: str, phase: str | None) -> None:
+def test_a_forked_child_does_not_have_the_memory_of_handles(worker: Worker, what: str, phase: str | None) -> None:
     """As docs/worker.md says: better a crash than old bytes."""
-    worker = Worker()
     tensor = {"parameter": worker.net[0].weight.detach(), "clone": worker.net.state_dict()["0.weight"].clone()}[what]
     with contextlib.nullcontext() if phase is None else worker.manager.phase(phase):
         pid = os.fork()
@@ -74,9 +73,10 @@ def test_a_forked_child_does_not_have_the_memory_of_handles(what: str, phase: st
 
 @pytest.mark.parametrize("taken_in", [None, "train"])
 @pytest.mark.parametrize("forked_in", [None, "train"])
-def test_a_forked_child_is_told_that_it_has_no_tensor_of_a_state_dict(taken_in: str | None, forked_in: str | None, tmp_path: Path) -> None:
+def test_a_forked_child_is_told_that_it_has_no_tensor_of_a_state_dict(
+    worker: Worker, taken_in: str | None, forked_in: str | None, tmp_path: Path
+) -> None:
     """Megatron-LM PR #2288 stages a state dict with `.to("cpu")`, which copies nothing on the host, and writes it in a forked child."""
-    worker = Worker()
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     with contextlib.nullcontext() if taken_in is None else worker.manager.phase(taken_in):
@@ -101,8 +101,7 @@ def test_a_forked_child_is_told_that_it_has_no_tensor_of_a_state_dict(taken_in: 
 
 
 @pytest.mark.parametrize("phase", [None, "train"])
-def test_a_forked_child_can_use_nothing_of_the_parents_manager(phase: str | None) -> None:
-    worker = Worker()
+def test_a_forked_child_can_use_nothing_of_the_parents_manager(worker: Worker, phase: str | None) -> None:
 
     def child() -> None:
         manager = worker.manager
@@ -146,8 +145,7 @@ def test_a_child_that_drops_everything_harms_nobody() -> None:
     assert_same(dict(workers[0].actor.state_dict()), dict(workers[0].values))
 
 
-def test_a_child_may_have_a_manager_of_its_own() -> None:
-    worker = Worker()
+def test_a_child_may_have_a_manager_of_its_own(worker: Worker) -> None:
 
     def child() -> None:
         own = Worker()
@@ -184,8 +182,7 @@ def spans(workers: list[Worker]) -> list[tuple[int, int]]:
     return [(address, address + nbytes) for address, nbytes in places if nbytes]
 
 
-def test_a_data_loader_with_forked_workers_inside_a_phase() -> None:
-    worker = Worker()
+def test_a_data_loader_with_forked_workers_inside_a_phase(worker: Worker) -> None:
     data: Any = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
     with worker.manager.phase("train"):
         assert [int(part.sum()) for part in data] == [6, 22, 38]
@@ -239,8 +236,7 @@ def test_the_exit_code_is_the_programs(programs: Programs, code: str, status: in
         assert done.errors == ""
 
 
-def test_a_forked_child_that_ends_inside_a_phase_ends_as_it_wants() -> None:
-    worker = Worker()
+def test_a_forked_child_that_ends_inside_a_phase_ends_as_it_wants(worker: Worker) -> None:
     phase = worker.manager.phase("train")
     with phase:
         in_child(lambda: phase.__exit__(SystemExit, SystemExit(5), None))

@@ -38,8 +38,7 @@ def test_registering_keeps_every_object_and_every_value_and_puts_nothing_on_the_
     assert handle.host_bytes >= sum(p.nbytes for p in model.parameters())
 
 
-def test_an_optimizer_gets_owner_role_and_host_memory_before_its_state_is_born() -> None:
-    worker = Worker()
+def test_an_optimizer_gets_owner_role_and_host_memory_before_its_state_is_born(worker: Worker) -> None:
     assert worker.optimizer.owners == (worker.actor,)
     assert worker.optimizer.role == "actor"
     assert worker.optimizer.host_bytes >= 2 * sum(p.nbytes for p in worker.net.parameters())
@@ -136,8 +135,7 @@ def test_addresses_that_a_dead_owner_left_do_not_hide_a_living_one() -> None:
 
 
 @pytest.mark.parametrize("where", ["offloaded", "resident"])
-def test_unregistering_gives_the_same_tensors_ordinary_memory(where: str) -> None:
-    worker = Worker()
+def test_unregistering_gives_the_same_tensors_ordinary_memory(worker: Worker, where: str) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         values = copy.deepcopy(worker.actor.state_dict())
@@ -191,8 +189,7 @@ def test_a_manager_lives_as_long_as_a_phase_of_it_is_open() -> None:
     assert model(batch()).isfinite().all()
 
 
-def test_a_module_whose_optimizer_is_registered_leaves_after_it() -> None:
-    worker = Worker()
+def test_a_module_whose_optimizer_is_registered_leaves_after_it(worker: Worker) -> None:
     with pytest.raises(PhaseError, match=r"stepped by actor\.optimizer"):
         worker.manager.unregister("actor")
     with pytest.raises(PhaseError, match="did you mean 'actor'"):
@@ -297,8 +294,7 @@ def test_a_module_without_tensors() -> None:
     assert_nothing_resident(manager)
 
 
-def test_the_handles_are_read_only_for_users() -> None:
-    worker = Worker()
+def test_the_handles_are_read_only_for_users(worker: Worker) -> None:
     with pytest.raises(TypeError):
         worker.manager.handles["x"] = worker.actor  # type: ignore[index]
     with pytest.raises(NotResidentError):

@@ -15,18 +15,15 @@ from placement.testing import assert_nothing_resident
 from tests.faults.harness import FaultyWorker, Foresight, check_left, check_values
 from tests.support.early import Early
 from tests.support.late_device import LateDevice
-from tests.support.worker import CAPACITY, Worker, assert_same, learn
+from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
 
 
 def late_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
     """A worker whose actor has learnt for a step, on a device whose copies happen when somebody waits for them."""
-    worker = Worker(**{"policy": Early(wanted), "device": LateDevice(CAPACITY, chunk_bytes=CHUNK), **keywords})
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        learn(worker.critic_net, worker.sgd)
-        worker.adam.zero_grad()
-        worker.sgd.zero_grad()
+    worker = trained(**{"policy": Early(wanted), "device": LateDevice(CAPACITY, chunk_bytes=CHUNK), **keywords})
+    worker.adam.zero_grad()
+    worker.sgd.zero_grad()
     return worker
 
 

@@ -106,6 +106,11 @@ class Case:
         return {handle.state for handle in self.manager.handles.values()}
 
 
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return tensor._indices().clone(), tensor._values().clone(), tensor.is_coalesced()
 
@@ -116,8 +121,7 @@ def assert_parts(tensor: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor,
     assert tensor.is_coalesced() is wanted[2]
 
 
-def test_a_gradient_leaves_with_its_module_and_comes_back_as_the_same_object() -> None:
-    case = Case()
+def test_a_gradient_leaves_with_its_module_and_comes_back_as_the_same_object(case: Case) -> None:
     for coalesced in (False, True):
         with case.manager.phase("train"):
             case.optimizer.zero_grad()
@@ -172,8 +176,7 @@ def test_tokens_that_the_gradient_has_taken_for_its_indices_stay_the_users() -> 
         assert torch.equal(case.gradient._indices().reshape(4, 5), wanted)
 
 
-def test_tokens_that_are_a_buffer_of_another_handle_stay_its() -> None:
-    case = Case()
+def test_tokens_that_are_a_buffer_of_another_handle_stay_its(case: Case) -> None:
     with case.manager.phase("train"):
         case.backward(case.critic.tokens)
         assert case.gradient._indices().data_ptr() == case.critic.tokens.data_ptr()
@@ -187,8 +190,7 @@ def test_tokens_that_are_a_buffer_of_another_handle_stay_its() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_between_phases_drops_it_for_good(set_to_none: bool) -> None:
-    case = Case()
+def test_zero_grad_between_phases_drops_it_for_good(case: Case, set_to_none: bool) -> None:
     with case.manager.phase("train"):
         case.backward()
     case.optimizer.zero_grad(set_to_none=set_to_none)
@@ -265,8 +267,7 @@ class Subclass(torch.Tensor):
     """Whose bytes may be anywhere."""
 
 
-def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_lost() -> None:
-    case = Case()
+def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_lost(case: Case) -> None:
 
     def train() -> None:
         with case.manager.phase("train"):
@@ -309,8 +310,7 @@ def test_it_is_dropped_where_gradients_are_dropped() -> None:
     assert_nothing_resident(case.manager)
 
 
-def test_a_switch_that_it_stops_goes_back_and_works_once_it_is_dropped() -> None:
-    case = Case()
+def test_a_switch_that_it_stops_goes_back_and_works_once_it_is_dropped(case: Case) -> None:
     with case.manager.phase("train") as step:
         case.critic.weight.grad = torch.ones(4, 4).as_subclass(Subclass)
         with pytest.raises(RegistrationError, match=r"'critic'.*Subclass"):
@@ -322,8 +322,7 @@ def test_a_switch_that_it_stops_goes_back_and_works_once_it_is_dropped() -> None
     assert case.manager.audit().ok
 
 
-def test_a_manager_closes_over_it() -> None:
-    case = Case()
+def test_a_manager_closes_over_it(case: Case) -> None:
     weight = case.manager.handles["critic"].state_dict()["weight"].clone()
     with pytest.raises(RegistrationError, match="'critic'"), case.manager.phase("train"):
         spoil(case)

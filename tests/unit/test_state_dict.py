@@ -54,8 +54,7 @@ def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state:
 
 
 @pytest.mark.parametrize("taken", [None, "log_prob", "train"])
-def test_a_held_state_dict_follows_the_handle(taken: str | None) -> None:
-    worker = Worker()
+def test_a_held_state_dict_follows_the_handle(worker: Worker, taken: str | None) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     with nullcontext() if taken is None else worker.manager.phase(taken):
@@ -73,8 +72,7 @@ def test_a_held_state_dict_follows_the_handle(taken: str | None) -> None:
     assert worker.manager.audit().ok  # what we handed out is no stray reference
 
 
-def test_a_state_dict_of_state_that_was_just_born() -> None:
-    worker = Worker()
+def test_a_state_dict_of_state_that_was_just_born(worker: Worker) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         held = worker.adam.state_dict()
@@ -87,8 +85,7 @@ def test_a_state_dict_of_state_that_was_just_born() -> None:
     assert saved_size(held) < 1.1 * 2 * sum(value.nbytes for value in worker.values.values()) + 20_000
 
 
-def test_a_held_state_dict_survives_the_handle_and_the_manager() -> None:
-    worker = Worker()
+def test_a_held_state_dict_survives_the_handle_and_the_manager(worker: Worker) -> None:
     held = worker.actor.state_dict()
     with worker.manager.phase("log_prob"):
         other = worker.actor.state_dict()
@@ -130,8 +127,7 @@ def test_a_saved_file_has_the_size_of_the_tensors_also_of_tied_ones(phase: str |
     assert saved_size(held) <= 1.1 * unmanaged + 4096  # also after it was pointed to the host copy
 
 
-def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their_values() -> None:
-    worker = Worker()
+def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their_values(worker: Worker) -> None:
     with worker.manager.phase("log_prob"):
         assert worker.net.state_dict(keep_vars=True)["0.weight"] is worker.net[0].weight
     assert_same(dict(worker.net.state_dict(keep_vars=True)), dict(worker.values))
@@ -140,8 +136,7 @@ def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their
         assert worker.net.state_dict(keep_vars=True)["0.weight"].requires_grad
 
 
-def test_reading_state_creates_no_entry() -> None:
-    worker = Worker()
+def test_reading_state_creates_no_entry(worker: Worker) -> None:
     worker.adam.state_dict()
     worker.optimizer.state_dict()
     worker.manager.audit()
@@ -150,8 +145,7 @@ def test_reading_state_creates_no_entry() -> None:
     assert len(worker.adam.state) == 0
 
 
-def test_a_restore_does_not_grow_the_host_memory() -> None:
-    worker = Worker()
+def test_a_restore_does_not_grow_the_host_memory(worker: Worker) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     sizes = []
@@ -163,8 +157,7 @@ def test_a_restore_does_not_grow_the_host_memory() -> None:
     assert sizes[-1] == sizes[0]
 
 
-def test_a_checkpoint_phase_moves_nothing_and_reads_the_host_copy() -> None:
-    worker = Worker()
+def test_a_checkpoint_phase_moves_nothing_and_reads_the_host_copy(worker: Worker) -> None:
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     wanted = copy.deepcopy(worker.actor.state_dict())
@@ -181,8 +174,7 @@ def test_a_checkpoint_phase_moves_nothing_and_reads_the_host_copy() -> None:
         learn(worker.net, worker.adam)
 
 
-def test_a_state_dict_that_somebody_wrote_into_changes_the_values_where_they_are_authoritative() -> None:
-    worker = Worker()
+def test_a_state_dict_that_somebody_wrote_into_changes_the_values_where_they_are_authoritative(worker: Worker) -> None:
     worker.actor.state_dict()["0.bias"].zero_()  # the host copy is the only one now
     with worker.manager.phase("log_prob"):
         assert not worker.net[0].bias.any()
@@ -495,8 +487,7 @@ def test_state_that_is_made_after_a_state_dict_is_not_in_it() -> None:
     assert shown["state"] == {0: {}}, "the optimizer's own tensors read NaN while they are offloaded"
 
 
-def test_a_held_state_dict_keeps_its_values_where_the_parameters_get_other_storages() -> None:
-    worker = Worker()
+def test_a_held_state_dict_keeps_its_values_where_the_parameters_get_other_storages(worker: Worker) -> None:
     with worker.manager.phase("train"):
         taken = worker.net.state_dict()
         worker.net.half().float()
@@ -516,8 +507,7 @@ def test_a_held_state_dict_keeps_its_values_where_the_parameters_get_other_stora
     assert worker.manager.audit().ok
 
 
-def test_a_state_dict_of_a_resident_model_has_the_weight_of_an_offloaded_one() -> None:
-    worker = Worker()
+def test_a_state_dict_of_a_resident_model_has_the_weight_of_an_offloaded_one(worker: Worker) -> None:
     own = worker.critic_net[0].weight
     with worker.manager.phase("values"):
         worker.critic_net[0].weight = worker.net[0].weight  # the phase's end would refuse this

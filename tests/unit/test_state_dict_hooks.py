@@ -248,9 +248,8 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     assert_same({name: layer.state_dict()[name] for name in wanted}, wanted)
 
 
-def test_a_state_dict_within_a_state_dict() -> None:
+def test_a_state_dict_within_a_state_dict(worker: Worker) -> None:
     """A model that shows what another registered one holds."""
-    worker = Worker()
 
     def add(_: Any, found: dict[str, Any], prefix: str, __: Any) -> None:
         found["ref"] = {name: value.clone() for name, value in worker.ref_net.state_dict().items()}
@@ -376,8 +375,7 @@ def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> 
     assert model.__dict__["state_dict"] is mine
 
 
-def test_unregistering_takes_the_methods_off() -> None:
-    worker = Worker()
+def test_unregistering_takes_the_methods_off(worker: Worker) -> None:
     objects = [worker.net, worker.net[0], worker.adam]
     assert all("state_dict" in vars(each) for each in objects)
     before = [each.state_dict.__func__ for each in objects]

@@ -379,8 +379,7 @@ def test_memory_of_a_parameter_for_that_of_its_state_is_refused_and_nothing_is_l
     assert_nothing_resident(manager)
 
 
-def test_memory_of_two_modules_that_changed_places_is_refused_until_it_changes_back() -> None:
-    worker = Worker()
+def test_memory_of_two_modules_that_changed_places_is_refused_until_it_changes_back(worker: Worker) -> None:
     mine, its = worker.net[0].weight, worker.critic_net[0].weight
 
     def swap() -> None:

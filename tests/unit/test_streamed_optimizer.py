@@ -102,6 +102,14 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
+@pytest.fixture
+def pair() -> Pair:
+    """After a first step, in which the state was born."""
+    made = Pair(adamw)
+    made.step(0)
+    return made
+
+
 def in_groups(net: Any) -> torch.optim.Optimizer:
     groups = [
         {"params": [net.embed.weight, *net.layers[:3].parameters()], "lr": 3e-2, "weight_decay": 0.1},
@@ -225,9 +233,7 @@ def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(ho
     assert max(r.nbytes for r in pair.handle.holding.ranges) <= BUCKET
 
 
-def test_the_states_say_where_the_bytes_are() -> None:
-    pair = Pair(adamw)
-    pair.step(0)
+def test_the_states_say_where_the_bytes_are(pair: Pair) -> None:
     with pair.manager.phase("train"):
         assert (pair.handle.state, pair.handle.is_streaming) == (TRAIN, True)
         assert pair.handle.resident_bytes == pair.handle.prefetched_bytes
@@ -334,9 +340,7 @@ def test_the_implementation_is_that_of_the_whole_group(monkeypatch: pytest.Monke
     pair.check()
 
 
-def test_a_step_waits_for_readers_of_the_host_copy() -> None:
-    pair = Pair(adamw)
-    pair.step(0)
+def test_a_step_waits_for_readers_of_the_host_copy(pair: Pair) -> None:
     holding = pair.handle.holding
     assert holding is not None
     lock = holding.host_read_locks.lend()
@@ -352,9 +356,7 @@ def test_a_step_waits_for_readers_of_the_host_copy() -> None:
     pair.check()
 
 
-def test_values_written_while_offloaded_are_reported_before_the_step() -> None:
-    pair = Pair(adamw)
-    pair.step(0)
+def test_values_written_while_offloaded_are_reported_before_the_step(pair: Pair) -> None:
     with pair.manager.phase("train"):
         pair.net(words(1)).backward()
         pair.optimizer.state[pair.net.embed.weight]["exp_avg"].add_(1)
@@ -368,9 +370,7 @@ def test_values_written_while_offloaded_are_reported_before_the_step() -> None:
     pair.check()
 
 
-def test_nothing_is_kept_alive_by_the_call_that_stands_in() -> None:
-    pair = Pair(adamw)
-    pair.step(0)
+def test_nothing_is_kept_alive_by_the_call_that_stands_in(pair: Pair) -> None:
     optimizer, holding = weakref.ref(pair.optimizer), weakref.ref(pair.handle.holding)
     pair.manager.unregister("adam")
     pair.manager.unregister("actor")
@@ -386,9 +386,7 @@ def test_nothing_is_kept_alive_by_the_call_that_stands_in() -> None:
 class TestFirstBuckets:
     """They come while the forward and backward pass leave the link idle, and are shown when the step begins."""
 
-    def test_they_are_there_before_the_step_and_are_not_fetched_again(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_they_are_there_before_the_step_and_are_not_fetched_again(self, pair: Pair) -> None:
         loaded, fetched = pair.handle.counters.loaded_bytes, list[int]()
         with pair.manager.phase("train"):
             early = pair.handle.prefetched_bytes
@@ -406,18 +404,14 @@ class TestFirstBuckets:
             pair.step_both(2)
         pair.check()
 
-    def test_a_phase_without_a_step_gives_them_back_and_says_that_they_came_in_vain(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_a_phase_without_a_step_gives_them_back_and_says_that_they_came_in_vain(self, pair: Pair) -> None:
         with pair.manager.phase("train"):
             early = pair.handle.prefetched_bytes
         assert pair.manager.snapshot().prefetch_discarded_bytes == early > 0
         pair.step(1)
         pair.check()
 
-    def test_torch_gets_their_memory_when_it_finds_none(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_torch_gets_their_memory_when_it_finds_none(self, pair: Pair) -> None:
         with pair.manager.phase("train"):
             assert pair.handle.prefetched_bytes
             pair.device.run_out_of_memory()
@@ -426,9 +420,7 @@ class TestFirstBuckets:
         pair.check()
 
     @pytest.mark.parametrize("how", ["state of one parameter", "step of some layers"])
-    def test_state_that_changes_after_they_came_is_what_the_step_uses(self, how: str) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_state_that_changes_after_they_came_is_what_the_step_uses(self, how: str, pair: Pair) -> None:
         with pair.manager.phase("train"):
             assert pair.handle.prefetched_bytes
             if how == "state of one parameter":
@@ -440,9 +432,7 @@ class TestFirstBuckets:
 
 
 class TestMemory:
-    def test_a_plan_counts_the_window(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_a_plan_counts_the_window(self, pair: Pair) -> None:
         view = pair.handle
         assert view.streamed is not None
         largest = 3 * CHUNK  # a slice of the embedding: a chunk of the first moment, and two that have as much of the second one
@@ -459,9 +449,7 @@ class TestMemory:
             pass
         Pair(adamw, budget_bytes=needed).step(0)
 
-    def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(self, caplog: pytest.LogCaptureFixture) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(self, caplog: pytest.LogCaptureFixture, pair: Pair) -> None:
         with pair.manager.phase("train"):
             pair.step_both(1)  # the first buckets of this one have come before it
             for net, _ in pair.both():
@@ -476,9 +464,7 @@ class TestMemory:
         assert "streams bucket by bucket" in caplog.text
         pair.check()
 
-    def test_a_device_without_room_for_a_bucket_stops_there(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_a_device_without_room_for_a_bucket_stops_there(self, pair: Pair) -> None:
         with pair.manager.phase("train"):
             pair.step_both(1)
             before = copy.deepcopy(pair.handle.state_dict())
@@ -640,9 +626,7 @@ class TestRefusals:
         pair.net.zero_grad()
         pair.check()
 
-    def test_a_hook_that_leaves_the_phase(self) -> None:
-        pair = Pair(adamw)
-        pair.step(0)
+    def test_a_hook_that_leaves_the_phase(self, pair: Pair) -> None:
         hold = pair.manager.hold("train")
         pair.net(words(1)).backward()
         hook = pair.optimizer.register_step_pre_hook(lambda *_: hold.release())

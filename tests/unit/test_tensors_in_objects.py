@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import io
 import types
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 import placement
+from placement import Manager
 from placement.devices import adoption
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
@@ -188,3 +194,256 @@ def test_what_autocast_has_cast_goes_with_the_weights(nested: bool, grad: bool) 
         with manager.phase("log_prob"), torch.set_grad_enabled(grad):
             assert_same(model(batch()), torch.zeros(4, 8, dtype=torch.bfloat16))
     assert_nothing_resident(manager)
+
+
+# --- those of an optimizer, in objects of its state
+
+
+@dataclass
+class Factor:
+    """A plain object with a tensor."""
+
+    matrix: Any
+
+
+@dataclass(slots=True)
+class SlottedFactor:
+    """The same, without a `__dict__`."""
+
+    matrix: Any
+
+
+def test_the_walk_looks_so_many_objects_deep_as_it_is_told_and_only_into_plain_ones() -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    loop = Factor([a])
+    loop.matrix.append(loop)
+    held = [
+        loop,
+        {"k": SlottedFactor(deque([b]))},
+        Factor(SlottedFactor(c)),
+        nn.Linear(2, 2),
+        torch.optim.SGD([a], lr=1.0),
+        Factor,
+        Factor(None),
+    ]
+    assert list(nested_tensors(held, "s")) == []
+    one = [("s.0.matrix.0", a), ("s.1.k.matrix.0", b)]
+    assert list(nested_tensors(held, "s", levels=1)) == one
+    assert list(nested_tensors(held, "s", levels=2)) == [*one, ("s.2.matrix.matrix", c)]
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class FrozenFactor(Factor):
+    """Refuses to have its attributes set, as a frozen dataclass does."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name not in vars(self)
+        super().__setattr__(name, value)
+
+
+def held(tensor: torch.Tensor, form: str) -> Any:
+    forms = {
+        "object": Factor(tensor),
+        "list of objects": [Factor(tensor)],
+        "slots": SlottedFactor({"m": [tensor]}),
+        "frozen": FrozenFactor((tensor, 3)),
+        "deque": deque([tensor], maxlen=2),
+        "named tuple": Pair(Factor(tensor), 0),
+    }
+    return forms[form]
+
+
+class HeldState(torch.optim.SGD):
+    """Keeps a mean of squared gradients in objects in its state."""
+
+    form = "object"
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            entry = self.state[p]
+            entry.setdefault("factor", held(torch.zeros_like(p), self.form))
+            (mean,) = (tensor for _, tensor in nested_tensors(entry["factor"], "", levels=1))
+            mean.lerp_(p.grad.square(), 0.1)
+            p.data.sub_(p.grad / (mean.sqrt() + 1e-3), alpha=1e-3)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in nested_tensors([*self.state.values()], "", levels=4)]
+
+
+def run(form: str, steps: range, manager: Manager | None = None, started: Any = None) -> tuple[nn.Module, HeldState]:
+    torch.manual_seed(0)
+    model = net(8) if started is None else started[0]
+    optimizer = HeldState(model.parameters(), lr=0.1) if started is None else started[1]
+    optimizer.form = form
+    if manager is not None and started is None:
+        manager.register("actor", model, role="actor")
+        manager.register("actor.optimizer", optimizer)
+    for seed in steps:
+        if manager is None:
+            learn(model, optimizer, seed, 8)
+            continue
+        with manager.phase("train"):
+            learn(model, optimizer, seed, 8)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", ["object", "list of objects", "slots", "frozen", "deque", "named tuple"])
+def test_tensors_in_objects_move_and_are_saved(form: str, tmp_path: Path) -> None:
+    twin, twins = run(form, range(3))
+    manager, other = make_manager(), make_manager()
+    model, optimizer = run(form, range(2), manager)
+    mine = optimizer.tensors()
+    assert len(mine) == 4
+    assert all(torch.isnan(each).all() for each in mine)
+    assert_nothing_resident(manager)
+    handle = manager.handles["actor.optimizer"]
+    assert handle.host_bytes >= sum(each.nbytes for each in mine)
+    placement.checkpoint.save(manager, tmp_path)
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    saved = [tensor for _, tensor in nested_tensors(torch.load(file, weights_only=False), "", levels=1)]
+    with manager.phase("train"):
+        assert_same(saved, [each.clone() for each in mine])
+    loaded = run(form, range(0), other)
+    placement.checkpoint.load(other, tmp_path)
+    for started, its in (((model, optimizer), manager), (loaded, other)):
+        run(form, range(2, 3), its, started)
+        assert_same(dict(its.handles["actor"].state_dict()), dict(twin.state_dict()))
+        with its.phase("train"):
+            assert_same(copy.deepcopy(started[1].tensors()), twins.tensors())
+    if form == "deque":
+        assert {entry["factor"].maxlen for entry in loaded[1].state.values()} == {2}
+
+
+def test_what_does_not_move_is_named() -> None:
+    class Deep(HeldState):
+        """Has tensors two objects deep, and in an attribute of its own."""
+
+        def step(self, closure: Any = None) -> None:
+            self.shadow = {"w": [torch.ones(7)], "scale": torch.ones(())}
+            self.grads = [p.grad for p in self.param_groups[0]["params"]]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["deep"] = Factor(Factor(torch.ones(5)))
+
+    manager, model = make_manager(), net(8)
+    optimizer = Deep(model.parameters(), lr=0.1)
+    manager.register("actor", model, role="actor")
+    handle = manager.register("actor.optimizer", optimizer)
+    with manager.phase("train"):
+        learn(model, optimizer, 0, 8)
+        del optimizer.grads
+    audit = manager.audit()
+    named = [f"state.{index}.deep.matrix.matrix" for index in range(4)] + ["Deep.shadow.w.0"]
+    assert all(f"foreign: actor.optimizer: {name}, which is no part of its state" in audit.report for name in named)
+    assert audit.foreign_bytes == handle.foreign_bytes == 4 * 20 + 28
+    with pytest.raises(AssertionError, match=r"28 bytes on the device: .*Deep.shadow.w.0"):
+        assert_nothing_resident(manager)
+    assert_nothing_resident(manager, allow_foreign=True)
+
+
+# --- caches that a forward makes under `torch.inference_mode()` (rotary tables): they stay what they are
+
+
+CACHES = ["attribute", "list", "buffer", "persistent", "view"]
+
+
+class Rotary(nn.Module):
+    """Makes its cache anew wherever it cannot use the one that it has, as model code does."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 8)
+        self.form, self.length = form, 0
+        self.caches: list[torch.Tensor] = []
+        self.table: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.length or (torch.is_grad_enabled() and self.cache.is_inference()):
+            self.length = len(x)
+            table = torch.cos(torch.arange(8.0) * len(x))
+            if self.form == "attribute":
+                self.table = table
+            elif self.form == "list":
+                self.caches = [table]
+            elif self.form == "view":
+                self.caches = [table, table[2:], table.view(2, 4)]
+            else:
+                self.register_buffer("table", table, persistent=self.form == "persistent")
+        return self.linear(x) * self.cache
+
+    @property
+    def cache(self) -> torch.Tensor:
+        return self.caches[0] if self.caches else self.table
+
+
+def _managed(model: nn.Module, role: str, **keywords: Any) -> Manager:
+    manager = make_manager(**keywords)
+    target = placement.TorchEngine(model) if role == "rollout" else model
+    manager.register("it", target, role=role, readonly=role == "ref")
+    return manager
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["swap", "rebind"])
+@pytest.mark.parametrize("form", CACHES)
+@pytest.mark.parametrize(
+    ("role", "policy"), [("actor", "colocated"), ("actor", "resident"), ("ref", "colocated"), ("rollout", "colocated")]
+)
+def test_a_cache_born_in_inference_mode_moves_with_its_module(
+    form: str, role: str, policy: str, swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+    model, twin = Rotary(form), Rotary(form)
+    manager = _managed(model, role, policy=policy)
+    phase = "rollout" if role == "rollout" else "log_prob"
+    for rows in (2, 5, 5, 3):
+        with manager.phase(phase), torch.inference_mode():
+            assert_same(model(torch.ones(rows, 64)), twin(torch.ones(rows, 64)))
+            assert model.cache.is_inference()
+        if policy == "colocated":
+            assert in_a_range(model.cache)
+            assert bool(model.cache.isnan().all())
+            assert_nothing_resident(manager)
+    if role == "actor":
+        sgd, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+        manager.register("it.optimizer", sgd)
+        with manager.phase("train"):
+            learn(model, sgd)
+        learn(twin, other)
+    assert_same(dict(manager.handles["it"].state_dict()) if role != "rollout" else {}, dict(twin.state_dict()) if role != "rollout" else {})
+    manager.close()
+    assert not in_a_range(model.cache)
+    assert_same(model.cache, twin.cache)
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("form", CACHES)
+def test_a_cache_that_a_warm_up_has_made_is_registered_with_its_module(form: str) -> None:
+    model = Rotary(form)
+    with torch.inference_mode():
+        wanted = model(torch.ones(3, 64)).clone()
+    before = copy.deepcopy(model.cache)
+    manager = _managed(model, "actor")
+    assert_nothing_resident(manager)
+    with manager.phase("log_prob"), torch.inference_mode():
+        assert_same(model(torch.ones(3, 64)), wanted)
+    manager.unregister("it")
+    assert_same(model.cache, before)
+
+
+def test_optimizer_state_born_in_inference_mode_moves() -> None:
+    model = nn.Linear(64, 8)
+    adam = torch.optim.AdamW(model.parameters())
+    manager = _managed(model, "actor")
+    handle = manager.register("adam", adam)
+    with manager.phase("train"):
+        model(torch.ones(1, 64)).sum().backward()
+        with torch.inference_mode():
+            adam.state[model.weight]["average"] = torch.full((8, 64), 3.0)
+        adam.zero_grad()
+    assert_nothing_resident(manager)
+    assert bool((handle.state_dict()["state"][0]["average"] == 3).all())

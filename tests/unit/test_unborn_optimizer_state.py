@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement
-from placement import DeviceMemoryError, Handle, Manager
+from placement import DeviceMemoryError, Handle, Manager, State
 from placement.devices.memory import DeviceMemory
 from placement.ownership import optimizer_state
 from placement.ownership.optimizer import OptimizerAdapter
@@ -31,18 +32,18 @@ def step(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
 
 
 def registered(
-    manager: Manager, shapes: Iterable[tuple[int, ...]], make: Callable[..., torch.optim.Optimizer]
-) -> tuple[nn.ParameterList, torch.optim.Optimizer, Handle]:
+    shapes: Iterable[tuple[int, ...]], make: Callable[..., torch.optim.Optimizer], **keywords: Any
+) -> tuple[Manager, nn.ParameterList, torch.optim.Optimizer, Handle]:
+    manager = Manager(**{"device": SimulatedDevice(64 * MIB), **keywords})
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
     manager.register("actor", model, role="actor")
     optimizer = make(model.parameters())
-    return model, optimizer, manager.register("adam", optimizer)
+    return manager, model, optimizer, manager.register("adam", optimizer)
 
 
 @pytest.mark.parametrize("name", ["Rprop", "AdamW", "RMSprop", "Adagrad", "NAdam"])
 def test_the_state_of_a_scalar_parameter_is_known_before_its_first_step(name: str) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, handle = registered(manager, [(5,), ()], getattr(torch.optim, name))
+    manager, model, optimizer, handle = registered([(5,), ()], getattr(torch.optim, name))
     known = handle.num_bytes
     assert known > 0
     for _ in range(2):
@@ -53,8 +54,7 @@ def test_the_state_of_a_scalar_parameter_is_known_before_its_first_step(name: st
 
 
 def test_the_first_phase_that_does_not_fit_is_refused_and_names_the_optimizer() -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB), budget_bytes=6 * MIB)
-    model, optimizer, adam = registered(manager, [(1024, 1024)], torch.optim.AdamW)  # 4 MiB, and 8 for the moments
+    manager, model, optimizer, adam = registered([(1024, 1024)], torch.optim.AdamW, budget_bytes=6 * MIB)  # 4 MiB, and 8 for the moments
     assert (adam.num_bytes, adam.resident_bytes, adam.host_bytes) == (8 * MIB, 0, 8 * MIB)
     for _ in range(2):
         with pytest.raises(DeviceMemoryError, match=rf"needs 12\.0 MiB .*\n.*\n  adam +0 +{8 * MIB:,}\n"), manager.phase("train"):
@@ -78,8 +78,7 @@ def test_the_first_phase_that_does_not_fit_is_refused_and_names_the_optimizer() 
     ids=["adamw", "momentum", "sgd", "adagrad", "amsgrad"],
 )
 def test_what_is_needed_is_the_same_before_the_first_step_and_after_every_one(make: Callable[..., torch.optim.Optimizer]) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, adam = registered(manager, [(64, 64), (64,), (3,)], make)
+    manager, model, optimizer, adam = registered([(64, 64), (64,), (3,)], make)
     needed = adam.num_bytes
     for _ in range(3):
         with manager.phase("train"):
@@ -94,8 +93,7 @@ def test_what_is_needed_is_the_same_before_the_first_step_and_after_every_one(ma
 
 
 def test_state_that_stays_on_the_device_counts_once() -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB), policy="resident")
-    model, optimizer, adam = registered(manager, [(64, 64)], torch.optim.AdamW)
+    manager, model, optimizer, adam = registered([(64, 64)], torch.optim.AdamW, policy="resident")
     for _ in range(3):
         with manager.phase("train"):
             step(model, optimizer)
@@ -104,8 +102,7 @@ def test_state_that_stays_on_the_device_counts_once() -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.ASGD], ids=["lbfgs", "asgd"])
 def test_state_of_unknown_size_counts_when_it_is_there(make: Callable[..., torch.optim.Optimizer]) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, adam = registered(manager, [(64, 64)], make)
+    _manager, model, optimizer, adam = registered([(64, 64)], make)
     assert (adam.num_bytes, adam.host_bytes) == (0, 0)
     assert (len(model), optimizer.state) == (1, {})
 
@@ -130,8 +127,9 @@ def test_state_that_is_born_in_portions_never_counts_twice_and_never_too_little(
     elements: list[int], seen: list[set[int]], policy: str
 ) -> None:
     """A mixture of experts: each step gives some of the parameters a gradient."""
-    manager = Manager(device=SimulatedDevice(64 * MIB, granularity=PAGE), policy=policy)
-    model, optimizer, adam = registered(manager, [(each,) for each in elements], torch.optim.AdamW)
+    manager, model, optimizer, adam = registered(
+        [(each,) for each in elements], torch.optim.AdamW, device=SimulatedDevice(64 * MIB, granularity=PAGE), policy=policy
+    )
     whole = sum(2 * 4 * each for each in elements)
     holding = adam.holding
     assert holding is not None
@@ -173,8 +171,7 @@ def test_state_that_was_restored_in_part_is_awaited_for_the_rest() -> None:
 
 
 def test_state_that_was_cleared_is_awaited_again() -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, adam = registered(manager, [(PAGE // 4,)], torch.optim.AdamW)
+    manager, model, optimizer, adam = registered([(PAGE // 4,)], torch.optim.AdamW)
     with manager.phase("train"):
         step(model, optimizer)
     with manager.phase("train"):
@@ -205,8 +202,7 @@ def _frozen(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
 def test_parameters_that_are_stepped_no_longer_are_not_awaited(
     change: Callable[[nn.ParameterList, torch.optim.Optimizer], None], pages: int, is_born: bool
 ) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, adam = registered(manager, [(PAGE // 4,)] * 2, torch.optim.AdamW)
+    manager, model, optimizer, adam = registered([(PAGE // 4,)] * 2, torch.optim.AdamW)
     if is_born:
         with manager.phase("train"):
             step(model, optimizer)
@@ -242,8 +238,7 @@ def test_parameters_that_come_later_count_before_their_first_step(how: str, is_b
 
 @pytest.mark.parametrize("when", ["between phases", "in the phase"])
 def test_a_parameter_that_gets_the_identity_of_a_freed_one_counts_with_its_own_size(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, adam = registered(manager, [(PAGE // 4,)] * 2, torch.optim.AdamW)
+    manager, model, optimizer, adam = registered([(PAGE // 4,)] * 2, torch.optim.AdamW)
 
     def replace_the_second() -> None:
         freed = id(model[1])
@@ -265,8 +260,7 @@ def test_a_parameter_that_gets_the_identity_of_a_freed_one_counts_with_its_own_s
 
 @pytest.mark.parametrize(("data", "pages"), [(torch.ones(10 * PAGE // 4), 22), (torch.ones(PAGE // 4, dtype=torch.bfloat16), 3)])
 def test_a_parameter_that_gets_other_data_counts_with_its_new_size(data: torch.Tensor, pages: int) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, adam = registered(manager, [(PAGE // 4,)] * 2, torch.optim.AdamW)
+    manager, model, optimizer, adam = registered([(PAGE // 4,)] * 2, torch.optim.AdamW)
     with manager.phase("train"):
         model[1].data = data.clone()  # where storages cannot be exchanged, nobody else may have it
     assert adam.num_bytes == pages * PAGE
@@ -276,8 +270,7 @@ def test_a_parameter_that_gets_other_data_counts_with_its_new_size(data: torch.T
 
 
 def test_only_phases_that_use_an_optimizer_look_at_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model, optimizer, _ = registered(manager, [(PAGE // 4,)], torch.optim.AdamW)
+    manager, model, optimizer, _ = registered([(PAGE // 4,)], torch.optim.AdamW)
     manager.register("ref", nn.Linear(8, 8), role="ref", readonly=True)
     looks: list[object] = []
     stepped_by = optimizer_state.stepped_by
@@ -321,8 +314,9 @@ class WithTorch(SimulatedDevice):
 
 def test_state_in_torchs_memory_is_not_taken_for_that_of_others() -> None:
     device = WithTorch(100 * PAGE)
-    manager = Manager(device=device, headroom=0.2)
-    model, optimizer, adam = registered(manager, [(10 * PAGE // 4,)] * 2, torch.optim.AdamW)  # 20 pages, and 40 for the moments
+    manager, model, optimizer, adam = registered(
+        [(10 * PAGE // 4,)] * 2, torch.optim.AdamW, device=device, headroom=0.2
+    )  # 20 pages, and 40 for the moments
     for number in range(3):
         with manager.phase("train"):
             step(model, optimizer)
@@ -335,11 +329,93 @@ def test_state_in_torchs_memory_is_not_taken_for_that_of_others() -> None:
 
 def test_what_others_need_outside_every_phase_is_learnt_when_a_phase_begins() -> None:
     device = WithTorch(100 * PAGE)
-    manager = Manager(device=device, headroom=0.2)
-    registered(manager, [(10 * PAGE // 4,)], torch.optim.SGD)
+    manager, *_ = registered([(10 * PAGE // 4,)], torch.optim.SGD, device=device, headroom=0.2)
     assert manager.snapshot().budget_bytes == 80 * PAGE  # the headroom
     device.torch_bytes = 5 * PAGE
     with manager.phase("train"):
         device.trim()
     assert manager.phase_name == "idle"
     assert manager.snapshot().budget_bytes == 95 * PAGE
+
+
+# --- state that was created, and that no offload has taken in yet: counted as it is after each training
+
+
+WEIGHTS = 3 * 64 * 64 * 4
+
+
+class Trained:
+    """A model with its AdamW, whose state stays in torch's own memory because the policy offloads nothing."""
+
+    def __init__(self) -> None:
+        self.device = SimulatedDevice(64 << 20, chunk_bytes=1 << 14)
+        self.manager = Manager(device=self.device, policy="resident")
+        with torch.device(self.device.torch_device):
+            self.net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        self.adam = torch.optim.AdamW(self.net.parameters(), foreach=False)
+        self.manager.register("actor", self.net, role="actor")
+        self.handle: Handle = self.manager.register("adam", self.adam)
+
+    def train(self) -> None:
+        for parameter in self.net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def cycle(self) -> int:
+        """A training. Returns the bytes that the optimizer's handle then has on the device."""
+        with self.manager.phase("train"):
+            self.train()
+        with self.manager.phase("log_prob"):
+            assert self.handle.state is State.GPU_RESIDENT
+            return self.handle.resident_bytes
+
+
+@pytest.fixture
+def trained() -> Iterator[Trained]:
+    made = Trained()
+    yield made
+    made.manager.close()
+
+
+def test_new_state_counts_and_is_not_walked_again(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trained.cycle() == 2 * WEIGHTS
+    walks = []
+    walk = OptimizerAdapter.owned
+    monkeypatch.setattr(OptimizerAdapter, "owned", lambda adapter: walks.append(adapter) or walk(adapter))
+    for _ in range(3):
+        assert trained.cycle() == 2 * WEIGHTS
+    assert not walks
+    trained.adam.state[trained.net[0].weight]["more"] = torch.ones(64, device=trained.device.torch_device)
+    assert trained.cycle() == 2 * WEIGHTS + 64 * 4
+    assert walks
+
+
+def test_state_that_comes_or_goes_counts_with_what_was_replaced_and_grown_meanwhile(trained: Trained) -> None:
+    trained.cycle()
+    first = trained.adam.state[trained.net[0].weight]
+    with trained.manager.phase("train"):
+        first["exp_avg"] = first["exp_avg"].clone()
+        first["exp_avg_sq"].untyped_storage().resize_(WEIGHTS)  # three times as many bytes, in the same tensor
+        del trained.adam.state[trained.net[1].weight]
+    with trained.manager.phase("log_prob"):
+        assert trained.handle.resident_bytes == WEIGHTS // 3 + WEIGHTS + 2 * WEIGHTS // 3
+    with trained.manager.phase("train"):
+        trained.adam.load_state_dict(trained.adam.state_dict())
+        first = trained.adam.state[trained.net[0].weight]
+        first["exp_avg_sq"].data = torch.zeros(64, 64, device=trained.device.torch_device)
+        first["exp_avg"] = first["exp_avg"].clone()
+    with trained.manager.phase("log_prob"):
+        assert trained.handle.resident_bytes == 2 * WEIGHTS * 2 // 3
+
+
+def test_state_that_two_entries_share_counts_once(trained: Trained) -> None:
+    with trained.manager.phase("train"):
+        trained.train()
+        first, second = (trained.adam.state[trained.net[index].weight] for index in (0, 1))
+        second["exp_avg"].data = first["exp_avg"].data
+    for _ in range(2):
+        with trained.manager.phase("log_prob"):
+            assert trained.handle.resident_bytes == 2 * WEIGHTS - WEIGHTS // 3
+        with trained.manager.phase("train"):
+            pass

@@ -58,8 +58,7 @@ def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(kind: str, ca
     assert not findings(worker)
 
 
-def test_a_second_one_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker()
+def test_a_second_one_is_said_again(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     others = [torch.optim.SGD(worker.net.parameters(), lr=0.1), torch.optim.AdamW(worker.net.parameters())]
     with worker.manager.phase("train"):
         for other in others:
@@ -68,8 +67,7 @@ def test_a_second_one_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
     assert sorted(findings(worker)) == [("actor", "AdamW"), ("actor", "SGD")]
 
 
-def test_registered_at_last_it_is_no_finding(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker()
+def test_registered_at_last_it_is_no_finding(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     other = torch.optim.SGD(worker.net.parameters(), lr=0.1, momentum=0.9)
     with worker.manager.phase("train"):
         learn(worker.net, other)
@@ -81,8 +79,7 @@ def test_registered_at_last_it_is_no_finding(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_while_the_module_is_offloaded_it_is_refused(kind: str) -> None:
-    worker = Worker()
+def test_while_the_module_is_offloaded_it_is_refused(worker: Worker, kind: str) -> None:
     other = OPTIMIZERS[kind](worker.net.parameters())
     with_gradients(worker.net)
     message = r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*not registered.*manager\.register\(\).*phase\('train'\)"
@@ -105,8 +102,7 @@ def test_outside_training_it_is_refused(phase: str, state: str) -> None:
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
 
 
-def test_a_readonly_module_is_kept() -> None:
-    worker = Worker()
+def test_a_readonly_module_is_kept(worker: Worker) -> None:
     other = torch.optim.SGD(worker.ref_net.parameters(), lr=0.1)
     with worker.manager.phase("log_prob"):
         with_gradients(worker.ref_net)

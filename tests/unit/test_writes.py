@@ -355,8 +355,7 @@ def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:
 # --- beside a phase's phase transitions
 
 
-def test_writes_found_at_a_registration_are_raised_by_the_next_phase() -> None:
-    worker = Worker()
+def test_writes_found_at_a_registration_are_raised_by_the_next_phase(worker: Worker) -> None:
     worker.ref_net[0].weight.data.mul_(2)
     late = torch.nn.Linear(8, 8)
     worker.manager.register("late", late, role="reward")
