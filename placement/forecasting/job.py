@@ -143,7 +143,7 @@ def forecast(
         worker_role: see `Manager`.
         phases: the user's own phases, see `Settings.phases`.
         host_limit_bytes: the limit on host memory of each rank, as in `Settings`; the rest is on a disk that is taken to keep up with the
-            phases: bytes that a policy prefetches count as early although they may have to be read first. None: all is in host memory.
+            phases. None: all is in host memory.
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
