@@ -5,7 +5,6 @@ A `Forecast` is immutable, and JSON by `model_dump_json()`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from placement.core.settings import nearest
 from placement.core.states import IDLE, PHASES, OwnPhases, State
 
 CYCLES: Mapping[str, tuple[str, ...]] = {
@@ -53,9 +53,8 @@ def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -
     phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
     for each in phases:
         if each.name not in known:
-            near = difflib.get_close_matches(each.name.lower(), (*known, *CYCLES) if len(phases) == 1 else known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ";"
-            raise ValueError(f"unknown phase {each.name!r}{hint} known: {', '.join(known)}. Declare your own in Settings.phases")
+            hint = nearest(each.name, (*known, *CYCLES) if len(phases) == 1 else known)
+            raise ValueError(f"unknown phase {each.name!r}{hint or ';'} known: {', '.join(known)}. Declare your own in Settings.phases")
     while phases and phases[-1].name == IDLE:  # the step ends there anyway
         phases = phases[:-1]
     if not phases:

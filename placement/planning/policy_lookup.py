@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -136,6 +135,5 @@ def _entry_point(spec: str) -> EntryPoint:
         return next(iter(registered.values()))
     if _PATH.fullmatch(spec):
         return EntryPoint(spec, spec, GROUP)
-    near = difflib.get_close_matches(spec, policy_names(), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise PolicyError(f"no policy {spec!r}.{hint} Registered: {', '.join(policy_names())}; or write 'package.module:Class'.")
+    known = policy_names()
+    raise PolicyError(f"no policy {spec!r}{nearest(spec, known) or '.'} Registered: {', '.join(known)}; or write 'package.module:Class'.")

@@ -122,7 +122,7 @@ def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
 
 
 def test_a_policy_that_is_none_is_an_error() -> None:
-    with pytest.raises(PolicyError, match="Did you mean 'resident'"):
+    with pytest.raises(PolicyError, match="did you mean 'resident'"):
         table("residant")
 
 

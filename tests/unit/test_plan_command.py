@@ -170,7 +170,7 @@ def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--from", "trace.json", "--shards", "8"], "--shards describes a job that is planned"),
         (["MODEL", "--worker", "rank0"], "--worker chooses a worker of a trace"),
         (["MODEL", "--compare", ","], "--compare names no policy"),
-        (["MODEL", "--policy", "colocatd"], "Did you mean 'colocated'"),
+        (["MODEL", "--policy", "colocatd"], "did you mean 'colocated'"),
         (["MODEL", "--cycle", "train[nobody]"], "no handle 'nobody'"),
         (["MODEL", "--cycle", "GRPO"], "did you mean 'grpo'"),
         (["MODEL", "--replicated", "actor"], "--replicated: actor is written to"),
