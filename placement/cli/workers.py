@@ -32,7 +32,7 @@ WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handle
 HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
 NODE_COLUMNS = ("node", "page-locked", "pageable", "engines' mirrors", "on disk")
 NUMBERS = frozenset(
-    {"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped", *NODE_COLUMNS[1:]}
+    {"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped", "moved", *NODE_COLUMNS[1:]}
 )
 """Columns that are aligned to the right."""
 

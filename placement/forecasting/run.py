@@ -42,12 +42,11 @@ class Moved(NamedTuple):
 
 
 class Asked:
-    """A policy, with what it was shown and has answered last in each phase."""
+    """A policy, with what was wrong with its plans while handles were registered."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.name = policy.name
-        self.answers: dict[str, tuple[View, Plan]] = {}
         self.is_registering = True
         """Whether the handles are still being registered. Meanwhile they are off the device where there is no plan, or no room."""
         self.unfit: list[PlacementError] = []
@@ -55,13 +54,9 @@ class Asked:
 
     def plan(self, view: View) -> Plan:
         if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
-            plan = self._policy.plan(view)
-            if view.budget_bytes and isinstance(plan, Plan):
-                self.answers[view.phase] = view, plan
-            return plan
+            return self._policy.plan(view)
         try:
             plan = ask_policy(self._policy, view)
-            self.answers[view.phase] = view, plan
             check_fits(view, plan)
         except PlacementError as error:
             self.unfit.append(error.with_traceback(None))
