@@ -34,7 +34,7 @@ _CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 """Their state is in the dtype of the weights."""
 _RULES = {"adamw-fp32": ("exp_avg", "exp_avg_sq"), "adamw-master": ("master", "exp_avg", "exp_avg_sq")}
-"""What an optimizer keeps in fp32 for a parameter, whatever its dtype is."""
+"""The names of the state in fp32 that an optimizer keeps for a parameter of any dtype."""
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 """Options that choose how a step is computed. The plain way makes the same state, and is the only one that needs no values."""
 OPTIMIZERS = tuple(sorted((*_CLASSES, *_RULES)))
