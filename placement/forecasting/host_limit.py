@@ -64,6 +64,9 @@ class _Keeper(Keeper):
     def _work(self) -> None:
         """Nothing is left for a thread."""
 
+    def _warn(self, what: str, text: str) -> None:
+        """Nothing: the forecast has a note of it."""
+
     def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
         super().arrange(order, fixed_bytes, lambda: None)
         with self._in_front(order):
