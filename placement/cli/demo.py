@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,16 @@ from torch import Tensor, nn
 import placement
 from placement.cli import port
 from placement.cli.grpo import Characters, Recipe, Worker, build_actor
+from placement.cli.workers import plain_table
+from placement.core.snapshot import readable
 from placement.core.states import IDLE, State
 from placement.devices.base import Device
-from placement.devices.memory import Chunk
+from placement.devices.select import select_device
 from placement.engines import TorchEngine
 from placement.testing import SimulatedDevice
 
 _COPIES = 5  # times the model's bytes: actor, reference, rollout copy, and the two moments of AdamW
+_TRANSITIONS = 5  # of a step: rollout, log_prob, train, weight_sync, idle
 _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for stalls to be seen
 
 
@@ -103,14 +105,14 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
     memory = device.memory()
     total_bytes = memory.total_bytes - memory.poison_bytes
     verdict = "would not fit" if needed_bytes > total_bytes else "would fit"
-    print(f"device {device.name} has {mebibytes(total_bytes)} MiB; the whole job, {mebibytes(needed_bytes)} MiB, {verdict}; tables in MiB")
+    print(f"device {device.name} has {readable(total_bytes)}; the whole job, {readable(needed_bytes)}, {verdict}")
 
     manager = placement.Manager(device=device, policy=arguments.policy)
     with contextlib.closing(manager):  # and with it the server
         if arguments.serve is not None:
             print(f"metrics at {manager.serve(port=arguments.serve).url}/metrics")
-        recorder = Recorder(manager, device)
-        results = train(worker, recorder, lambda: print(phase_table(recorder.take_rows(), paint=sys.stdout.isatty())))
+        recorder = Recorder(manager)
+        results = train(worker, recorder, lambda: print(phase_table(recorder.rows[-_TRANSITIONS:])))
         audit = manager.audit()
         print(f"\naudit: {audit.resident_bytes} bytes left on the device")
         if not audit.ok:
@@ -123,7 +125,7 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
         "placement": True,
         "device": device.name,
         "policy": arguments.policy,
-        "phases": [[row.phase, asdict(row)] for row in recorder.rows],
+        "phases": recorder.rows,
         "resident_bytes": audit.resident_bytes,
         "ok": audit.ok and left == 0,
     }
@@ -169,44 +171,15 @@ class EverythingResident:
         yield from ([(name, parameter.detach())] for name, parameter in self._module.named_parameters())
 
 
-class PeakMeter(Device):
-    """A mixin for devices that records the largest number of bytes that its chunks have held together."""
-
-    peak_bytes = 0
-
-    def create(self, nbytes: int) -> Chunk:
-        chunk = super().create(nbytes)  # type: ignore[safe-super]  # mixed in before a whole device
-        self.peak_bytes = max(self.peak_bytes, self.memory().chunk_bytes)
-        return chunk
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseRow:
-    """One row of the phase table: the effects of the phase transition at the beginning of the phase."""
-
-    phase: str
-    states: Mapping[str, State]
-    before_bytes: int
-    """Bytes on the device when the phase was requested."""
-    peak_bytes: int
-    """The most bytes on the device during the phase transition."""
-    after_bytes: int
-    """Bytes on the device when the phase began."""
-    loaded_bytes: int
-    offloaded_bytes: int
-    skipped_bytes: int
-    stall_seconds: float
-
-
 class Recorder:
-    """Wraps a manager and an open phase, and records each phase transition: snapshots and device measurements before and after."""
+    """Wraps a manager and an open phase, and records each phase transition: what has moved, and what is on the device afterwards."""
 
-    def __init__(self, manager: placement.Manager, device: Device) -> None:
+    def __init__(self, manager: placement.Manager) -> None:
         self.register = manager.register
-        self.rows: list[PhaseRow] = []
-        self._manager, self._device = manager, device
+        self.rows: list[tuple[str, dict[str, Any]]] = []
+        """The phases, each with the states of the handles and the measurements of the phase transition at its beginning."""
+        self._manager = manager
         self._open: placement.Phase | None = None
-        self._printed = 0
 
     @contextlib.contextmanager
     def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
@@ -224,60 +197,25 @@ class Recorder:
 
     @contextlib.contextmanager
     def _transition(self, phase: str) -> Iterator[None]:
-        before, before_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
-        if isinstance(self._device, PeakMeter):
-            self._device.peak_bytes = before_bytes
+        before = self._manager.snapshot()
         yield
-        after, after_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
-        moved = after.since(before)
-        self.rows.append(
-            PhaseRow(
-                phase=phase,
-                states={handle.name: handle.state for handle in after.handles},
-                before_bytes=before_bytes,
-                peak_bytes=max(before_bytes, after_bytes, getattr(self._device, "peak_bytes", 0)),
-                after_bytes=after_bytes,
-                loaded_bytes=int(moved["placement/loaded_bytes"]),
-                offloaded_bytes=int(moved["placement/offloaded_bytes"]),
-                skipped_bytes=int(moved["placement/skipped_bytes"]),
-                stall_seconds=moved["placement/stall_seconds"],
-            )
-        )
-
-    def take_rows(self) -> Sequence[PhaseRow]:
-        """The rows since the last call."""
-        rows, self._printed = self.rows[self._printed :], len(self.rows)
-        return rows
+        after = self._manager.snapshot()
+        moved, device_bytes = after.since(before), self._manager.device.memory().chunk_bytes
+        row = {key: moved[f"placement/{key}"] for key in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "stall_seconds")}
+        self.rows.append((phase, {"states": {each.name: each.state for each in after.handles}, "device_bytes": device_bytes, **row}))
 
 
 _WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
-_COLOURS = {State.CPU_OFFLOADED: "2", State.GPU_RESIDENT: "32", State.SYNCING: "36", State.TRAINING: "33"}
 
 
-def phase_table(rows: Sequence[PhaseRow], *, paint: bool) -> str:
-    """The rows below a header line, with colours for states if `paint`. Bytes are in MiB, stall is in milliseconds."""
-    widths = {name: max(len(name), 5) for name in rows[0].states}
-
-    def state(name: str, state: State) -> str:
-        text = f"{_WORDS[state]:<{widths[name]}}"
-        return f"\x1b[{_COLOURS[state]}m{text}\x1b[0m" if paint else text
-
-    numbers = ("before", "peak", "after", "in", "out", "skipped", "stall ms")
-    lines = [[f"{'phase':<12}", *(f"{name:<{width}}" for name, width in widths.items()), *(f"{each:>8}" for each in numbers)]]
-    for row in rows:
-        sizes = (row.before_bytes, row.peak_bytes, row.after_bytes, row.loaded_bytes, row.offloaded_bytes, row.skipped_bytes)
-        cells = [*map(mebibytes, sizes), f"{row.stall_seconds * 1e3:.1f}"]
-        lines.append([f"{row.phase:<12}", *(state(*each) for each in row.states.items()), *(f"{cell:>8}" for cell in cells)])
-    return "\n".join("  ".join(line) for line in lines)
-
-
-def mebibytes(nbytes: int) -> str:
-    """A size in MiB. Only an exact zero is "0"."""
-    return "0" if nbytes == 0 else f"{nbytes / (1 << 20):.1f}"
-
-
-class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
-    """The simulated device, with a peak meter."""
+def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """The rows of a `Recorder`, as a table."""
+    names, cells = list(rows[0][1]["states"]), []
+    for phase, row in rows:
+        sizes = [readable(int(row[key])) for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")]
+        states = [_WORDS[row["states"][name]] for name in names]
+        cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
+    return plain_table(("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall"), cells)
 
 
 def pick(name: str) -> str:
@@ -293,13 +231,8 @@ def pick(name: str) -> str:
 def make_device(name: str, model_bytes: int) -> Device:
     """Make the device of this name. The simulated one has room for training (actor, two moments), but not for the whole job."""
     if name == "simulated":
-        return MeteredSimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
-    from placement.devices.cuda.device import CudaDevice
-
-    class MeteredCudaDevice(PeakMeter, CudaDevice):
-        """The CUDA device, with a peak meter."""
-
-    return MeteredCudaDevice(torch.device(name).index or 0)
+        return SimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
+    return select_device(name)
 
 
 @contextlib.contextmanager

@@ -9,21 +9,19 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
-from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Plan, State
+from placement.core.states import IDLE, PHASES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, State
 from placement.forecasting.description import Phase, PhaseForecast
 from placement.observe.fleet import ask, find_targets
 from placement.planning.policy_lookup import policy_names, resolve_policy
 
 if TYPE_CHECKING:
     from placement.core.states import Policy
-    from placement.forecasting.run import Run
 
 GIB = 1 << 30
 BUDGET_BYTES = 80 * GIB
@@ -59,9 +57,6 @@ _STEP = (
 _MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 _STREAMED = "stream"
 
-Row = tuple[PhaseForecast, Plan | None]
-"""A phase, and the policy's plan for it; None: there is none."""
-
 
 def explain(
     policy_spec: str | type[Policy] | Policy,
@@ -88,55 +83,34 @@ def explain(
     device = SizesDevice(granularity=ALIGNMENT)
     sample = objects_of(device, SAMPLE, {})
     with Run(policy, device, sample, names, budget_bytes=budget_bytes, worker_role=worker_role, phases=own) as run:
-        rows = [_idle_row(run), *(_row(run, name) for name in names)]
-        print(_table(run, rows, budget_bytes, worker_role, own), file=file or sys.stdout)
-    return int(not all(phase.fits for phase, _ in rows))
-
-
-def _gib(nbytes: int) -> str:
-    return "0" if nbytes == 0 else f"{nbytes / GIB:.1f}"
-
-
-def _row(run: Run, name: str) -> Row:
-    phase = run.go(Phase(name))
-    return phase, run.asked.answers[name][1] if name in run.asked.answers and not phase.problem else None
-
-
-def _idle_row(run: Run) -> Row:
-    """The row of the time outside every phase, once everything is registered."""
-    phase, plan = _row(run, IDLE)
-    for error in run.asked.unfit[-1:]:
-        wanted = getattr(error, "wanted_bytes", None) or 0
-        problem, over = "" if wanted else f"{type(error).__name__}: {error}", max(0, wanted - run.budget_bytes)
-        phase = phase.model_copy(update={"fits": False, "problem": problem, "wanted_bytes": wanted, "over_bytes": over})
-    return phase, None if phase.problem else plan
-
-
-def _table(run: Run, rows: Sequence[Row], budget_bytes: int, worker_role: str, own: OwnPhases) -> str:
-    # "actor.optimizer" is split into two lines, so that seven handles and the sums fit into 100 columns.
-    heads = [(*handle.name.split(".", 1), "")[:2] for handle in SAMPLE]
-    widths = [max(len(first), len(second) + 1 if second else 0, 6) for first, second in heads]
-    left = max(len(phase.phase) for phase, _ in rows) + 2
+        shown = [run.go(Phase(name)) for name in (IDLE, *names)]
+        refused = [f"{IDLE}: {type(error).__name__}: {error}".partition("\n")[0] for error in run.asked.unfit[-1:]]
+    refused += [f"{each.phase}: {_trouble(each)}" for each in shown if not each.fits]
     user = f", own phases: {', '.join(own)}" if own else ""
+    rows = [("  its size", *(readable(handle.num_bytes) for handle in SAMPLE), "", ""), *map(_row, shown)]
+    lines = [
+        f"policy {policy.name}, budget {readable(budget_bytes)}, worker role {worker_role}{user}\n",
+        plain_table(("phase", *(handle.name for handle in SAMPLE), "on device", "moved"), rows),
+        *(["", "refused, so that everything stays as in the phase before:", *refused] if refused else []),
+        "",
+        "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} from the host copy",
+        "on device: bytes held in the phase; moved: bytes copied both ways since the row above",
+    ]
+    print("\n".join(lines), file=file or sys.stdout)
+    return int(bool(refused))
 
-    def line(start: str, cells: list[str], *sums: str) -> str:
-        return f"{start:<{left}}" + "".join(f"{c:<{w + 2}}" for c, w in zip(cells, widths, strict=True)) + "".join(f"{s:>9}" for s in sums)
 
-    lines = [f"policy {run.asked.name}, budget {_gib(budget_bytes)} GiB, worker role {worker_role}{user}", ""]
-    lines.append(line("phase", [first for first, _ in heads], "device", "moved"))
-    lines.append(line("", ["." + second if second else "" for _, second in heads], "GiB", "GiB"))
-    lines.append(line("  size in GiB", [_gib(handle.num_bytes) for handle in SAMPLE]))
-    for phase, plan in rows:
-        if plan is None:
-            lines.append(f"{phase.phase:<{left}}no plan: {phase.problem}")
-            continue
-        marks = [_STREAMED if each.name in plan.streamed else _MARKS[plan[each.name]] for each in SAMPLE]
-        lines.append(line(phase.phase, marks, _gib(phase.wanted_bytes), _gib(phase.loaded_bytes + phase.offloaded_bytes)))
-        if phase.over_bytes:
-            lines.append(f"{'':<{left}}does not fit: {_gib(phase.over_bytes)} GiB over the budget")
-    lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} from the host copy"]
-    lines.append("device: bytes held in the phase; moved: bytes copied both ways since the row above")
-    return "\n".join(text.rstrip() for text in lines)
+def _row(phase: PhaseForecast) -> tuple[str, ...]:
+    marks = []
+    for handle in SAMPLE:
+        state = phase.states[handle.name]
+        is_streamed = state in (State.SYNCING, State.TRAINING) and phase.handle_bytes[handle.name] < handle.num_bytes
+        marks.append(_STREAMED if is_streamed else _MARKS[state])
+    return phase.phase, *marks, readable(phase.device_bytes), readable(phase.loaded_bytes + phase.offloaded_bytes)
+
+
+def _trouble(phase: PhaseForecast) -> str:
+    return phase.problem or f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} too many"
 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:

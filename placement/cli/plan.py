@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
+from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
@@ -228,62 +230,44 @@ def _words(text: str) -> Sequence[str]:
 
 # --- a forecast as text
 
-_HEADS = ("device", "load", "offload", "clean", "stall s", "work s")
-
 
 def table(forecast: Forecast) -> str:
     """One forecast: its phases, its handles, and the sums."""
-    left = max(len("phase"), *(len(_name(each)) for each in forecast.phases)) + 2
-    lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", _line("phase", left, _HEADS)]
-    for each in forecast.phases:
-        sizes = (each.device_bytes, each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes)
-        lines.append(_line(_name(each), left, [*map(_size, sizes), _seconds(each.stall_seconds), _seconds(each.work_seconds)]))
-        lines += [f"{'':<{left}}{text}" for text in _troubles(each)]
-    lines += _troubles_at_first(forecast)
-    lines += ["", *_handles(forecast), "", *_sums(forecast)]
-    return "\n".join(line.rstrip() for line in lines)
+    sizes = attrgetter("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
+    rows = [
+        (_name(each), *map(readable, sizes(each)), _seconds(each.stall_seconds), _seconds(each.work_seconds)) for each in forecast.phases
+    ]
+    head, *lines = plain_table(("phase", "device", "load", "offload", "clean", "stall s", "work s"), rows).splitlines()
+    shown = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", head]
+    for each, line in zip(forecast.phases, lines, strict=True):
+        shown += [line, *(f"  {text}" for text in _troubles(each))]
+    handles = [(each.name, *map(readable, (each.num_bytes, each.host_bytes, each.node_host_bytes))) for each in forecast.handles]
+    shown += [*_troubles_at_first(forecast), "", plain_table(("handle", "device", "host, rank", "host, node"), handles)]
+    return "\n".join([*shown, "", *_sums(forecast)])
 
 
-def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
+def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
     """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
 
     Args:
-        heads: of the columns, such as policies with their options; empty: the policies' names.
+        heads: of the columns, such as policies with their options.
     """
-    first, heads = forecasts[0], heads or [each.policy for each in forecasts]
-    widths = [max(24, len(head) + 2) for head in heads]
-    left = max(len("phase"), *(len(_name(each)) for each in first.phases), len("host, this rank")) + 2
-
-    def row(name: str, cells: Iterable[str]) -> str:
-        return f"{name:<{left}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-
-    lines = [f"budget {_readable_budget(first)}", "", row("", heads), row("phase", ["device     stall s"] * len(forecasts))]
-    for index, phase in enumerate(first.phases):
-        lines.append(row(_name(phase), [_device_and_stall(each.phases[index]) for each in forecasts]))
-    lines += ["", row("peak", [readable(each.peak_bytes) for each in forecasts])]
-    lines.append(row("loaded", [readable(each.loaded_bytes) for each in forecasts]))
-    lines.append(row("offloaded", [readable(each.offloaded_bytes) for each in forecasts]))
-    lines.append(row("host, this rank", [readable(each.host_bytes) for each in forecasts]))
-    lines.append(row("host, node", [readable(each.node_host_bytes) for each in forecasts]))
-    if any(each.disk_bytes for each in forecasts):
-        lines.append(row("disk, this rank", [_size(each.disk_bytes) for each in forecasts]))
-    lines.append(row("stall", [_seconds(each.stall_seconds, " s") for each in forecasts]))
-    lines.append(row("fits", map(_fits, forecasts)))
+    sums = {"peak": "peak_bytes", "loaded": "loaded_bytes", "offloaded": "offloaded_bytes"}
+    sums |= {"host, this rank": "host_bytes", "host, node": "node_host_bytes", "disk, this rank": "disk_bytes"}
+    columns = [["", *map(_name, forecasts[0].phases), *sums, "stall", "fits"]]
+    for head, each in zip(heads, forecasts, strict=True):
+        device = [readable(phase.device_bytes) if phase.fits else "refused" for phase in each.phases]
+        stalls = [_seconds(phase.stall_seconds) for phase in each.phases]
+        columns.append([head, *device, *(readable(getattr(each, key)) for key in sums.values()), "", _fits(each)])
+        columns.append(["stall s", *stalls, *[""] * len(sums), _seconds(each.stall_seconds), ""])
+    names, *rows = zip(*columns, strict=True)
+    lines = [f"budget {_readable_budget(forecasts[0])}", "", plain_table(names, rows)]
     lines += [f"note: {note}" for note in dict.fromkeys(note for each in forecasts for note in (*each.refused_registrations, *each.notes))]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _line(name: str, left: int, cells: Iterable[str]) -> str:
-    return f"{name:<{left}}" + "".join(f"{cell:>11}" for cell in cells)
+    return "\n".join(lines)
 
 
 def _name(phase: PhaseForecast) -> str:
     return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
-
-
-def _device_and_stall(phase: PhaseForecast) -> str:
-    device = _size(phase.device_bytes) if phase.fits else "refused"
-    return f"{device}  {_seconds(phase.stall_seconds):>10}"
 
 
 def _troubles(phase: PhaseForecast) -> list[str]:
@@ -296,7 +280,7 @@ def _troubles(phase: PhaseForecast) -> list[str]:
         said.append(f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by optimizers")
     if phase.disk_written_bytes or phase.disk_read_bytes:
         waited = f", {readable(phase.disk_waited_bytes)} of it waited for" if phase.disk_waited_bytes else ""
-        said.append(f"disk: {_size(phase.disk_written_bytes)} written, {_size(phase.disk_read_bytes)} read{waited}")
+        said.append(f"disk: {readable(phase.disk_written_bytes)} written, {readable(phase.disk_read_bytes)} read{waited}")
     return said + ([f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside"] if phase.gradient_bytes else [])
 
 
@@ -308,12 +292,6 @@ def _troubles_at_first(forecast: Forecast) -> list[str]:
         return ["", "registration is refused:", *forecast.refused_registrations]
     troubles = [f"{_name(each)}: {text}" for each in forecast.first_phases if not each.fits for text in _troubles(each)]
     return ["", "in the first step, or at registration:", *(troubles or [f"{readable(forecast.over_bytes)} too many"])]
-
-
-def _handles(forecast: Forecast) -> list[str]:
-    left = max(len("handle"), *(len(each.name) for each in forecast.handles)) + 2
-    rows = [_line(each.name, left, map(readable, (each.num_bytes, each.host_bytes, each.node_host_bytes))) for each in forecast.handles]
-    return [_line("handle", left, ("device", "host, rank", "host, node")), *rows]
 
 
 def _sums(forecast: Forecast) -> list[str]:
@@ -337,17 +315,15 @@ def _node(forecast: Forecast) -> str:
     copies, kind = forecast.node_host_bytes - forecast.node_mirror_bytes, "page-locked"
     if forecast.pageable_reason is not None:
         kind = f"pageable ({forecast.pageable_reason})"
-    said = f"{_size(copies)} {kind}, {_size(forecast.node_mirror_bytes)} engines' mirrors, {_size(forecast.node_disk_bytes)} on disk"
+    said = (
+        f"{readable(copies)} {kind}, {readable(forecast.node_mirror_bytes)} engines' mirrors, {readable(forecast.node_disk_bytes)} on disk"
+    )
     over = {"host memory": forecast.over_host_bytes, "disk": forecast.over_disk_bytes}
     return "; ".join([said, *(f"does not fit: {readable(nbytes)} too many for its {name}" for name, nbytes in over.items() if nbytes)])
 
 
 def _fits(forecast: Forecast) -> str:
     return "yes" if forecast.fits else f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
-
-
-def _size(nbytes: int) -> str:
-    return readable(nbytes) if nbytes else "0"
 
 
 def _seconds(seconds: float | None, unit: str = "") -> str:

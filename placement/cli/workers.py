@@ -31,10 +31,7 @@ View = dict[str, Any]
 WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
 HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
 NODE_COLUMNS = ("node", "page-locked", "pageable", "engines' mirrors", "on disk")
-NUMBERS = frozenset(
-    {"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped", *NODE_COLUMNS[1:]}
-)
-"""Columns that are aligned to the right."""
+_NUMBER = re.compile(r"-?[\d.]+( [KMGT]iB| m?s|%)?")
 
 
 def trouble_of(view: View) -> str:
@@ -96,14 +93,14 @@ def node_table(views: Iterable[View]) -> str:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text, without trailing blanks."""
+    """A table as text, without trailing blanks. A column is aligned to the right if most of its cells that are not empty are numbers."""
     lines = [tuple(columns), *(tuple(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-
-    def cell(text: str, i: int) -> str:
-        return text.rjust(widths[i]) if columns[i] in NUMBERS else text.ljust(widths[i])
-
-    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+    aligned = []
+    for head, *cells in zip(*lines, strict=True):
+        numbers, width = sum(bool(_NUMBER.fullmatch(cell)) for cell in cells), max(map(len, (head, *cells)))
+        align = str.rjust if 2 * numbers > sum(map(bool, cells)) else str.ljust
+        aligned.append([align(cell, width) for cell in (head, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
 def _report(views: Sequence[View]) -> str:

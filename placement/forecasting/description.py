@@ -5,7 +5,6 @@ A `Forecast` is immutable, and JSON by `model_dump_json()`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -14,9 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from placement.core.settings import nearest
 from placement.core.states import IDLE, PHASES, OwnPhases, State
+from placement.devices.inspection import LinkRates, TransitionSeconds
 
 CYCLES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("rollout", "log_prob", "train", "weight_sync"),
@@ -53,9 +54,8 @@ def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -
     phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
     for each in phases:
         if each.name not in known:
-            near = difflib.get_close_matches(each.name.lower(), (*known, *CYCLES) if len(phases) == 1 else known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ";"
-            raise ValueError(f"unknown phase {each.name!r}{hint} known: {', '.join(known)}. Declare your own in Settings.phases")
+            hint = nearest(each.name, (*known, *CYCLES) if len(phases) == 1 else known)
+            raise ValueError(f"unknown phase {each.name!r}{hint or ';'} known: {', '.join(known)}. Declare your own in Settings.phases")
     while phases and phases[-1].name == IDLE:  # the step ends there anyway
         phases = phases[:-1]
     if not phases:
@@ -140,29 +140,20 @@ ALONE = Layout()
 """The layout of a model that every rank holds whole."""
 
 
-_BESIDE = {
-    "transition_seconds": "alone",
-    "moving_seconds": "moving",
-    "loaded_byte_seconds": "loaded_byte",
-    "offloaded_byte_seconds": "offloaded_byte",
-    "skipped_byte_seconds": "skipped_byte",
-}
-"""The seconds that phase transitions take beside the copies, with their names in the doctor's file."""
-_LIMITS = ("free_bytes", "chunk_bytes", "host_available_bytes", "disk_free_bytes", "pageable_reason")
-_RATES = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class Link(_Frozen):
     """The rates of the link in bytes a second, and what else `placement doctor` has measured.
 
     Raises:
         ValueError: a rate is not positive.
     """
 
-    to_device_bytes_per_second: float
-    to_host_bytes_per_second: float
-    both_bytes_per_second: float | None = None
+    to_device_bytes_per_second: float = Field(gt=0)
+    to_host_bytes_per_second: float = Field(gt=0)
+    both_bytes_per_second: float | None = Field(default=None, gt=0)
     """Both directions at once, added up; None: the sum of the two."""
     free_bytes: int | None = None
     """Free bytes of the device; None: not known. So with the following."""
@@ -171,25 +162,8 @@ class Link:
     disk_free_bytes: int | None = None
     pageable_reason: str | None = None
     """Why the machine's host memory is not page-locked; None: it is, or nobody has looked."""
-    transition_seconds: float = 0.0
-    """The seconds of a phase transition that moves nothing. This and the following come on top of the copies."""
-    moving_seconds: float = 0.0
-    """The seconds of one that moves something, besides what comes for each byte."""
-    loaded_byte_seconds: float = 0.0
-    """For each byte that is loaded: memory is mapped behind addresses."""
-    offloaded_byte_seconds: float = 0.0
-    """For each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
-    skipped_byte_seconds: float = 0.0
-    """For each byte that leaves without a copy: the same."""
-
-    def __post_init__(self) -> None:
-        for name in _RATES:
-            rate = getattr(self, name)
-            if rate is not None and not rate > 0:
-                raise ValueError(f"{name} must be more than 0, not {rate}")
-        for name in _BESIDE:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+    transitions: TransitionSeconds | None = None
+    """The seconds that phase transitions take on top of the copies; None: none."""
 
     @classmethod
     def of(cls, source: Link | float | str | os.PathLike[str]) -> Link:
@@ -207,26 +181,21 @@ class Link:
         advice = "write one with: placement doctor --json > doctor.json"
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
-            beside = found.get("transitions") or {}  # an earlier version did not measure them
-            known: dict[str, Any] = {name: found.get(name) for name in _LIMITS}
-            known |= {name: float(found["link"][name]) for name in _RATES}
-            known |= {name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()}
-            return cls(**known)
+            return cls(**found["link"], **{name: found.get(name) for name in cls.model_fields if name not in LinkRates.model_fields})
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no file {path}; {advice}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} has no link with rates ({type(error).__name__}: {error}); {advice}") from error
+            raise ValueError(f"{path} has no link with rates; {advice} ({type(error).__name__}: {error})") from error
 
     def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
         """The seconds that a phase transition takes beside its copies."""
+        beside = self.transitions
+        if beside is None:
+            return 0.0
         if not (loaded_bytes or offloaded_bytes or skipped_bytes):
-            return self.transition_seconds
-        loaded, offloaded = loaded_bytes * self.loaded_byte_seconds, offloaded_bytes * self.offloaded_byte_seconds
-        return self.moving_seconds + loaded + offloaded + skipped_bytes * self.skipped_byte_seconds
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+            return beside.alone
+        loaded, offloaded = loaded_bytes * beside.loaded_byte, offloaded_bytes * beside.offloaded_byte
+        return beside.moving + loaded + offloaded + skipped_bytes * beside.skipped_byte
 
 
 class HandleForecast(_Frozen):

@@ -10,6 +10,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from placement.core.states import IDLE, WEIGHTS, HandleView
 from placement.devices.background import BackgroundThread, is_background
 from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
+from placement.devices.host.disk_file import BLOCK_BYTES
 from placement.devices.host.mapping import round_up
+from placement.devices.host.slab import Slab
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 from placement.engines.base import Engine
 from placement.engines.tagged import TaggedEngine
@@ -80,21 +83,33 @@ class _Chunk(Chunk):
         self.nbytes = nbytes
 
 
-class _Slab(HostSlab):
+class SizedSlab(Slab):
+    """Host memory without bytes."""
+
     pageable_bytes = 0
     pageable_reason = None
     has_views = False
 
-    def __init__(self, nbytes: int) -> None:
-        self.address, self.nbytes, self.ready = _take(nbytes), nbytes, threading.Event()
-        self.ready.set()
+    def __init__(self, nbytes: int, writes: Mapping[int, int]) -> None:
+        super().__init__(0)
+        self.address, self.nbytes, self._writes = _take(nbytes), nbytes, writes
+
+    @property
+    def writes(self) -> list[int]:
+        """How often the device has copied to each block, in the blocks of a file on disk."""
+        return [self._writes.get(block, 0) for block in _blocks(self.address, self.nbytes)]
 
     @property
     def pinned_bytes(self) -> int:
         return self.nbytes
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        self.before_use()
         return sized((nbytes,), address=self.address + offset)
+
+
+def _blocks(address: int, nbytes: int) -> range:
+    return range(address // BLOCK_BYTES, -(-(address + nbytes) // BLOCK_BYTES))
 
 
 class _Mark(Mark):
@@ -160,6 +175,8 @@ class SizesDevice(Device):
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
         self._writes: dict[int, int] = {}
         """How often the bytes of a slot were changed, by the slot's number."""
+        self._host_writes: Counter[int] = Counter()
+        """How often the bytes of a block of host memory were copied to, by the block's number."""
         self._shares: list[tuple[int, int, float]] = []
         """The first and the last address of what comes over the link in part, and the part."""
         self._moved = threading.Condition()
@@ -227,7 +244,7 @@ class SizesDevice(Device):
     # --- the contract of `Device`
 
     def host(self, nbytes: int) -> HostSlab:
-        return _Slab(nbytes)
+        return SizedSlab(nbytes, self._host_writes)
 
     def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
         raise HostMemoryError("a device of sizes has no memory that processes could share")
@@ -254,6 +271,8 @@ class SizesDevice(Device):
             self._chunks.discard(chunk)  # type: ignore[arg-type]  # another device's is not in it
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        for each in copies if direction == "to_host" else ():
+            self._host_writes.update(_blocks(each.host_address, each.nbytes))
         with self._moved:
             self._copies.queued[direction] += sum(map(self._over_the_link, copies))
 

@@ -1,179 +1,132 @@
-"""A limit on host memory in a forecast: which host copies wait on the disk, and the bytes that the disk writes and reads.
+"""The limit on host memory in a forecast: the manager's own host tier, on a disk that counts bytes and takes no time.
 
-A run has no bytes that a disk could take. So the disk is followed in numbers beside it, with the decisions of the real one
-(`planning.host_tier.check_fits_host`, `storage.disk.next_step`), and is taken to be quick enough to do its work while phases compute.
+What a keeper's thread does while phases compute is done here at once, when it is arranged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
 
 from placement.core.errors import HostMemoryError
-from placement.planning.host_tier import HostShare, UseHistory, check_fits_host
-from placement.storage.disk import HostCopy, next_step
+from placement.devices.host.disk_file import BLOCK_BYTES, DiskFile, GoesOn, always
+from placement.devices.host.mapping import PAGE, round_up
+from placement.devices.host.slab import Slab
+from placement.forecasting.device import SizedSlab
+from placement.manager import Manager
+from placement.planning.host_tier import DiskTier, HostShare
+from placement.registration.handle import Handle
+from placement.storage.disk import Keeper, Place, Spill
+from placement.storage.managed import ManagedStorage
 
 
-class DiskUse(NamedTuple):
-    """The host memory and the disk in one phase, and in the phase transition at its beginning."""
+class _File(DiskFile):
+    """A file without bytes. It knows which of a slab's blocks were copied to since it took them."""
 
-    host_bytes: int
-    """Host bytes of this rank's host copies, at their most."""
-    disk_bytes: int = 0
-    """Bytes of the files of this rank."""
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_waited_bytes: int = 0
-    """The part of `disk_read_bytes` that the phase transition has to wait for."""
+    def __init__(self, slab: SizedSlab) -> None:
+        self.nbytes, self.num_blocks, self._block_bytes = round_up(slab.nbytes, PAGE), len(slab.writes), BLOCK_BYTES
+        self._slab = slab
+        self.forget()
 
+    def forget(self) -> None:
+        self._has: Sequence[int | None] = [None] * self.num_blocks
 
-class HostUse(NamedTuple):
-    """A handle and its host copy, as a phase begins."""
+    def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
+        before, self._has = self._has, [*self._slab.writes]
+        return sum(self.block(index)[1] for index, now in enumerate(self._has) if now != before[index]), True
 
-    nbytes: int
-    is_readonly: bool
-    is_fixed: bool
-    """Whether the host copy never leaves host memory: processes share it, or it is reserved for state that is still to be created."""
-    on_device: bool = False
-    has_early: bool = False
-    is_streamed: bool = False
-    """Whether the handle is published or stepped from its host copy."""
-    is_stepped: bool = False
-    offloaded_bytes: int = 0
-    skipped_bytes: int = 0
+    def read(self, address: int, goes_on: GoesOn = always) -> list[int]:
+        return []
 
 
-@dataclass(slots=True)
-class _Copy:
-    """The host copy of one handle."""
+class _Spill(Spill):
+    """A host copy without bytes."""
 
-    use: HostUse
-    place: Literal["memory", "disk", "nowhere"] = "memory"
-    """"nowhere": the device has the bytes, and the next offload copies all of them."""
-    file_bytes: int = 0
-    is_in_file: bool = False
-    """Whether the file has the bytes of the host copy."""
-    was_on_device: bool = False
-    is_used: bool = True
-    """Whether anybody has used it since the last phase transition."""
+    def _release(self, slab: Slab) -> None:
+        slab.is_released = True
+
+    def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
+        slab.is_released = False
+        return fill is None or fill()
+
+    def _new_file(self, slab: Slab) -> DiskFile:
+        assert isinstance(slab, SizedSlab)
+        return _File(slab)
+
+
+class _Keeper(Keeper):
+    """A keeper whose work is done when `arrange` returns."""
+
+    waited_bytes: int
+    """See `CountedTier.waited_bytes`."""
+    look: Callable[[], object]
+    """Called whenever something has left or come."""
+
+    def _work(self) -> None:
+        """Nothing is left for a thread."""
+
+    def _warn(self, what: str, text: str) -> None:
+        """Nothing: the forecast has a note of it."""
+
+    def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
+        super().arrange(order, fixed_bytes, lambda: None)
+        with self._in_front(order):
+            while self._step():
+                self.look()
+
+    def bring(self, *spills: Spill) -> None:
+        self.waited_bytes += sum(spill.nbytes for spill in spills if spill.place is Place.DISK)
+        super().bring(*spills)
+        self.look()
+
+
+class CountedTier(DiskTier):
+    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses no registration.
+
+    Args:
+        part_of: returns this rank's part of a host copy's bytes, by the handle's name; None where no other rank shares the host copy.
+    """
+
+    keeper_type, spill_type = _Keeper, _Spill
+    _keeper: _Keeper
+
+    def __init__(self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]) -> None:
+        stack = manager._stack
+        super().__init__(manager.device, stack.registry.handles, stack.reconciler.prefetcher.discard, limit_bytes, "", gives_back=False)
+        stack.reconciler.host_tier, stack.registry.admit = self, self.admit
+        self._part_of = part_of
+        self._keeper.look = self.most_bytes
+        self.refused: dict[str, str] = {}
+        """Why a manager refuses registrations, by the handles' names."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew."""
+        self._most_bytes = self._keeper.waited_bytes = 0
 
     @property
-    def nbytes(self) -> int:
-        return self.use.nbytes
+    def waited_bytes(self) -> int:
+        """Bytes that somebody has waited for since `begin`, because they were on the disk."""
+        return self._keeper.waited_bytes
 
-    @property
-    def can_leave(self) -> bool:
-        return not self.use.is_fixed and not self.use.has_early
+    def most_bytes(self) -> int:
+        """The most bytes of host copies that were in host memory since `begin`."""
+        self._most_bytes = max(self._most_bytes, sum(self.share_of(handle).held_bytes for handle in self._handles.values()))
+        return self._most_bytes
 
-
-class HostLimit:
-    """The host copies of one rank under `host_limit_bytes`. It decides as `planning.host_tier` does."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._copies: dict[str, _Copy] = {}
-        self._limit_bytes = limit_bytes
-        self._uses = UseHistory()
-        self._order: list[str] = []
-        """The handles, soonest needed first, as of the last phase transition."""
-        self._written_bytes = self._read_bytes = self._most_bytes = 0
-
-    def admit(self, name: str, use: HostUse, owners: Sequence[str]) -> str:
-        """Make room for a handle that is registered now. Returns why a manager refuses the registration; "" where it does not."""
-        shares = {
-            name: HostShare(copy.nbytes, copy.nbytes if copy.use.is_fixed else 0, copy.nbytes if copy.place == "memory" else 0)
-            for name, copy in self._copies.items()
-        }
+    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
+        """Make room as a manager does. Where that refuses the registration, note it and go on."""
+        nbytes = needed()
+        part = self._part_of(handle.name, nbytes)
         try:
-            check_fits_host(name, use.nbytes, owners, shares, self._limit_bytes)
-            refused = ""
+            super().admit(handle, lambda: nbytes if part is None else part)
         except HostMemoryError as error:
-            refused = str(error).partition("\n")[0]
-        self._make_room(use.nbytes, ())
-        self._copies[name] = _Copy(use)
-        return refused
+            self.refused.setdefault(handle.name, str(error).partition("\n")[0])
 
-    def follow(self, phase: str, uses: Mapping[str, HostUse]) -> tuple[int, DiskUse]:
-        """Follow a phase transition.
+    def share_of(self, handle: Handle) -> HostShare:
+        found = super().share_of(handle)
+        part = self._part_of(handle.name, found.total_bytes)
+        return found if part is None else HostShare(part, part, part)
 
-        Returns the bytes that are copied to the host only because a host copy was given up, and what it takes on host and disk.
-        """
-        self._written_bytes = self._read_bytes = self._most_bytes = 0
-        for name, use in uses.items():
-            self._copies[name].use = use
-        having = [copy for copy in self._copies.values() if copy.nbytes]
-        used = [copy for copy in having if copy.use.on_device is not copy.was_on_device or copy.use.is_streamed]
-        self._bring(used)
-        waited_bytes, again_bytes = self._read_bytes, 0
-        for copy in used:
-            copy.was_on_device, copy.is_used = copy.use.on_device, True
-            again_bytes += copy.use.skipped_bytes if copy.place == "nowhere" and not copy.was_on_device else 0
-            if copy.place == "nowhere" or copy.use.offloaded_bytes:
-                copy.is_in_file = False
-            copy.place = "memory"
-        self._arrange(phase)
-        stepped = [copy for copy in used if copy.use.is_stepped]
-        self._bring(stepped)  # each step reads and writes it
-        for copy in stepped:
-            copy.is_used, copy.is_in_file = True, False
-        return again_bytes, self.stay(waited_bytes)
-
-    def stay(self, waited_bytes: int = 0) -> DiskUse:
-        """The use of host and disk, as of the last phase transition that was followed."""
-        disk_bytes = sum(copy.file_bytes for copy in self._copies.values())
-        host_bytes = max(self._most_bytes, self._held_bytes())
-        return DiskUse(host_bytes, disk_bytes, self._written_bytes, self._read_bytes, waited_bytes)
-
-    def _bring(self, wanted: Collection[_Copy]) -> None:
-        """Have these in host memory, in the place of others that are needed later."""
-        absent = [copy for copy in wanted if copy.place != "memory"]
-        self._make_room(sum(copy.nbytes for copy in absent), wanted)
-        gone = sum(copy.nbytes for copy in absent if copy.place == "nowhere")
-        for copy in absent:
-            self._come(copy)
-        self._most_bytes = max(self._most_bytes, self._held_bytes() + gone)
-
-    def _make_room(self, nbytes: int, wanted: Collection[_Copy]) -> None:
-        """Have others leave, those needed last first, until so many bytes fit."""
-        for copy in [self._copies[name] for name in reversed(self._order)]:
-            if self._held_bytes() + nbytes > self._limit_bytes and copy.place == "memory" and copy not in wanted and copy.can_leave:
-                self._leave(copy)
-
-    def _arrange(self, phase: str) -> None:
-        """Decide anew what stays, and let the disk do its work."""
-        known = {name: copy for name, copy in self._copies.items() if copy.nbytes and not copy.use.is_fixed}
-        fixed_bytes = sum(copy.nbytes for copy in self._copies.values() if copy.use.is_fixed)
-        self._uses.note(phase, frozenset(name for name, copy in known.items() if copy.is_used))
-        self._order = self._uses.order(known)
-        order = [known[name] for name in self._order]
-        for copy in order:
-            copy.is_used = False
-        while True:
-            copies = [HostCopy(copy.nbytes, copy.place == "memory", copy.can_leave) for copy in order]
-            position = next_step(copies, fixed_bytes, self._limit_bytes)
-            if position is None:
-                return
-            copy = order[position]
-            if copy.place == "memory":
-                self._leave(copy)
-            else:
-                self._come(copy)
-                copy.place = "memory"
-
-    def _leave(self, copy: _Copy) -> None:
-        if copy.use.on_device and not copy.use.is_readonly:
-            copy.place, copy.is_in_file = "nowhere", False
-            return
-        if not copy.is_in_file:
-            self._written_bytes += copy.nbytes
-            copy.file_bytes, copy.is_in_file = copy.nbytes, True
-        copy.place = "disk"
-
-    def _come(self, copy: _Copy) -> None:
-        if copy.place == "disk":
-            self._read_bytes += copy.nbytes
-            copy.place = "memory"
-        self._most_bytes = max(self._most_bytes, self._held_bytes())
-
-    def _held_bytes(self) -> int:
-        return sum(copy.nbytes for copy in self._copies.values() if copy.place == "memory")
+    def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
+        part = self._part_of(handle.name, holding.host_bytes)
+        return super()._spills_of(handle, holding) if part is None else ([], part)

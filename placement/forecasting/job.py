@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
 import math
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 
-from placement.core.settings import Settings, parse_bytes
+from placement.core.settings import Settings, bytes_of, nearest
 from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
 from placement.forecasting.description import ALONE, Forecast, Layout, Link, Phase, cycle_of
 from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, StateOf
@@ -33,17 +32,13 @@ _CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 }
+"""Their state is in the dtype of the weights."""
 _RULES = {"adamw-fp32": ("exp_avg", "exp_avg_sq"), "adamw-master": ("master", "exp_avg", "exp_avg_sq")}
+"""The names of the state in fp32 that an optimizer keeps for a parameter of any dtype."""
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 """Options that choose how a step is computed. The plain way makes the same state, and is the only one that needs no values."""
-OPTIMIZERS = {
-    "adamw": "torch.optim.AdamW: two moments in the dtype of the weights",
-    "adamw-fp32": "two moments in fp32, whatever the weights are",
-    "adamw-master": "two moments in fp32, and fp32 main weights beside those of the model",
-    "sgd": "no state",
-    "sgd-momentum": "a momentum in the dtype of the weights",
-}
-"""Names of optimizers, and what each keeps for a parameter. A class of torch.optim's form, or "package.module:Class", works too."""
+OPTIMIZERS = tuple(sorted((*_CLASSES, *_RULES)))
+"""Names of optimizers. A class of torch.optim's form, or "package.module:Class", works too."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class Rollout:
     @property
     def tags(self) -> dict[str, int]:
         """Bytes of each part."""
-        return {WEIGHTS: _bytes(self.weights_bytes), KV_CACHE: _bytes(self.kv_cache_bytes)}
+        return {WEIGHTS: _bytes("weights_bytes", self.weights_bytes), KV_CACHE: _bytes("kv_cache_bytes", self.kv_cache_bytes)}
 
 
 @torch.inference_mode(mode=False)
@@ -143,12 +138,12 @@ def forecast(
         worker_role: see `Manager`.
         phases: the user's own phases, see `Settings.phases`.
         host_limit_bytes: the limit on host memory of each rank, as in `Settings`; the rest is on a disk that is taken to keep up with the
-            phases: bytes that a policy prefetches count as early although they may have to be read first. None: all is in host memory.
+            phases. None: all is in host memory.
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
         ValueError: a model's file, the layout, the cycle, a role or a number is wrong.
-        TypeError: a handle is described by something else than a `Model` or a `Rollout`.
+        TypeError: a handle is described by something else than a `Model` or a `Rollout`, or a number of bytes is none.
         OSError: a file cannot be read.
         ImportError: transformers is needed and not installed.
         PolicyError: the policy cannot be found or constructed.
@@ -162,7 +157,8 @@ def forecast(
     names = [each.name for each in entered]
     _check_numbers("work seconds", work_seconds, names)
     _check_numbers("number of steps", steps, names)
-    budget, limit = (None if each is None else _bytes(each) for each in (budget_bytes, host_limit_bytes))
+    budget = None if budget_bytes is None else _bytes("budget_bytes", budget_bytes)
+    limit = None if host_limit_bytes is None else _bytes("host_limit_bytes", host_limit_bytes)
     notes: list[str] = []
     if budget is None and found is not None and found.free_bytes is not None:
         budget = int(found.free_bytes * (1 - _HEADROOM))
@@ -294,13 +290,11 @@ def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.
         return optimizer, {}
     if optimizer in _CLASSES:
         return _CLASSES[optimizer]
-    module, colon, name = optimizer.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"no optimizer {optimizer!r}.{hint} Known: {', '.join(OPTIMIZERS)}; or write 'package.module:Class'")
+    if ":" not in optimizer:
+        hint = nearest(optimizer, OPTIMIZERS) or "."
+        raise ValueError(f"no optimizer {optimizer!r}{hint} Known: {', '.join(OPTIMIZERS)}; or write 'package.module:Class'")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(optimizer)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"optimizer {optimizer!r} cannot be imported: {error}") from error
     if not isinstance(found, type):
@@ -308,10 +302,8 @@ def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.
     return found, {}
 
 
-def _bytes(given: int | str) -> int:
-    nbytes: object = parse_bytes(given) if isinstance(given, str) else given
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool):
-        raise ValueError(f'{nbytes!r} is no number of bytes; write a whole number, or text such as "12GiB"')  # noqa: TRY004  # the value is wrong
+def _bytes(name: str, given: int | str) -> int:
+    nbytes = bytes_of(name, given)
     if nbytes < 0:
-        raise ValueError(f"a number of bytes must be 0 or more, not {nbytes}")
+        raise ValueError(f"{name} must be 0 or more, not {nbytes}")
     return nbytes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, sized
-from placement.forecasting.host_limit import DiskUse, HostLimit, HostUse
+from placement.forecasting.host_limit import CountedTier
 from placement.manager import Manager
 from placement.planning.planner import ask_policy, check_fits, handle_view
 
@@ -19,7 +20,7 @@ _NESTED = {"optimizer_step": "train"}
 _MOST_CYCLES = 8
 """A policy that has not settled after so many steps is shown as it is then."""
 _NO_LIMIT = 1 << 62
-"""The budget in bytes where none is given."""
+"""The bytes where no budget, or no limit on host memory, is given."""
 
 
 class Moved(NamedTuple):
@@ -31,6 +32,9 @@ class Moved(NamedTuple):
     """Bytes that left the device without a copy, because the host copy has them."""
     prefetched_bytes: int = 0
     """The part of `loaded_bytes` that came early, while the phase before computed."""
+    spilled_bytes: int = 0
+    """Bytes of host copies that were written to the disk, and read from it."""
+    disk_read_bytes: int = 0
 
     @classmethod
     def total(cls, each: Iterable[Moved]) -> Moved:
@@ -38,12 +42,11 @@ class Moved(NamedTuple):
 
 
 class Asked:
-    """A policy, with what it was shown and has answered last in each phase."""
+    """A policy, with what was wrong with its plans while handles were registered."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.name = policy.name
-        self.answers: dict[str, tuple[View, Plan]] = {}
         self.is_registering = True
         """Whether the handles are still being registered. Meanwhile they are off the device where there is no plan, or no room."""
         self.unfit: list[PlacementError] = []
@@ -51,13 +54,9 @@ class Asked:
 
     def plan(self, view: View) -> Plan:
         if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
-            plan = self._policy.plan(view)
-            if view.budget_bytes and isinstance(plan, Plan):
-                self.answers[view.phase] = view, plan
-            return plan
+            return self._policy.plan(view)
         try:
             plan = ask_policy(self._policy, view)
-            self.answers[view.phase] = view, plan
             check_fits(view, plan)
         except PlacementError as error:
             self.unfit.append(error.with_traceback(None))
@@ -75,7 +74,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         objects: in registration order.
         names: those of all phases that come.
         work_seconds, steps: the seconds of work, and the steps of optimizers, in each phase by its name.
-        host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: all are in host memory.
+        host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: there is none.
         settings: of the manager: `worker_role`, `phases`.
     """
 
@@ -94,15 +93,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
     ) -> None:
         self.asked = Asked(policy)
         self.budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
-        self.refused_registrations: list[str] = []
-        """The reasons why the limit on host memory refuses registrations."""
         outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
         self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
         self._device = device
         self._objects: dict[str, Object] = {}
-        self._limit = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
         self._open: list[str] = []
         self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), nan_check=False, **settings)
+        self.tier = CountedTier(self._manager, _NO_LIMIT if host_limit_bytes is None else host_limit_bytes, self._shared_part)
         try:
             for each in objects:
                 self._register(each)
@@ -132,9 +129,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         found = []
         for name, view in self._views().items():
             facts: dict[str, Any] = {key: getattr(view, key) for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")}
-            node_bytes = self._manager.handles[name].host_bytes * (1 if self._objects[name].is_shared else ranks_per_node)
-            mirror_bytes = self._manager.handles[name].storage.mirror_bytes
-            found.append(HandleForecast(**facts, host_bytes=self._host_bytes(name), node_host_bytes=node_bytes, mirror_bytes=mirror_bytes))
+            handle = self._manager.handles[name]
+            host_bytes = self.tier.share_of(handle).total_bytes
+            node_bytes = handle.host_bytes if self._objects[name].is_shared else host_bytes * ranks_per_node
+            facts |= {"host_bytes": host_bytes, "node_host_bytes": node_bytes, "mirror_bytes": handle.storage.mirror_bytes}
+            found.append(HandleForecast(**facts))
         return tuple(found)
 
     def idle_mirrors(self) -> list[str]:
@@ -149,15 +148,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def _register(self, each: Object) -> None:
         self._objects[each.name] = each
-        handle = self._manager.register(each.name, each.to_register(), role=each.role, readonly=each.readonly, external=each.external)
+        self._manager.register(each.name, each.to_register(), role=each.role, readonly=each.readonly, external=each.external)
         if isinstance(each.target, SizedModule) and each.part != (1, 1):
             for tensor in each.target.tensors:
                 self._device.share(tensor, *each.part)
-        if self._limit is not None:
-            view, self._counters = handle_view(handle), self._count()
-            refused = self._limit.admit(each.name, self._host_use(view, Moved()), view.owners)
-            self.refused_registrations += [refused] if refused else []
-            self._limit.follow(IDLE, {view.name: self._host_use(view, Moved()) for view in self._views().values()})
 
     # --- phases
 
@@ -174,20 +168,19 @@ class Run(contextlib.AbstractContextManager["Run"]):
             if isinstance(each.target, SizedEngine):
                 each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
                 each.target.phase = phase.name
+        self.tier.begin()
         began = self._device.seconds
         problem = self._try_to_enter(phase)
         stall, moved, views = self._device.seconds - began, self._moved(), self._views()
         work_seconds = self._work_seconds.get(phase.name) if work_seconds is None else work_seconds
-        again, use, gradient_bytes, streamed = 0, self._stay(), 0, Moved()
+        disk_waited_bytes, gradient_bytes, streamed = self.tier.waited_bytes, 0, Moved()
         if problem is None:
-            if self._limit is not None:
-                again, use = self._limit.follow(phase.name, {name: self._host_use(view, moved[name]) for name, view in views.items()})
             waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
             stall, streamed = stall + waited, Moved.total(self._moved().values())
         total, wanted_bytes = Moved.total(moved.values()), self._wanted_bytes(problem, views)
         if (link := self._device.link) is not None:
             managed = Moved.total(each for name, each in moved.items() if not isinstance(self._objects[name].target, SizedEngine))
-            stall += again / link.to_host_bytes_per_second + link.seconds_beside(*managed[:3])
+            stall += link.seconds_beside(*managed[:3])
         held = {name: 0 if view.external else view.resident_bytes for name, view in views.items()}
         return PhaseForecast(
             phase=phase.name,
@@ -201,11 +194,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
             states={name: view.state for name, view in views.items()},
             gradient_bytes=gradient_bytes,
             loaded_bytes=total.loaded_bytes + streamed.loaded_bytes,
-            offloaded_bytes=total.offloaded_bytes + again + streamed.offloaded_bytes,
+            offloaded_bytes=total.offloaded_bytes + streamed.offloaded_bytes,
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
-            skipped_bytes=total.skipped_bytes - again,
+            skipped_bytes=total.skipped_bytes,
             prefetched_bytes=total.prefetched_bytes,
-            **use._asdict(),
+            host_bytes=self.tier.most_bytes(),
+            disk_bytes=sum(handle.disk_bytes for handle in self._manager.handles.values()),
+            disk_written_bytes=total.spilled_bytes + streamed.spilled_bytes,
+            disk_read_bytes=total.disk_read_bytes + streamed.disk_read_bytes,
+            disk_waited_bytes=disk_waited_bytes,
             stall_seconds=None if link is None else round(stall, 9),
             work_seconds=work_seconds,
         )
@@ -282,10 +279,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return {name: handle_view(handle) for name, handle in self._manager.handles.items()}
 
     def _count(self) -> dict[str, Moved]:
-        return {
-            each.name: Moved(each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes, each.prefetch_used_bytes)
-            for each in self._manager.snapshot().handles
-        }
+        names = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes", "spilled_bytes", "disk_read_bytes")
+        return {name: Moved(*attrgetter(*names)(handle.counters)) for name, handle in self._manager.handles.items()}
 
     def _moved(self) -> dict[str, Moved]:
         """The bytes that each handle has moved since the last call over this rank's link."""
@@ -295,28 +290,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             for name, after in self._counters.items()
         }
 
-    def _host_bytes(self, name: str) -> int:
-        nbytes = self._manager.handles[name].host_bytes
-        return self._objects[name].own(nbytes) if self._objects[name].is_shared else nbytes
-
-    def _stay(self) -> DiskUse:
-        return DiskUse(sum(map(self._host_bytes, self._objects))) if self._limit is None else self._limit.stay()
-
-    def _host_use(self, view: HandleView, moved: Moved) -> HostUse:
-        is_shared, counters = self._objects[view.name].is_shared, self._counters[view.name]
-        return HostUse(
-            nbytes=self._host_bytes(view.name),
-            is_readonly=view.readonly,
-            is_fixed=is_shared
-            or isinstance(self._objects[view.name].target, SizedEngine)
-            or (view.kind == "optimizer" and not (counters.loaded_bytes or counters.offloaded_bytes)),
-            on_device=view.state is not State.CPU_OFFLOADED and not view.streaming,
-            has_early=bool(view.prefetched_bytes),
-            is_streamed=view.streaming,
-            is_stepped=view.streaming and view.state is State.TRAINING,
-            offloaded_bytes=moved.offloaded_bytes,
-            skipped_bytes=moved.skipped_bytes,
-        )
+    def _shared_part(self, name: str, nbytes: int) -> int | None:
+        return self._objects[name].own(nbytes) if self._objects[name].is_shared else None
 
 
 def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str], limit_bytes: int | None) -> Forecast:
@@ -367,8 +342,8 @@ def summed_up(
         node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
         disk_bytes=disk_bytes,
         node_disk_bytes=disk_bytes * ranks_per_node,
-        fits=not run.refused_registrations and not unfit and all(each.fits for each in everything),
-        refused_registrations=tuple(run.refused_registrations),
+        fits=not run.tier.refused and not unfit and all(each.fits for each in everything),
+        refused_registrations=tuple(run.tier.refused.values()),
         over_bytes=max([*(each.over_bytes for each in everything), *(max(0, wanted - run.budget_bytes) for wanted in unfit)]),
         stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
         **{name: sum(getattr(each, name) for each in phases) for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")},

@@ -20,7 +20,6 @@ from placement.devices.host.disk_file import check_directory
 from placement.devices.host.slab import Slab, SlabPart
 from placement.devices.memory import HostSlab
 from placement.registration.handle import Handle
-from placement.storage.base import Storage
 from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
@@ -68,10 +67,10 @@ class DiskTier(HostTier):
         handles: the manager's handles; read at each call.
         give_up_early: gives up all chunks that arrived early. The host copies that have some stay in host memory.
         directory: where the files are; None: there are none.
-
-    Raises:
-        ValueError: the folder cannot be used.
     """
+
+    keeper_type: type[Keeper] = Keeper
+    spill_type: type[Spill] = Spill
 
     def __init__(
         self,
@@ -87,11 +86,9 @@ class DiskTier(HostTier):
         self._handles = handles
         self._give_up_early = give_up_early
         self._limit_bytes = limit_bytes
-        if directory is not None:
-            check_directory(directory)
         self._directory = directory
         self._gives_back = gives_back
-        self._keeper = Keeper(limit_bytes)
+        self._keeper = self.keeper_type(limit_bytes)
         self._uses = UseHistory()
         self._spills: weakref.WeakKeyDictionary[Slab, Spill] = weakref.WeakKeyDictionary()
 
@@ -101,7 +98,7 @@ class DiskTier(HostTier):
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
         nbytes = needed()
-        shares = {each.name: _share(each.storage) for each in (*self._handles.values(), handle)}
+        shares = {each.name: self.share_of(each) for each in (*self._handles.values(), handle)}
         check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
         held = sum(share.held_bytes for share in shares.values())
         if held + nbytes <= self._limit_bytes:
@@ -120,6 +117,18 @@ class DiskTier(HostTier):
             f"{handle.name!r} needs {mib(nbytes)} more of host memory, host_limit_bytes is {mib(self._limit_bytes)}, and not enough of "
             f"the other host copies could leave for {self._directory}.\n{host_table(handle.name, nbytes, shares)}"
         )
+
+    def share_of(self, handle: Handle) -> HostShare:
+        """The host memory of a handle, wherever its host copy is now."""
+        storage = handle.storage
+        if not isinstance(storage, ManagedStorage):
+            return HostShare(storage.mirror_bytes, storage.mirror_bytes, storage.mirror_bytes)
+        ranges, aside = storage.ranges, storage.scanner.reserved
+        reserved = max(storage.reserved_bytes, 0 if aside is None else aside.nbytes)  # also while it is given back
+        reserved += sum(r.record_bytes for r in ranges)
+        shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
+        own = sum(r.host.nbytes for r in ranges if not r.is_replica)
+        return HostShare(own + shared + reserved, shared + reserved, storage.host_bytes)
 
     def prepare(self, plan: Plan) -> None:
         self._keeper.hold()
@@ -168,7 +177,7 @@ class DiskTier(HostTier):
                 continue
             spill = self._spills.get(slab)
             if spill is None:
-                spill = self._spills[slab] = Spill(slab, holding, handle.name, self._directory, handle.counters, self._keeper)
+                spill = self._spills[slab] = self.spill_type(slab, holding, handle.name, self._directory, handle.counters, self._keeper)
             for r in having:
                 r.spill = spill
             is_sound = holding.is_consistent and holding.lost is None and all(r.moving_in is None for r in having)
@@ -182,10 +191,19 @@ class DiskTier(HostTier):
 
 
 def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]) -> HostTier:
-    """The limit that the settings ask for. `give_up_early`: see `DiskTier`."""
+    """The limit that the settings ask for.
+
+    Args:
+        give_up_early: see `DiskTier`.
+
+    Raises:
+        ValueError: the folder for files cannot be used.
+    """
     gives_back = settings.host_copies == "while_needed"
     if settings.host_limit_bytes is None and not gives_back:
         return HostTier()
+    if settings.disk_directory is not None:
+        check_directory(settings.disk_directory)
     limit_bytes = _NO_LIMIT if settings.host_limit_bytes is None else settings.host_limit_bytes
     return DiskTier(device, handles, give_up_early, limit_bytes, settings.disk_directory, gives_back=gives_back)
 
@@ -199,17 +217,6 @@ def _whole(slab: HostSlab) -> HostSlab:
     while isinstance(slab, SlabPart):
         slab = slab.whole
     return slab
-
-
-def _share(storage: Storage) -> HostShare:
-    if not isinstance(storage, ManagedStorage):
-        return HostShare(storage.mirror_bytes, storage.mirror_bytes, storage.mirror_bytes)
-    holding, ranges, aside = storage, storage.ranges, storage.scanner.reserved
-    reserved = max(holding.reserved_bytes, 0 if aside is None else aside.nbytes)  # also while it is given back
-    reserved += sum(r.record_bytes for r in ranges)
-    shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
-    own = sum(r.host.nbytes for r in ranges if not r.is_replica)
-    return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
 
 
 class UseHistory:

@@ -5,14 +5,13 @@ Beside it: the meaning of `only=` and of keeps, and the check that a plan fits t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PolicyError
 from placement.core.journal import logger
-from placement.core.settings import Settings
+from placement.core.settings import Settings, nearest
 from placement.core.snapshot import mib
 from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, bytes_under
 from placement.devices.memory import DeviceMemory
@@ -358,8 +357,7 @@ def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) ->
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:
     known = list(handles)
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f"no handle {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; registered: {', '.join(known) or 'none'}")
+    return f"no handle {name!r}" + (nearest(str(name), known) or f"; registered: {', '.join(known) or 'none'}")
 
 
 def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from placement.core.errors import PolicyError
 from placement.core.settings import nearest
@@ -42,20 +40,19 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
         PolicyError: the name is unknown (the message lists the known ones), the options are not literals or not the policy's, the
             import or the constructor failed, or the object found has no `plan(view)` or no `name`.
     """
-    options = _Options()
+    found: Any = spec
+    positional, named = tuple[Any, ...](), dict[str, Any]()
     if isinstance(spec, str):
-        path, options = _with_options(spec)
+        path, positional, named = _with_options(spec)
         found = _load(path)
-        if options.are_given and not isinstance(found, type):
+        if (positional or named) and not isinstance(found, type):
             raise PolicyError(f"no policy {spec!r}: only a class takes options, and {path!r} is a {type(found).__name__}")
-    else:
-        found = spec
     if isinstance(found, type):
-        _refuse_unknown_options(spec, found, options.named)
+        _refuse_unknown_options(spec, found, named)
         try:
-            found = found(*options.positional, **options.named)
+            found = found(*positional, **named)
         except Exception as exc:
-            how = "with these options" if options.are_given else "without arguments"
+            how = "with these options" if positional or named else "without arguments"
             raise PolicyError(f"policy {_shown(spec)} cannot be constructed {how}: {exc}") from exc
     if not callable(getattr(found, "plan", None)):
         raise PolicyError(f"policy {_shown(spec)} has no method plan(view): write a class with a `name` and that method")
@@ -63,15 +60,6 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PolicyError(f"policy {_shown(spec)} needs a name matching {_NAME.pattern} (`name = ...` in its class), not {name!r}")
     return cast("Policy", found)
-
-
-class _Options(NamedTuple):
-    positional: tuple[Any, ...] = ()
-    named: Mapping[str, Any] = MappingProxyType({})
-
-    @property
-    def are_given(self) -> bool:
-        return bool(self.positional or self.named)
 
 
 def _refuse_unknown_options(spec: object, policy: type, named: Mapping[str, Any]) -> None:
@@ -97,11 +85,11 @@ def _literal(node: ast.expr) -> Any:
         ) from None
 
 
-def _with_options(spec: str) -> tuple[str, _Options]:
-    """Split into the name in front of the bracket, and the options inside."""
+def _with_options(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Split into the name in front of the bracket, and the positional and the named options inside."""
     name, bracket, rest = spec.partition("(")
     if not bracket:
-        return spec, _Options()
+        return spec, (), {}
     try:
         call = ast.parse(f"policy({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or any(each.arg is None for each in call.keywords):
@@ -110,7 +98,7 @@ def _with_options(spec: str) -> tuple[str, _Options]:
         named = {str(each.arg): _literal(each.value) for each in call.keywords}
     except (SyntaxError, ValueError) as exc:
         raise PolicyError(f"policy {spec!r}: options are literals in brackets, as in 'colocated(drop_gradients=True)': {exc}") from exc
-    return name.strip(), _Options(positional, named)
+    return name.strip(), positional, named
 
 
 def _shown(spec: object) -> str:
@@ -136,6 +124,5 @@ def _entry_point(spec: str) -> EntryPoint:
         return next(iter(registered.values()))
     if _PATH.fullmatch(spec):
         return EntryPoint(spec, spec, GROUP)
-    near = difflib.get_close_matches(spec, policy_names(), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise PolicyError(f"no policy {spec!r}.{hint} Registered: {', '.join(policy_names())}; or write 'package.module:Class'.")
+    known = policy_names()
+    raise PolicyError(f"no policy {spec!r}{nearest(spec, known) or '.'} Registered: {', '.join(known)}; or write 'package.module:Class'.")

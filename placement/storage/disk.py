@@ -180,7 +180,7 @@ class Spill:
             if drops:
                 self._forget_prints()
         try:
-            release(slab)
+            self._release(slab)
         except BaseException:
             self.place = Place.MEMORY
             raise
@@ -194,15 +194,26 @@ class Spill:
         """
         slab = self._slab()
         if slab is not None and not self.is_here:
-            if not renew(slab, None if self.place is Place.NOWHERE else functools.partial(self._read, slab, goes_on)):
+            if not self._renew(slab, None if self.place is Place.NOWHERE else functools.partial(self._read, slab, goes_on)):
                 return False
             self.place = Place.MEMORY
         return True
 
+    # A forecast has no memory and no file, and overrides these three.
+
+    def _release(self, slab: Slab) -> None:
+        release(slab)
+
+    def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
+        return renew(slab, fill)
+
+    def _new_file(self, slab: Slab) -> DiskFile:
+        assert self._directory is not None
+        return DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
+
     def _write(self, slab: Slab, goes_on: GoesOn) -> bool:
         if self._file is None:
-            assert self._directory is not None
-            self._file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
+            self._file = self._new_file(slab)
         try:
             written_bytes, is_whole = self._file.write(slab.address, goes_on)
         except BaseException:

@@ -44,8 +44,8 @@ def test_losses_are_bit_identical_with_and_without_placement(
 
 def test_output_shows_phases_and_an_empty_device(managed: tuple[str, dict[str, Any]]) -> None:
     text, _ = managed
-    assert "would not fit; tables in MiB" in text
-    for word in ("rollout", "log_prob", "train", "weight_sync", "idle", "skipped", "stall ms"):
+    assert "would not fit" in text
+    for word in ("rollout", "log_prob", "train", "weight_sync", "idle", "skipped", "stall"):
         assert word in text
     assert "audit: 0 bytes left on the device" in text
 
@@ -58,7 +58,7 @@ def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(managed: t
     assert on_device["log_prob"] == {"actor", "ref"}
     assert on_device["train"] == {"actor", "actor.optimizer"}
     assert {"actor", "rollout"} == on_device["weight_sync"]
-    assert seen["idle"]["after_bytes"] == 0
+    assert seen["idle"]["device_bytes"] == 0
     assert seen["train"]["states"]["actor"] == "TRAINING"
     assert result["resident_bytes"] == 0
 

@@ -11,27 +11,7 @@ import torch
 
 import placement
 from placement.cli import COMMANDS, main
-from placement.cli.demo import PhaseRow, phase_table
 from placement.cli.grpo import Recipe, grpo_loss
-from placement.core.states import State
-
-
-def test_phase_table_lines_up() -> None:
-    row = PhaseRow(
-        phase="log_prob",
-        states={"actor": State.GPU_RESIDENT, "a.long.handle.name": State.CPU_OFFLOADED},
-        before_bytes=0,
-        peak_bytes=3 << 20,
-        after_bytes=2 << 20,
-        loaded_bytes=2 << 20,
-        offloaded_bytes=0,
-        skipped_bytes=1,
-        stall_seconds=0.0015,
-    )
-    head, line = phase_table([row], paint=False).splitlines()
-    assert len(head) == len(line)
-    assert "\x1b[32mgpu  \x1b[0m" in phase_table([row], paint=True)
-    assert line.split() == ["log_prob", "gpu", "off", "0", "3.0", "2.0", "2.0", "0", "0.0", "1.5"]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

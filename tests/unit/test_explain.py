@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,30 +23,34 @@ def table(policy: Any, **options: Any) -> tuple[int, str]:
     return status, out.getvalue()
 
 
-def row(text: str, phase: str) -> list[str]:
+def line_of(text: str, phase: str) -> str:
     (line,) = (line for line in text.splitlines() if line.split()[:1] == [phase])
-    return line.split()[1:]
+    return line
+
+
+def row(text: str, phase: str) -> list[str]:
+    return line_of(text, phase).split()[1:]
 
 
 def test_colocated() -> None:
     status, text = table("colocated")
     assert status == 0
     assert row(text, "idle") == ["-"] * 7 + ["0", "0"]
-    assert row(text, "rollout") == ["-"] * 6 + ["gpu", "64.0", "64.0"]
-    assert row(text, "train") == ["train", "train", "-", "train", "train", "-", "-", "24.8", "23.0"]
-    assert row(text, "optimizer_step")[-2:] == ["24.8", "0"]
+    assert row(text, "rollout") == ["-"] * 6 + ["gpu", "64", "GiB", "64", "GiB"]
+    assert row(text, "train") == ["train", "train", "-", "train", "train", "-", "-", "24.8", "GiB", "23", "GiB"]
+    assert row(text, "optimizer_step")[-3:] == ["24.8", "GiB", "0"]
     assert row(text, "weight_sync")[:7] == ["sync", "-", "-", "-", "-", "-", "gpu"]
     assert row(text, "checkpoint")[:7] == row(text, "weight_sync")[:7]
 
 
 @pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout", "cyclic"])
 @pytest.mark.parametrize("worker_role", ["trainer", "rollout", "hybrid"])
-def test_every_shipped_policy_fills_an_aligned_table_within_100_columns(policy: str, worker_role: str) -> None:
+def test_every_shipped_policy_fills_an_aligned_table_within_115_columns(policy: str, worker_role: str) -> None:
     status, text = table(policy, worker_role=worker_role)
     assert status == 0
     text.encode("ascii")
     lines = text.splitlines()
-    assert all(len(line) <= 100 for line in lines[:-1]), text
+    assert all(len(line) <= 115 for line in lines[:-1]), text
     body = [next(line for line in lines if line.split()[:1] == [phase]) for phase in PHASES]
     assert len({len(line) for line in body}) == 1
     starts = [lines[2].index(word) for word in ("ref", "reward", "rollout")]
@@ -55,7 +60,7 @@ def test_every_shipped_policy_fills_an_aligned_table_within_100_columns(policy: 
 def test_resident_stays_within_the_budget_and_evicts_only_for_it() -> None:
     status, text = table("resident", budget_bytes=80 << 30)
     assert status == 0
-    assert all(float(row(text, phase)[-2]) <= 80 for phase in PHASES)
+    assert all(float(found.group()) <= 80 for phase in PHASES if (found := re.search(r"[\d.]+(?= GiB +\S+( GiB)?$)", line_of(text, phase))))
     status, text = table("resident", budget_bytes=200 << 30)
     assert [row(text, phase)[-1] for phase in PHASES if phase != "idle"] == ["0"] * (len(PHASES) - 1)
 
@@ -64,17 +69,17 @@ def test_a_phase_that_does_not_fit_is_shown_and_the_status_says_so() -> None:
     status, text = table("colocated", budget_bytes=65 << 30)
     assert status == 1
     assert text.count("does not fit") == 1
-    lines = text.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("weight_sync"))
-    assert lines[at + 1].split() == ["does", "not", "fit:", "0.8", "GiB", "over", "the", "budget"]
-    assert all(len(line) <= 100 for line in lines)
-    assert row(text, "checkpoint")[:2] == ["train", "train"]  # the phase that was refused changed nothing
+    assert "\nweight_sync: does not fit: needs 65.8 GiB, 819 MiB too many\n" in text
+    for phase in ("weight_sync", "checkpoint"):
+        assert row(text, phase)[:2] == ["train", "train"]  # the phase that was refused changed nothing
 
 
 def test_a_streamed_sync_has_its_own_mark() -> None:
     _, text = table(Colocated(stream_sync=True))
     assert row(text, "weight_sync")[:2] == ["stream", "-"]
-    assert row(text, "weight_sync")[-2] == "64.0"
+    assert row(text, "weight_sync")[-4:-2] == ["64", "GiB"]
+    _, text = table(Colocated("streamed"))
+    assert row(text, "train")[:2] == ["train", "stream"]
 
 
 def test_a_users_phase_gets_a_row() -> None:
@@ -96,16 +101,16 @@ class Silent(Colocated):
 
 
 @pytest.mark.parametrize(
-    ("policy", "phase", "message"),
+    ("policy", "message"),
     [
-        (Failing, "reward", "no plan: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')"),
-        (Silent, "idle", "no plan: PolicyError: policy 'colocated' returned NoneType for phase 'idle', not a Plan"),
+        (Failing, "reward: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')"),
+        (Silent, "idle: PolicyError: policy 'colocated' returned NoneType for phase 'idle', not a Plan"),
     ],
 )
-def test_a_policy_that_gives_no_plan_is_shown_where(policy: type[Colocated], phase: str, message: str) -> None:
+def test_a_policy_that_gives_no_plan_is_shown_where(policy: type[Colocated], message: str) -> None:
     status, text = table(policy)
     assert status == 1
-    assert " ".join(row(text, phase)) == message
+    assert f"\n{message}\n" in text
 
 
 class Greedy(Colocated):
@@ -116,13 +121,13 @@ class Greedy(Colocated):
 def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
     status, text = table(Greedy)
     assert status == 1
-    assert row(text, "idle") == ["gpu"] * 7 + ["92.4", "0"]
-    assert text.count("does not fit: 12.4 GiB over the budget") == 1
+    assert row(text, "idle")[:7] == ["-"] * 7
+    assert "\nidle: DeviceMemoryError: phase 'idle' needs 94,616.0 MiB" in text
     assert row(text, "rollout")[:7] == ["-"] * 6 + ["gpu"]
 
 
 def test_a_policy_that_is_none_is_an_error() -> None:
-    with pytest.raises(PolicyError, match="Did you mean 'resident'"):
+    with pytest.raises(PolicyError, match="did you mean 'resident'"):
         table("residant")
 
 
@@ -134,16 +139,16 @@ def command(*words: str) -> int:
 
 def test_the_command_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("async_rollout", "--budget", "40GiB", "--worker-role", "trainer") == 0
-    assert capsys.readouterr().out.startswith("policy async_rollout, budget 40.0 GiB, worker role trainer\n")
+    assert capsys.readouterr().out.startswith("policy async_rollout, budget 40 GiB, worker role trainer\n")
 
 
 def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "placement.toml"
     path.write_text('policy = "resident"\nbudget_bytes = "90GiB"\nworker_role = "trainer"\n[phases]\ndistill = ["teacher"]\n')
     assert command("--settings", str(path)) == 0
-    assert capsys.readouterr().out.startswith("policy resident, budget 90.0 GiB, worker role trainer, own phases: distill\n")
+    assert capsys.readouterr().out.startswith("policy resident, budget 90 GiB, worker role trainer, own phases: distill\n")
     assert command("colocated", "--settings", str(path), "--budget", "80GiB", "--worker-role", "hybrid") == 0
-    assert capsys.readouterr().out.startswith("policy colocated, budget 80.0 GiB, worker role hybrid, own phases: distill\n")
+    assert capsys.readouterr().out.startswith("policy colocated, budget 80 GiB, worker role hybrid, own phases: distill\n")
 
 
 @pytest.mark.parametrize(

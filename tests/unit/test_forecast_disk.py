@@ -150,3 +150,21 @@ def test_the_limit_and_a_node_are_told() -> None:
     assert told.node_disk_bytes == 4 * told.disk_bytes > 0
     assert told.node_host_bytes == 4 * told.host_bytes
     assert forecast(CASES["GRPO, all fits"]).disk_bytes == 0
+
+
+def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """Only this rank's part of it counts towards the limit."""
+    with torch.device("meta"):
+        handles = {"actor": Model(net(), optimizer="sgd"), "ref": Model(net(), readonly=True, replicated=True)}
+    layout, device = Layout(data_parallel=4), SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
+
+    def told(limit_bytes: int) -> placement.Forecast:
+        return placement.forecast(handles, layout=layout, cycle=["log_prob", "train"], host_limit_bytes=limit_bytes, device=device)
+
+    roomy = told(5 * MIB // 2)
+    assert (roomy.disk_bytes, roomy.host_bytes, roomy.node_host_bytes) == (0, 5 * MIB // 2, 10 * MIB)
+    tight = told(9 * MIB // 4)  # the actor's host copy leaves: it takes 2 MiB, and a quarter of the other one 0.5 MiB
+    assert tight.disk_bytes == 2 * MIB
+    assert any("goes over the limit, up to 2,621,440 bytes" in note for note in tight.notes)
+    assert not caplog.records  # the note is enough
+    assert {each.name: each.host_bytes for each in tight.handles} == {"actor": 2 * MIB, "actor.optimizer": 0, "ref": MIB // 2}

@@ -114,7 +114,7 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("residant", r"no policy 'residant'. Did you mean 'resident'\? Registered: async_rollout, colocated, cyclic, resident"),
+            ("residant", r"no policy 'residant', did you mean 'resident'\? Registered: async_rollout, colocated, cyclic, resident"),
             ("residant", "or write 'package.module:Class'"),
             ("", "no policy ''"),
             ("my policy:Class", "no policy 'my policy:Class'"),
@@ -164,7 +164,7 @@ class TestResolve:
             (f"{__name__}:Mine(stream=True)", "no option 'stream', did you mean 'stream_sync'"),
             (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
             ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
-            ("colocted(stream_sync=True)", "no policy 'colocted'. Did you mean 'colocated'"),
+            ("colocted(stream_sync=True)", "no policy 'colocted', did you mean 'colocated'"),
             (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
         ],
     )
