@@ -44,7 +44,7 @@ class Answer:
         return self.status == 200
 
     def json(self) -> Any:
-        """The body as JSON; None where it is not JSON (vLLM 0.11 sends empty bodies)."""
+        """The body as JSON; None where it is not JSON (some versions of vLLM send empty bodies)."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):

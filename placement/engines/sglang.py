@@ -11,11 +11,13 @@ from __future__ import annotations
 import abc
 import importlib
 import os
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine
@@ -23,6 +25,7 @@ from placement.tensors.plain import PLAIN_TYPES
 
 _ENDED = "ended"
 """Stands for the time at which a server was started that has ended."""
+_POLL_SECONDS = 0.05
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
 
 
@@ -39,7 +42,12 @@ class _Sglang(TaggedEngine):
 
     def forget_cache(self) -> None:
         """Flush until SGLang has done it, which means that no request is in flight. A release before that would kill the server."""
-        self._until_idle(self._flush)
+        until = time.monotonic() + self.deadline_seconds
+        while (said := self._flush()) is not None:
+            if time.monotonic() >= until:
+                raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
+            time.sleep(_POLL_SECONDS)
+            interrupts.check()
 
     @abc.abstractmethod
     def _flush(self) -> str | None:

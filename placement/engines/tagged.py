@@ -36,7 +36,6 @@ _FREED_SHARE = 0.5
 """The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
 _FREED_SECONDS = 5.0
 """How long to wait for the freed memory. An engine may answer before its last worker has given it back."""
-_POLL_SECONDS = 0.05
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
@@ -486,15 +485,6 @@ class TaggedEngine(Engine):
         """
         self._next_bucket = 0
         self.residency.fill()
-
-    def _until_idle(self, busy: Callable[[], str | None]) -> None:
-        """Ask until no request is in flight: `busy` returns None then, else what the engine says."""
-        until = time.monotonic() + self.deadline_seconds
-        while (said := busy()) is not None:
-            if time.monotonic() >= until:
-                raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
 
     def assume(self, *, offloaded: Collection[str]) -> None:
         """Say after `EngineLost` which tags are offloaded, if you know. The weights count as lost until the next sync.
