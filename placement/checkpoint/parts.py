@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -225,18 +226,15 @@ class Model(Part):
 
     def _is_own(self, shown: Mapping[str, Any]) -> bool:
         """Whether the tensors of a state dict are the handle's own memory, so that writing to them counts."""
-        addresses = {part.untyped_storage().data_ptr() for tensor in self._tensors() for _, part in parts_of(tensor, "")}
+        assert self.handle.adapter is not None
+        module: torch.nn.Module = self.handle.object
+        moved = (owned.tensor for owned in self.handle.adapter.owned() if not owned.transient)
+        tensors = itertools.chain(moved, module.parameters(), module.buffers())  # some stay on the CPU on purpose
+        addresses = {part.untyped_storage().data_ptr() for tensor in tensors for _, part in parts_of(tensor, "")}
         parts = (part for value in shown.values() for _, part in parts_of(value, ""))
         return all(
             part.numel() == 0 or part.untyped_storage().data_ptr() in addresses or self.handle.storage.has_place(part) for part in parts
         )
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """The tensors with the module's values, including those that stay on the CPU on purpose."""
-        assert self.handle.adapter is not None
-        module: torch.nn.Module = self.handle.object
-        owned = [owned.tensor for owned in self.handle.adapter.owned() if not owned.transient]
-        return [*owned, *module.parameters(), *module.buffers()]
 
 
 def _is_extra(key: str) -> bool:
@@ -297,7 +295,9 @@ def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None
     handle.storage.wait_for_readers()
     yield
     for live, new in copies:
-        copy_over(live, new)
+        for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
     if also is not None:
         also()
     handle.storage.note_written()
@@ -368,13 +368,6 @@ def _take_settings(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group, without its parameters and their names (which later versions of torch list too)."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def copy_over(live: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy values, part by part. Parts that share their memory are skipped."""
-    for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
 
 
 def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:

@@ -130,7 +130,9 @@ class SglangServer(ServedEngine, _Sglang):
         if self._started == _ENDED:
             raise EngineLost(f"{self!r} had ended: restart it and register it anew")
         if self._info().get("startup_time") != self._started:
-            raise EngineLost(f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded)} is back on the device")
+            raise EngineLost(
+                f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded_tags)} is back on the device"
+            )
         self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
 
     def admit(self) -> None:

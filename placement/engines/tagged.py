@@ -83,8 +83,8 @@ class Residency(Storage):
     def weights_are_kept(self, kept: bool) -> None:
         """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
-        self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded)
-        if WEIGHTS in self.offloaded and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
+        self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded_tags)
+        if WEIGHTS in self.offloaded_tags and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
@@ -118,10 +118,6 @@ class Residency(Storage):
     @property
     def resident_tags(self) -> frozenset[str]:
         return self.resident
-
-    @property
-    def offloaded_tags(self) -> frozenset[str]:
-        return self.offloaded
 
     def is_consistent_in(self, state: State) -> bool:
         return False  # never known without asking the engine, so a phase transition always does
@@ -157,7 +153,7 @@ class Residency(Storage):
         return self.mirror_bytes if self._has_mirror else 0
 
     @property
-    def offloaded(self) -> frozenset[str]:
+    def offloaded_tags(self) -> frozenset[str]:
         return frozenset(self.tags) - self.resident
 
     def _bytes_of(self, tags: frozenset[str]) -> int:
@@ -253,7 +249,7 @@ class Residency(Storage):
 
     def _open(self) -> None:
         """Admit requests once every tag is on the device and valid. An engine that is whole but stale must stay closed."""
-        if self.offloaded:
+        if self.offloaded_tags:
             return
         if self.stale is not None:
             self._is_drained = False  # some engines open by themselves as soon as every tag is back

@@ -41,9 +41,10 @@ class _Vllm(TaggedEngine):
 
     def register(self) -> None:
         """Check that vLLM is awake or asleep as the record says. It does not report which tags are asleep."""
-        if (is_asleep := self._is_sleeping()) is not bool(self.residency.offloaded):
+        offloaded = sorted(self.residency.offloaded_tags)
+        if (is_asleep := self._is_sleeping()) is not bool(offloaded):
             raise EngineError(
-                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={sorted(self.residency.offloaded)}: wake "
+                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={offloaded}: wake "
                 "it first, or give offloaded= the tags that are asleep"
             )
 
@@ -75,7 +76,7 @@ class _Vllm(TaggedEngine):
         """Wake these tags, which are asleep."""
         if not self._is_sleeping():
             raise EngineLost(f"{self!r} is awake, although it was put to sleep: it was restarted, or another program woke it")
-        is_last = self.residency.offloaded <= set(tags)
+        is_last = self.residency.offloaded_tags <= set(tags)
         self._wake([tag for tag in self.residency.tags if tag in tags])
         if self._is_sleeping_now() is is_last:  # with the last tag back it must be awake, before that asleep
             raise EngineLost(f"{self!r} was told to wake {', '.join(tags)}, but reports to be {'still' if is_last else 'no longer'} asleep")

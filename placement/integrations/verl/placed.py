@@ -223,10 +223,9 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     def initialize(self) -> None:
         self._end_manual()
-        reason = self._reason_to_leave_it()
-        if reason is not None:
+        if self._is_left_to_verl:
             super().initialize()
-            logger.info("verl places its own %s engine: %s", type(self).__name__, reason)
+            logger.info("verl places its own %s engine: param_offload and optimizer_offload are off", type(self).__name__)
             return
         self._is_offload_param = self._is_offload_optimizer = False
         replaced = vars(self).get("module"), vars(self).get("optimizer")
@@ -234,12 +233,11 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         self._register()
         del replaced
 
-    def _reason_to_leave_it(self) -> str | None:
-        """The reason for which the engine stays as verl has it, or None."""
+    @property
+    def _is_left_to_verl(self) -> bool:
+        """Whether the recipe offloads nothing of the engine."""
         config = self.engine_config
-        if not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload):
-            return "param_offload and optimizer_offload are off"
-        return None
+        return not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload)
 
     @property
     def _is_left_to_fsdp2(self) -> bool:
@@ -248,7 +246,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """verl puts a `forward_only` model under a CPU offload policy, which copies each layer for each micro-batch: not a placed one."""
-        if self._reason_to_leave_it() is not None:
+        if self._is_left_to_verl:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
         config, forward_only = self.engine_config, self.engine_config.forward_only
         config.forward_only = False
@@ -418,7 +416,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
         """The same weights. Aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
-        own = {part.untyped_storage().data_ptr() for each in _tensors_of(self.module) for part in _parts(each)}
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        own = {part.untyped_storage().data_ptr() for each in tensors for part in _parts(each)}
         try:
             for name, weight, *rest in weights:
                 is_alias = any(part.untyped_storage().data_ptr() in own for part in _parts(weight))
@@ -467,18 +466,10 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     return (part for _, part in plain_parts(tensor, ""))
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _free_name(manager: Manager, role: str) -> str:
     """The role as a handle's name, with a number if another engine of the process has the name."""
-    names = [role, *(f"{role}-{number}" for number in range(2, 100))]
-    for name in names:
-        if name not in manager.handles:
-            return name
-    raise PlacementError(f"{len(names)} engines with the role {role!r} are registered in this process; call reset() on one worker instead")
+    numbered = (f"{role}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([role], numbered) if name not in manager.handles)
 
 
 _NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not name.startswith("_")))
