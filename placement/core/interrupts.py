@@ -2,6 +2,8 @@
 
 So code of a transition that does not wait cannot be cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the main
 thread receives signals, and only a handler that Python installed (such as its own, which raises KeyboardInterrupt) is deferred.
+
+`looks` and `BoundedCalls` are waits at which it is raised.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import math
 import os
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
@@ -88,7 +91,23 @@ def check() -> None:
         _current.deliver()
 
 
-# --- a wait for an answer that may never come
+# --- waits
+
+
+def looks(seconds: float, first_pause: float, longest_pause: float) -> Iterator[None]:
+    """Let the caller look for something again and again, with growing pauses, at which a noted interrupt is raised.
+
+    Ends after `seconds`, with a last look at the end. The caller leaves the loop when it has found it; behind the loop it has not.
+    """
+    until, pause = time.monotonic() + seconds, first_pause
+    while True:
+        yield
+        if (left := until - time.monotonic()) <= 0:
+            return
+        time.sleep(min(pause, left))
+        check()
+        pause = min(1.5 * pause, longest_pause)
+
 
 _LEAST_SLICES, _LONGEST_SLICE_SECONDS = 60, 0.5
 _T = TypeVar("_T")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import importlib
 import os
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -42,12 +41,11 @@ class _Sglang(TaggedEngine):
 
     def forget_cache(self) -> None:
         """Flush until SGLang has done it, which means that no request is in flight. A release before that would kill the server."""
-        until = time.monotonic() + self.deadline_seconds
-        while (said := self._flush()) is not None:
-            if time.monotonic() >= until:
-                raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
+        said: str | None = None
+        for _ in interrupts.looks(self.deadline_seconds, _POLL_SECONDS, _POLL_SECONDS):
+            if (said := self._flush()) is None:
+                return
+        raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
 
     @abc.abstractmethod
     def _flush(self) -> str | None:

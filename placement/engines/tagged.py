@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -36,6 +35,8 @@ _FREED_SHARE = 0.5
 """The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
 _FREED_SECONDS = 5.0
 """How long to wait for the freed memory. An engine may answer before its last worker has given it back."""
+_PAUSE_SECONDS = (0.001, 0.1)
+"""Pause between two looks at the free memory: the first pause, and the longest."""
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
@@ -284,18 +285,16 @@ class Residency(Storage):
         if not self._by_memory:
             return
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
-        until, pause = time.monotonic() + min(_FREED_SECONDS, self._engine.deadline_seconds), 0.001
-        while (freed := self._free_bytes() - before) < wanted:
-            if time.monotonic() >= until:
-                raise EngineError(
-                    f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only {freed:,} more free bytes, and they "
-                    f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine uses other devices than this "
-                    "manager's, make it with verify='answer'"
-                )
-            time.sleep(pause)
-            interrupts.check()
-            pause = min(pause * 2, 0.1)
-        self._measure(tags, freed)
+        freed = 0
+        for _ in interrupts.looks(min(_FREED_SECONDS, self._engine.deadline_seconds), *_PAUSE_SECONDS):
+            if (freed := self._free_bytes() - before) >= wanted:
+                self._measure(tags, freed)
+                return
+        raise EngineError(
+            f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only {freed:,} more free bytes, and they "
+            f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine uses other devices than this "
+            "manager's, make it with verify='answer'"
+        )
 
     def _measure(self, tags: frozenset[str], nbytes: int) -> None:
         if self._by_memory and nbytes > 0:

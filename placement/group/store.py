@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -54,15 +53,10 @@ class StoreBoard(Board):
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it ends only when the store answers.
-        deadline = time.monotonic() + seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while (found := self.look([key])) is None:
-            if (left := deadline - time.monotonic()) <= 0:
-                return None
-            time.sleep(min(pause, left))
-            interrupts.check()
-            pause = min(pause * 1.5, self._longest_pause)
-        return found[0]
+        for _ in interrupts.looks(seconds, _FIRST_PAUSE_SECONDS, self._longest_pause):
+            if (found := self.look([key])) is not None:
+                return found[0]
+        return None
 
     def remove(self, keys: Sequence[str]) -> None:
         self._reach(lambda: [self._store.delete_key(key) for key in keys])

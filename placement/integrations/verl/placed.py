@@ -26,6 +26,7 @@ from placement.group import Group, StoreGroup
 from placement.manager import Manager
 from placement.phases.phase import Hold
 from placement.publish.changes import Publication as Changes
+from placement.publish.skeleton import named_places
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
@@ -352,15 +353,10 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return self._delta_entries(changes), peft_config
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that verl exports, under its names and in the order of the state dict."""
+        """The parameters and buffers that verl exports, under its names."""
         from verl.utils.model import convert_weight_keys
 
-        named: dict[str, torch.Tensor] = {}
-        for path, part in self.module.named_modules(remove_duplicate=False):
-            lasting = {name: each for name, each in part._buffers.items() if name not in part._non_persistent_buffers_set}
-            found = {**part._parameters, **lasting}
-            named |= {f"{path}.{name}".lstrip("."): each for name, each in found.items() if each is not None}
-        return dict(convert_weight_keys(named, self.module))
+        return dict(convert_weight_keys(dict(named_places(self.module)), self.module))
 
     def _shards(self) -> list[tuple[str, Weight, torch.dtype]]:
         """The same with the dtypes in which verl publishes them."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,13 +89,10 @@ class ColocatedRollout(TaggedEngine):
     def offload(self, tags: Collection[str]) -> None:
         """Nothing where the driver has done it; else put them to sleep. What was never measured counts as done."""
         wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while self.residency.resident_bytes and self._free_bytes() < wanted:
-            if time.monotonic() >= until:
-                self._sleep(tags)
+        for _ in interrupts.looks(_PATIENCE_SECONDS, _POLL_SECONDS, _POLL_SECONDS):
+            if not self.residency.resident_bytes or self._free_bytes() >= wanted:
                 return
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
+        self._sleep(tags)
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
