@@ -48,8 +48,8 @@ _POLICY = "colocated(stream_sync=True)"
 """The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
 _BUCKET_BYTES = 64 << 20
 """Bytes of changes that are found together."""
-_ended: list[weakref.WeakMethod[Callable[[], None]]] = []
-"""Methods that end the rollout's phase, called when an engine begins one."""
+rollouts: WeakIdSet[Any] = WeakIdSet()
+"""The rollouts that are handles: `ended()` of each is called when an engine begins a phase."""
 
 
 def manager() -> Manager:
@@ -80,17 +80,10 @@ def current_manager() -> Manager | None:
     return _made[0] if _made else None
 
 
-def on_next_phase(end: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call `end` before an engine of this process begins a phase, each time."""
-    _ended.append(end)
-
-
 def next_phase() -> None:
     """An engine of this process is about to begin a phase in which the rollout is not needed."""
-    for end in _ended:
-        method = end()
-        if method is not None:
-            method()
+    for rollout in rollouts:
+        rollout.ended()
 
 
 def use_manager(made: Manager) -> None:
@@ -116,7 +109,7 @@ def close_manager() -> None:
             next_phase()
             _made[0].close()
             _made.clear()
-            _ended.clear()
+            rollouts.clear()
         _joined.clear()
 
 

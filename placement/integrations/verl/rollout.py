@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.tagged import Residency, TaggedEngine, Weights
-from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, on_next_phase
+from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, rollouts
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -128,7 +127,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         )
         manager.register("rollout", self._colocated, role="rollout", replace=True)
         self._manager = manager
-        on_next_phase(weakref.WeakMethod(self.ended))
+        rollouts.add(self)
         logger.info("placement knows the rollout as 'rollout' (%s)", type(self).__name__)
 
     def _reason_to_leave_it(self, manager: Manager | None) -> str | None:
