@@ -129,17 +129,19 @@ def async_save(
 def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None) -> None:
     """Load what `save` saved, on any number of ranks, in every state. The host copy of an offloaded handle is written, and nothing moves.
 
-    But what only an object's own code can load (see `Part.needs_device`) is brought to the device by a phase `restore` of these handles.
+    But what only an object's own code can load (extra state, a state dict that shows copies, an optimizer with a `load_state_dict` of its
+    own) is loaded by that code, on the device, in a phase `restore` that is opened for these handles.
 
     On every rank everything is read into host memory and compared before the first value is written. A checkpoint that does not fit or
     cannot be read leaves every handle of every rank unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same.
+    What an object's own code does is its own: where that raises, some of the object's values may be the saved ones.
     Entries of the checkpoint that belong to other handles are ignored.
 
     Args:
         only: the handles to load, or their names; None: every module and optimizer that is not readonly.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit; the message names handle and key.
+        CheckpointError: there is no checkpoint, or it does not fit, or an object's own code failed; the message names handle and key.
         PhaseError: a handle is publishing its weights.
         NotResidentError: a handle is not built yet, or the policy has no place in `restore` for one that needs the device.
         DeviceMemoryError: handles that need the device do not fit there together. Nothing was loaded: load fewer at once, with `only`.

@@ -28,7 +28,6 @@ from placement.checkpoint.parts import (
     mapped,
     refuse_own_cuts,
     replace_state,
-    same_values,
     settings_of,
     some,
     under,
@@ -127,7 +126,7 @@ class Optimizer(Part):
         for optimizer, _, is_hollow in self._optimizers():
             if own_state(optimizer) is None:
                 if not is_hollow and _loads_itself(optimizer):
-                    return f"{type(optimizer).__name__} {_LOADS_ITSELF}"
+                    return f"{type(optimizer).__name__} loads state in its own way"
                 if not self._adapter().follows(optimizer):
                     return f"{type(optimizer).__name__} may keep some state on the CPU on purpose"
         return None
@@ -175,14 +174,7 @@ class Optimizer(Part):
             copied = mapped(given, lambda tensor: tensor.detach().clone())  # the optimizer may keep these very tensors
             optimizer.load_state_dict({"state": {numbers.get(name, name): entry for name, entry in copied.items()}, "param_groups": packed})
 
-        def differing() -> list[str]:
-            found = {names.get(id(owner), owner): entry for owner, entry in optimizer.state.items()}
-            return [f"state.{name}" for name, entry in given.items() if name in numbers and not same_values(found.get(name, {}), entry)]
-
-        containers = [vars(optimizer), optimizer.param_groups, *optimizer.param_groups, optimizer.state]
-        containers += [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
-        tensors = [tensor for _, tensor in nested_tensors([*optimizer.state.values(), *map(settings_of, optimizer.param_groups)], "")]
-        return load_by_itself(f"{self.handle.name!r}: {type(optimizer).__name__} {_LOADS_ITSELF}", load, differing, containers, tensors)
+        return load_by_itself(self.handle, load)
 
     def _state_change(
         self, optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
@@ -285,9 +277,6 @@ class Optimizer(Part):
         if not found:
             raise CheckpointError(f"{self.handle.name!r} steps no parameter with a name; save it with its framework's checkpoint")
         return found
-
-
-_LOADS_ITSELF = "loads state in its own way"
 
 
 def _loads_itself(optimizer: Any) -> bool:

@@ -4,17 +4,16 @@ While a handle is offloaded, its host copy is read and written, and nothing move
 need the object on the device.
 
 Values are written by changes. A change is a context manager: its beginning does everything that can fail, and its end writes into memory
-that exists already. After an error between the two, the handle is as it was.
+that exists already. After an error between the two, the handle is as it was, unless its own code has loaded it.
 """
 
 from __future__ import annotations
 
 import abc
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -202,12 +201,6 @@ class Model(Part):
                 raise self._error(key, f"is not in the checkpoint, which has {some(found)} for {'.'.join(map(str, path))!r}")
         return Read(found)
 
-    def needs_device(self) -> str | None:
-        shown = self.state_dict()
-        if extra := {key: None for key in shown if _is_extra(key)}:
-            return f"only the module itself can load its extra state ({some(extra)})"
-        return None if self._is_own(shown) else _SHOWS_COPIES
-
     def prepare(self, given: Mapping[str, Any]) -> list[Change]:
         self.require_writable()
         live = self.state_dict()
@@ -220,47 +213,28 @@ class Model(Part):
             if key not in live:
                 raise self._error(key, "is not a parameter or buffer of the module")
         self._require_resident()
-        handle, module = self.handle, self.handle.object
-        if self._is_own(live):
-            also = None
-            if extra := {key: value for key, value in given.items() if _is_extra(key)}:
-                takers = {fqn(module, f"{path}.{_EXTRA}".lstrip(".")): each for path, each in module.named_modules()}
-                also = partial(_set_extra_state, {takers[key]: value for key, value in extra.items()})
-            return [write(handle, [(value, given[key]) for key, value in live.items() if not _is_extra(key)], also)]
+        if self.needs_device() is None:
+            return [write(self.handle, [(value, given[key]) for key, value in live.items()])]
+        options = StateDictOptions(strict=False)
+        return [load_by_itself(self.handle, lambda: set_model_state_dict(self.handle.object, dict(given), options=options))]
 
-        def load() -> None:
-            set_model_state_dict(module, dict(given), options=StateDictOptions(strict=False))
-
-        def differing() -> list[str]:
-            shown = self.state_dict()
-            return [key for key, new in given.items() if isinstance(new, torch.Tensor) and not same_values(shown.get(key), new)]
-
-        modules = [*module.modules()]
-        containers = [each for part in modules for each in (vars(part), vars(part)["_parameters"], vars(part)["_buffers"])]
-        return [load_by_itself(f"{handle.name!r}: {_SHOWS_COPIES}", load, differing, containers, self._tensors())]
+    def needs_device(self) -> str | None:
+        shown = self.state_dict()
+        if extra := {key: None for key in shown if _is_extra(key)}:
+            return f"only the module itself can load its extra state ({some(extra)})"
+        return None if self._is_own(shown) else "its state dict shows copies (a hook, an overridden state_dict())"
 
     def _is_own(self, shown: Mapping[str, Any]) -> bool:
         """Whether the tensors of a state dict are the handle's own memory, so that writing to them counts."""
-        addresses = {part.untyped_storage().data_ptr() for tensor in self._tensors() for _, part in parts_of(tensor, "")}
-        parts = (part for key, value in shown.items() if not _is_extra(key) for _, part in parts_of(value, ""))
+        assert self.handle.adapter is not None
+        module: torch.nn.Module = self.handle.object
+        moved = (owned.tensor for owned in self.handle.adapter.owned() if not owned.transient)
+        tensors = itertools.chain(moved, module.parameters(), module.buffers())  # some stay on the CPU on purpose
+        addresses = {part.untyped_storage().data_ptr() for tensor in tensors for _, part in parts_of(tensor, "")}
+        parts = (part for value in shown.values() for _, part in parts_of(value, ""))
         return all(
             part.numel() == 0 or part.untyped_storage().data_ptr() in addresses or self.handle.storage.has_place(part) for part in parts
         )
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """The tensors with the module's values, including those that stay on the CPU on purpose."""
-        assert self.handle.adapter is not None
-        module: torch.nn.Module = self.handle.object
-        owned = [owned.tensor for owned in self.handle.adapter.owned() if not owned.transient]
-        return [*owned, *module.parameters(), *module.buffers()]
-
-
-_SHOWS_COPIES = "its state dict shows copies (a hook, an overridden state_dict())"
-
-
-def _set_extra_state(values: Mapping[torch.nn.Module, Any]) -> None:
-    for module, value in values.items():
-        module.set_extra_state(value)
 
 
 def _is_extra(key: str) -> bool:
@@ -321,10 +295,23 @@ def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None
     handle.storage.wait_for_readers()
     yield
     for live, new in copies:
-        copy_over(live, new)
+        for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
     if also is not None:
         also()
     handle.storage.note_written()
+
+
+@contextmanager
+def load_by_itself(handle: Handle, load: Callable[[], object]) -> Iterator[None]:
+    """A change by the own code of an object that is on the device. Where that raises, some values may be the new ones."""
+    try:
+        load()
+    except Exception as error:
+        what = f"{handle.name!r} was being loaded by its own code, which raised {type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}. Some of its values may be the saved ones: load it anew") from error
+    yield
 
 
 @contextmanager
@@ -378,85 +365,13 @@ def _take_settings(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
                 group[key] = copy.deepcopy(value)
 
 
-@contextmanager
-def load_by_itself(
-    subject: str,
-    load: Callable[[], object],
-    differing: Callable[[], list[str]],
-    containers: Sequence[Any],
-    tensors: Iterable[torch.Tensor],
-) -> Iterator[None]:
-    """A change by the object's own `load_state_dict`, for an object on the device.
-
-    `differing` names the values that its state dict does not show afterwards as they were saved. Where the load fails, the containers
-    (the dicts and lists in which the object has its tensors) and the bytes of the tensors are put back.
-    """
-    subject = f"{subject}, so only its load_state_dict() can load the saved values"
-    parts = {id(part): part.detach() for tensor in tensors for _, part in parts_of(tensor, "")}
-    bytes_before = [(part, part.to("cpu", copy=True)) for part in parts.values()]
-    before = [(each, copy.copy(each)) for each in containers]
-    try:
-        try:
-            load()
-            _keep_objects(before)
-        except Exception as error:
-            raise CheckpointError(f"{subject}. That raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
-        if found := differing():
-            names = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-            raise CheckpointError(f"{subject}. It ran, but {names} of the state dict differ from the saved ones. {_UNCHANGED}")
-        yield
-    except BaseException:
-        for container, content in before:
-            container.clear()
-            (container.update if isinstance(content, dict) else container.extend)(content)
-        for live, saved in bytes_before:
-            live.copy_(saved)
-        raise
-
-
-def _keep_objects(before: Sequence[tuple[Any, Any]]) -> None:
-    """Put the object's own tensors back where loading replaced them (`assign=True`), with the new values: optimizers step them."""
-    for container, content in before:
-        for name, own in content.items() if isinstance(content, dict) else ():
-            now = container.get(name)
-            if isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor) and now is not own:
-                own.copy_(now)
-                container[name] = own
-
-
-_UNCHANGED = (
-    "Every value is as it was before. Give it a load_state_dict() that fits its state_dict(), or leave it out with only= and load it by "
-    "its own state dict inside manager.phase('restore')"
-)
-
-
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group, without its parameters and their names (which later versions of torch list too)."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def copy_over(live: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy values, part by part. Parts that share their memory are skipped."""
-    for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
-
-
 def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
     return [(part.size(), part.dtype) for _, part in parts_of(tensor, "")]
-
-
-def same_values(one: Any, other: Any) -> bool:
-    """Whether two state dict values are equal. Tensors are compared as bytes: NaN equals NaN, and -0.0 differs from 0.0."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        pairs = zip(parts_of(one, ""), parts_of(other, ""), strict=True) if form(one) == form(other) else None
-        return pairs is not None and all(torch.equal(bytes_of(mine), bytes_of(theirs)) for (_, mine), (_, theirs) in pairs)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        mine, theirs = ({str(key): value for key, value in each.items()} for each in (one, other))
-        return mine.keys() == theirs.keys() and all(same_values(value, theirs[key]) for key, value in mine.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_values, one, other))
-    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other))
 
 
 def bytes_of(part: torch.Tensor) -> torch.Tensor:

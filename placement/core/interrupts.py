@@ -2,16 +2,24 @@
 
 So code of a transition that does not wait cannot be cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the main
 thread receives signals, and only a handler that Python installed (such as its own, which raises KeyboardInterrupt) is deferred.
+
+`looks` and `BoundedCalls` are waits at which it is raised.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` wraps its functions to return enums, which takes four times as long
+import math
 import os
+import queue
 import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 _SIGINT: int = _signal.SIGINT
 _NOTHING = nullcontext()
@@ -81,3 +89,78 @@ def check() -> None:
     """Raise a noted interrupt. Called after, or in the middle of, every wait of a transition (device, vote, lock, lease, disk)."""
     if _current is not None:
         _current.deliver()
+
+
+# --- waits
+
+
+def looks(seconds: float, first_pause: float, longest_pause: float) -> Iterator[None]:
+    """Let the caller look for something again and again, with growing pauses, at which a noted interrupt is raised.
+
+    Ends after `seconds`, with a last look at the end. The caller leaves the loop when it has found it; behind the loop it has not.
+    """
+    until, pause = time.monotonic() + seconds, first_pause
+    while True:
+        yield
+        if (left := until - time.monotonic()) <= 0:
+            return
+        time.sleep(min(pause, left))
+        check()
+        pause = min(1.5 * pause, longest_pause)
+
+
+_LEAST_SLICES, _LONGEST_SLICE_SECONDS = 60, 0.5
+_T = TypeVar("_T")
+
+
+class BoundedCalls:
+    """Makes calls one after the other on a thread of its own, and waits a limited time for each.
+
+    torch's store client waits for its answer without a limit, whatever timeout the store was given, and a server that drips bytes outlasts
+    a limit on each read. A server whose process is stopped, or whose machine is gone, would hold its callers for ever.
+
+    Args:
+        seconds: the limit for each call. A process that was stopped meanwhile waits a part of it again, since the other side was not late.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._seconds = max(seconds, 0.0)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._late: Future[Any] | None = None
+        # A daemon thread, because a call that never returns must not keep the interpreter from exiting.
+        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def __call__(self, call: Callable[[], _T]) -> _T:
+        """Make a call. Returns what it returns and raises what it raises.
+
+        Raises:
+            TimeoutError: the call has not returned in time, or an earlier call still has not.
+        """
+        if self._late is not None and not self._late.done():
+            raise TimeoutError("an earlier call is still waiting for its answer")
+        answer: Future[_T] = Future()
+        self._calls.put((call, answer))
+        slices = max(_LEAST_SLICES, math.ceil(self._seconds / _LONGEST_SLICE_SECONDS))
+        try:
+            for _ in range(slices):
+                try:
+                    return answer.result(self._seconds / slices)
+                except TimeoutError:
+                    if answer.done():  # just now, or the error is the call's own
+                        return answer.result()
+                    check()
+            self._late = answer
+        finally:
+            del answer  # an error's traceback has this frame: a cycle would keep the callers' tensors until it is collected
+        raise TimeoutError(f"no answer within {self._seconds:g} s")
+
+
+def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (each := calls.get()) is not None:
+        call, answer = each
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+        del each, call, answer  # what is finished must not live on until the next call comes

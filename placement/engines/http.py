@@ -6,18 +6,16 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode, urlsplit
 
 import torch
 
-from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
+from placement.core.interrupts import BoundedCalls
 from placement.engines.tagged import TaggedEngine
 
 InFlight = Literal["wait", "abort"]
@@ -25,7 +23,6 @@ InFlight = Literal["wait", "abort"]
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
 """Sends a bucket to an engine. What it returns is what `TaggedEngine.receive` returns."""
 _MAX_BYTES = 16 << 20
-_POLL_SECONDS = 0.5
 _SHOWN = 500
 """The number of characters of an answer that a message quotes."""
 
@@ -44,7 +41,7 @@ class Answer:
         return self.status == 200
 
     def json(self) -> Any:
-        """The body as JSON; None where it is not JSON (vLLM 0.11 sends empty bodies)."""
+        """The body as JSON; None where it is not JSON (some versions of vLLM send empty bodies)."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -116,7 +113,7 @@ class Server:
                 return _answer(request, connection)
 
         try:
-            return _within(began + limit - time.monotonic(), exchange)
+            return BoundedCalls("placement-http", began + limit - time.monotonic())(exchange)
         except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
             what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
             if method == "GET":
@@ -128,39 +125,13 @@ class Server:
 
 
 def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
-    chunks: list[bytes] = []
-    size = 0
     with connection.getresponse() as response:
-        while chunk := response.read1(1 << 16):
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > _MAX_BYTES:
-                raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
+        body = response.read(_MAX_BYTES + 1)
+        if len(body) > _MAX_BYTES:
+            raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
         if response.length:
-            raise http.client.IncompleteRead(b"".join(chunks), response.length)
-    return Answer(request, response.status, b"".join(chunks))
-
-
-def _within(seconds: float, call: Callable[[], Answer]) -> Answer:
-    """Call on a thread of its own. Raises TimeoutError after `seconds`: a server that drips bytes outlasts a limit on each read."""
-    answer: Future[Answer] = Future()
-    until = time.monotonic() + seconds
-    threading.Thread(target=_fill, args=(answer, call), name="placement-http", daemon=True).start()
-    while not wait([answer], min(max(until - time.monotonic(), 0.0), _POLL_SECONDS)).done:
-        interrupts.check()
-        if time.monotonic() >= until:
-            raise TimeoutError
-    try:
-        return answer.result()
-    finally:
-        del answer  # an error's traceback has this frame: a cycle would keep the callers' tensors until it is collected
-
-
-def _fill(answer: Future[Answer], call: Callable[[], Answer]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:
-        answer.set_exception(error)
+            raise http.client.IncompleteRead(body, response.length)
+    return Answer(request, response.status, body)
 
 
 class ServedEngine(TaggedEngine):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine
@@ -23,6 +24,7 @@ from placement.tensors.plain import PLAIN_TYPES
 
 _ENDED = "ended"
 """Stands for the time at which a server was started that has ended."""
+_POLL_SECONDS = 0.05
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
 
 
@@ -39,7 +41,11 @@ class _Sglang(TaggedEngine):
 
     def forget_cache(self) -> None:
         """Flush until SGLang has done it, which means that no request is in flight. A release before that would kill the server."""
-        self._until_idle(self._flush)
+        said: str | None = None
+        for _ in interrupts.looks(self.deadline_seconds, _POLL_SECONDS, _POLL_SECONDS):
+            if (said := self._flush()) is None:
+                return
+        raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
 
     @abc.abstractmethod
     def _flush(self) -> str | None:
@@ -122,7 +128,9 @@ class SglangServer(ServedEngine, _Sglang):
         if self._started == _ENDED:
             raise EngineLost(f"{self!r} had ended: restart it and register it anew")
         if self._info().get("startup_time") != self._started:
-            raise EngineLost(f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded)} is back on the device")
+            raise EngineLost(
+                f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded_tags)} is back on the device"
+            )
         self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
 
     def admit(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -36,7 +35,8 @@ _FREED_SHARE = 0.5
 """The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
 _FREED_SECONDS = 5.0
 """How long to wait for the freed memory. An engine may answer before its last worker has given it back."""
-_POLL_SECONDS = 0.05
+_PAUSE_SECONDS = (0.001, 0.1)
+"""Pause between two looks at the free memory: the first pause, and the longest."""
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
@@ -84,8 +84,8 @@ class Residency(Storage):
     def weights_are_kept(self, kept: bool) -> None:
         """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
-        self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded)
-        if WEIGHTS in self.offloaded and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
+        self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded_tags)
+        if WEIGHTS in self.offloaded_tags and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
@@ -119,10 +119,6 @@ class Residency(Storage):
     @property
     def resident_tags(self) -> frozenset[str]:
         return self.resident
-
-    @property
-    def offloaded_tags(self) -> frozenset[str]:
-        return self.offloaded
 
     def is_consistent_in(self, state: State) -> bool:
         return False  # never known without asking the engine, so a phase transition always does
@@ -158,7 +154,7 @@ class Residency(Storage):
         return self.mirror_bytes if self._has_mirror else 0
 
     @property
-    def offloaded(self) -> frozenset[str]:
+    def offloaded_tags(self) -> frozenset[str]:
         return frozenset(self.tags) - self.resident
 
     def _bytes_of(self, tags: frozenset[str]) -> int:
@@ -254,7 +250,7 @@ class Residency(Storage):
 
     def _open(self) -> None:
         """Admit requests once every tag is on the device and valid. An engine that is whole but stale must stay closed."""
-        if self.offloaded:
+        if self.offloaded_tags:
             return
         if self.stale is not None:
             self._is_drained = False  # some engines open by themselves as soon as every tag is back
@@ -289,18 +285,16 @@ class Residency(Storage):
         if not self._by_memory:
             return
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
-        until, pause = time.monotonic() + min(_FREED_SECONDS, self._engine.deadline_seconds), 0.001
-        while (freed := self._free_bytes() - before) < wanted:
-            if time.monotonic() >= until:
-                raise EngineError(
-                    f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only {freed:,} more free bytes, and they "
-                    f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine uses other devices than this "
-                    "manager's, make it with verify='answer'"
-                )
-            time.sleep(pause)
-            interrupts.check()
-            pause = min(pause * 2, 0.1)
-        self._measure(tags, freed)
+        freed = 0
+        for _ in interrupts.looks(min(_FREED_SECONDS, self._engine.deadline_seconds), *_PAUSE_SECONDS):
+            if (freed := self._free_bytes() - before) >= wanted:
+                self._measure(tags, freed)
+                return
+        raise EngineError(
+            f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only {freed:,} more free bytes, and they "
+            f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine uses other devices than this "
+            "manager's, make it with verify='answer'"
+        )
 
     def _measure(self, tags: frozenset[str], nbytes: int) -> None:
         if self._by_memory and nbytes > 0:
@@ -486,15 +480,6 @@ class TaggedEngine(Engine):
         """
         self._next_bucket = 0
         self.residency.fill()
-
-    def _until_idle(self, busy: Callable[[], str | None]) -> None:
-        """Ask until no request is in flight: `busy` returns None then, else what the engine says."""
-        until = time.monotonic() + self.deadline_seconds
-        while (said := busy()) is not None:
-            if time.monotonic() >= until:
-                raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
 
     def assume(self, *, offloaded: Collection[str]) -> None:
         """Say after `EngineLost` which tags are offloaded, if you know. The weights count as lost until the next sync.

@@ -1,9 +1,9 @@
 """vLLM: its server over HTTP, and its `LLM` in this process.
 
 The differences between versions are read from the server's answers. Checked against 0.33.0 (vllm/entrypoints/serve/dev/sleep/
-api_router.py, vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py), 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/
-engine/core.py, vllm/device_allocator/cumem.py) and 0.11.0. The server needs `VLLM_SERVER_DEV_MODE=1` for the routes and
-`--enable-sleep-mode` for memory to move.
+api_router.py, vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py) and 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/
+engine/core.py, vllm/device_allocator/cumem.py). The server needs `VLLM_SERVER_DEV_MODE=1` for the routes and `--enable-sleep-mode` for
+memory to move.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import inspect
 import os
-import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine, Weights
 
-_BUSY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 _ENABLE = "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers 'sleeping' even without it."
 _MAPPED_ALREADY = "CUDA Error: invalid argument"
 """The answer to a second wake of a tag of which a wake before has brought back a part. vLLM maps every block of the tag anew."""
@@ -33,6 +31,8 @@ class _Vllm(TaggedEngine):
     """The part that both kinds share: vLLM sleeps as a whole and wakes by tags."""
 
     why_nothing_moves = _ENABLE
+    knows_its_tags: bool
+    """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone. One change of vLLM brought both."""
 
     @property
     def _level(self) -> int:
@@ -41,9 +41,10 @@ class _Vllm(TaggedEngine):
 
     def register(self) -> None:
         """Check that vLLM is awake or asleep as the record says. It does not report which tags are asleep."""
-        if (is_asleep := self._is_sleeping()) is not bool(self.residency.offloaded):
+        offloaded = sorted(self.residency.offloaded_tags)
+        if (is_asleep := self._is_sleeping()) is not bool(offloaded):
             raise EngineError(
-                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={sorted(self.residency.offloaded)}: wake "
+                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={offloaded}: wake "
                 "it first, or give offloaded= the tags that are asleep"
             )
 
@@ -51,11 +52,11 @@ class _Vllm(TaggedEngine):
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
         book, before = self.residency, self.residency.resident
         staying = [tag for tag in book.tags if tag in before - set(tags)]
-        if WEIGHTS not in tags and self._knows_its_tags():
+        if WEIGHTS not in tags and self.knows_its_tags:
             self._release_kv_cache()
             return
-        if KV_CACHE not in before and not self._knows_its_tags():
-            # Older servers have one flag for "asleep". With the KV cache offloaded they take a sleep for done and keep the weights.
+        if KV_CACHE not in before and not self.knows_its_tags:
+            # vLLM 0.24 has one flag for "asleep". With the KV cache offloaded it takes a sleep for done and keeps the weights.
             self._wake([KV_CACHE])
             book.resident |= {KV_CACHE}  # correct in case the sleep is refused
         self._sleep()
@@ -75,7 +76,7 @@ class _Vllm(TaggedEngine):
         """Wake these tags, which are asleep."""
         if not self._is_sleeping():
             raise EngineLost(f"{self!r} is awake, although it was put to sleep: it was restarted, or another program woke it")
-        is_last = self.residency.offloaded <= set(tags)
+        is_last = self.residency.offloaded_tags <= set(tags)
         self._wake([tag for tag in self.residency.tags if tag in tags])
         if self._is_sleeping_now() is is_last:  # with the last tag back it must be awake, before that asleep
             raise EngineLost(f"{self!r} was told to wake {', '.join(tags)}, but reports to be {'still' if is_last else 'no longer'} asleep")
@@ -111,10 +112,6 @@ class _Vllm(TaggedEngine):
         """Whether vLLM reports that any part is asleep."""
 
     @abc.abstractmethod
-    def _knows_its_tags(self) -> bool:
-        """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone, and the others can follow later."""
-
-    @abc.abstractmethod
     def _release_kv_cache(self) -> None:
         """Offload the KV cache alone, where vLLM knows its tags."""
 
@@ -135,38 +132,34 @@ class VllmServer(ServedEngine, _Vllm):
         ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    _routes: dict[str, bool]
-    """The routes that were asked for, and whether the server has them."""
-
     def register(self) -> None:
         """Check that the server has the routes, and that it is awake or asleep as the record says.
 
         Raises:
-            EngineError: the server is not in development mode, or is not as the record says.
+            EngineError: the server is not in development mode, is too old, or is not as the record says.
         """
-        self._routes = {}
         if not self._has("/sleep"):
             raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
+        if not self._has("/pause"):
+            raise EngineError(f"{self._server.url} has no route /pause, so this vLLM is too old: vLLM 0.24 or later is needed")
+        self.knows_its_tags = self._has("/release_kv_cache_memory")
         super().register()
 
     def drain(self) -> None:
-        """Pause the server, which also keeps new requests out. Without a pause route, wait until no request is running or waiting.
+        """Pause the server, which also keeps new requests out.
 
         Raises:
             EngineError: requests were still in flight at the deadline; the server goes on with them.
         """
-        if self._has("/pause"):
-            try:
-                self._expect("paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight}))
-            except EngineLost as lost:
-                self._expect("resumed", self._server.ask("POST", "/resume"))
-                raise EngineError(f"{lost}: requests were still in flight. The server was told to resume") from lost
-        elif self._in_flight == "wait":
-            self._until_idle(self._busy_requests)
+        try:
+            self._expect("paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight}))
+        except EngineLost as lost:
+            self._expect("resumed", self._server.ask("POST", "/resume"))
+            raise EngineError(f"{lost}: requests were still in flight. The server was told to resume") from lost
 
     def admit(self) -> None:
         """Resume the server, unless the last wake has done it."""
-        if self._has("/pause") and self._server.ask("GET", "/is_paused").field("is_paused"):
+        if self._server.ask("GET", "/is_paused").field("is_paused"):
             self._expect("resumed", self._server.ask("POST", "/resume"))
 
     def forget_cache(self) -> None:
@@ -196,32 +189,17 @@ class VllmServer(ServedEngine, _Vllm):
             raise EngineError(f"{answer}: expected a JSON object with is_sleeping")
         return found
 
-    def _knows_its_tags(self) -> bool:
-        return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
-
     def _release_kv_cache(self) -> None:
         answer = self._server.ask("POST", "/release_kv_cache_memory")
         if not answer.is_ok:
             raise EngineLost(f"{answer}: vLLM counts the KV cache as asleep now, whether it is or not")
 
-    def _busy_requests(self) -> str | None:
-        answer = self._server.ask("GET", "/metrics")
-        found = _BUSY.findall(answer.body.decode(errors="replace"))
-        if not answer.is_ok or not found:
-            raise EngineError(
-                f"{answer}: the server has no pause and shows no request counts. Start it without --disable-log-stats, or make the engine "
-                "with in_flight='abort' and send no request during a phase transition"
-            )
-        return f"{busy:g} requests" if (busy := sum(map(float, found))) else None
-
     def _has(self, route: str) -> bool:
         """Whether the server has a POST route. A GET of such a route is refused because of its method, and does nothing."""
-        if route not in self._routes:
-            answer = self._server.ask("GET", route)
-            if answer.status not in (404, 405):
-                raise EngineError(f"{answer}; expected 405 (the route exists) or 404 (it does not). Check that this is a vLLM server.")
-            self._routes[route] = answer.status == 405
-        return self._routes[route]
+        answer = self._server.ask("GET", route)
+        if answer.status not in (404, 405):
+            raise EngineError(f"{answer}; expected 405 (the route exists) or 404 (it does not). Check that this is a vLLM server.")
+        return answer.status == 405
 
     def _expect(self, status: str, answer: Answer) -> None:
         if not answer.is_ok or answer.field("status") != status:
@@ -252,6 +230,7 @@ class VllmInProcess(_Vllm):
         super().__init__(weights=weights, **options)
         self._llm = llm
         self._send = send
+        self.knows_its_tags = hasattr(llm, "release_kv_cache_memory")
         self.mirror_stays = os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") == "0"  # else torch's cache keeps it
 
     def register(self) -> None:
@@ -315,9 +294,6 @@ class VllmInProcess(_Vllm):
 
     def _is_sleeping(self) -> bool:
         return bool(self._llm.llm_engine.is_sleeping())
-
-    def _knows_its_tags(self) -> bool:
-        return hasattr(self._llm, "release_kv_cache_memory")
 
     def _release_kv_cache(self) -> None:
         self._call("sleep", level=0)  # the next call needs a paused scheduler

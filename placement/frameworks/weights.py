@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -249,3 +249,50 @@ def weight_of(tensor: torch.Tensor) -> Weight:
     """The `Weight` for a parameter or buffer."""
     sharded = loaded_class("torch.distributed.tensor", "DTensor")
     return ShardedWeight(tensor) if sharded is not None and isinstance(tensor, sharded) else LocalWeight(tensor)
+
+
+class Computation(abc.ABC):
+    """Computes several results at once. All are made when the first is asked for, and each is kept until it is."""
+
+    _values: dict[str, torch.Tensor] | None = None
+
+    @abc.abstractmethod
+    def inputs(self) -> Iterable[Weight]:
+        """The weights that are read."""
+
+    @abc.abstractmethod
+    def results(self, reader: Reader) -> dict[str, torch.Tensor]:
+        """Compute all results, by name."""
+
+    def value(self, name: str, reader: Reader) -> torch.Tensor:
+        """One result. It is not kept here, so that its memory is freed with its bucket."""
+        if self._values is None or name not in self._values:
+            self._values = self.results(reader)
+        return self._values.pop(name)
+
+
+class ComputedWeight(Weight):
+    """One result of a computation.
+
+    Args:
+        like: has the result's shape and dtype.
+    """
+
+    def __init__(self, computation: Computation, name: str, like: Weight | torch.Tensor) -> None:
+        self.shape, self.dtype = like.shape, like.dtype
+        self._computation, self._name = computation, name
+
+    @property
+    def is_collective(self) -> bool:
+        return any(weight.is_collective for weight in self._computation.inputs())
+
+    @property
+    def problem(self) -> str | None:
+        return next((problem for weight in self._computation.inputs() if (problem := weight.problem) is not None), None)
+
+    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        for weight in self._computation.inputs():
+            yield from weight.sources(weight.dtype)
+
+    def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+        return self._computation.value(self._name, reader).to(dtype).contiguous()

@@ -46,6 +46,7 @@ MAX_CLAIMS = 128
 """The largest number of claims on one GPU."""
 TURN_SECONDS = 10.0
 """A process that has been in the middle of a change for so long counts as stopped."""
+_TURN_PAUSE_SECONDS = 0.0005
 STALE_SECONDS = 1.0
 """A waiting process that has not looked for so long is passed over."""
 _LOOK_SECONDS = (0.001, 0.02)
@@ -181,20 +182,15 @@ class Ledger:
     # --- the file
 
     def _await_turn(self) -> None:
-        deadline = time.monotonic() + TURN_SECONDS
-        while True:
-            try:
+        for _ in interrupts.looks(TURN_SECONDS, _TURN_PAUSE_SECONDS, _TURN_PAUSE_SECONDS):
+            with contextlib.suppress(BlockingIOError, PermissionError):
                 self._lock(fcntl.F_SETLK, fcntl.F_WRLCK, 0, 1)
                 return
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() >= deadline:
-                    holder = self._lock(fcntl.F_GETLK, fcntl.F_WRLCK, 0, 1)[4]
-                    raise PlacementError(
-                        f"process {holder} has kept {self.path} locked for {TURN_SECONDS:g} s and may be stopped. "
-                        "Continue that process or end it, which gives back its lease."
-                    ) from None
-            time.sleep(0.0005)
-            interrupts.check()
+        holder = self._lock(fcntl.F_GETLK, fcntl.F_WRLCK, 0, 1)[4]
+        raise PlacementError(
+            f"process {holder} has kept {self.path} locked for {TURN_SECONDS:g} s and may be stopped. "
+            "Continue that process or end it, which gives back its lease."
+        )
 
     def _is_gone(self) -> bool:
         """Whether the file that this process has locked was removed."""
@@ -307,15 +303,13 @@ class Lease:
         """
         if nbytes > self.capacity_bytes:
             raise DeviceMemoryError(f"{what} needs {nbytes:,} bytes of {self.gpu}, but all its processes share {self.capacity_bytes:,}")
-        began, pause = time.monotonic(), _LOOK_SECONDS[0]
+        began = time.monotonic()
         self._wanted = nbytes, began
         try:
-            while not self._attempt(nbytes, began, is_free, is_waiting=True):
-                if time.monotonic() >= began + self.deadline_seconds:
-                    raise DeviceMemoryError(self._refusal(nbytes, what, is_free()))
-                time.sleep(pause)
-                interrupts.check()
-                pause = min(pause * 1.5, _LOOK_SECONDS[1])
+            for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
+                if self._attempt(nbytes, began, is_free, is_waiting=True):
+                    return
+            raise DeviceMemoryError(self._refusal(nbytes, what, is_free()))
         finally:
             self._wanted = None
             self._waited_seconds += time.monotonic() - began

@@ -399,14 +399,10 @@ class Group:
 
     def _polled(self, keys: Sequence[str], deadline: float, *, unless: str = "") -> list[bytes] | None:
         """The values of these keys; None at the deadline, or once the key `unless` has a value."""
-        pause = _POLL_SECONDS[0]
-        while (found := self._board.look(keys)) is None:
-            if time.monotonic() >= deadline or (unless and self._board.look([unless]) is not None):
-                return None
-            time.sleep(pause)
-            interrupts.check()
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
-        return found
+        for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
+            if (found := self._board.look(keys)) is not None or (unless and self._board.look([unless]) is not None):
+                return found
+        return None
 
     def _give_up(self, what: str, missing: list[int]) -> Decision:
         """End the epoch at the deadline. Blames the ranks that have not written `what`; if all have, rank 0."""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from placement.core import interrupts
 from placement.core.errors import CoordinatorLost
+from placement.core.interrupts import BoundedCalls
 from placement.group.protocol import DEADLINE_SECONDS, Board, BoardLost, Group, check_place
 
 _ANSWER_SECONDS = 60.0
@@ -23,57 +19,7 @@ _ANSWER_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.0005
 _LOOKS_PER_SECOND = 20_000.0
 """The rate of looks of all ranks together while they wait. A TCPStore can answer many times more."""
-_SLICES = 60
 _T = TypeVar("_T")
-
-
-class BoundedCalls:
-    """Makes calls one after the other on a thread of its own, and waits a limited time for each.
-
-    torch's store client sends a request and waits for the answer without a limit. A store whose process is stopped, or whose machine is
-    gone, would hold its callers for ever, whatever timeout the store was given.
-
-    Args:
-        seconds: the limit for each call. A process that was stopped meanwhile waits a part of it again, since the other side was not late.
-    """
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self._seconds = seconds
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._late: Future[Any] | None = None
-        # A daemon thread, because a call that never returns must not keep the interpreter from exiting.
-        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
-
-    def __call__(self, call: Callable[[], _T]) -> _T:
-        """Make a call. Returns what it returns and raises what it raises.
-
-        Raises:
-            BoardLost: the call has not returned in time, or an earlier call still has not.
-        """
-        if self._late is not None and not self._late.done():
-            raise BoardLost("an earlier call is still waiting for its answer")
-        answer: Future[_T] = Future()
-        self._calls.put((call, answer))
-        for _ in range(_SLICES):
-            try:
-                return answer.result(self._seconds / _SLICES)
-            except TimeoutError:
-                if answer.done():  # just now, or the error is the call's own
-                    return answer.result()
-                interrupts.check()
-        self._late = answer
-        raise BoardLost(f"no answer within {self._seconds:g} s")
-
-
-def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-    while (each := calls.get()) is not None:
-        call, answer = each
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-        del each, call, answer  # what is finished must not live on until the next call comes
 
 
 class StoreBoard(Board):
@@ -107,15 +53,10 @@ class StoreBoard(Board):
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it ends only when the store answers.
-        deadline = time.monotonic() + seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while (found := self.look([key])) is None:
-            if (left := deadline - time.monotonic()) <= 0:
-                return None
-            time.sleep(min(pause, left))
-            interrupts.check()
-            pause = min(pause * 1.5, self._longest_pause)
-        return found[0]
+        for _ in interrupts.looks(seconds, _FIRST_PAUSE_SECONDS, self._longest_pause):
+            if (found := self.look([key])) is not None:
+                return found[0]
+        return None
 
     def remove(self, keys: Sequence[str]) -> None:
         self._reach(lambda: [self._store.delete_key(key) for key in keys])
@@ -151,33 +92,30 @@ class StoreGroup(Group):
         super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
 
 
-def from_environment(
-    name: str = "", *, deadline_seconds: float = DEADLINE_SECONDS, environment: Mapping[str, str] = os.environ
-) -> StoreGroup:
+def from_environment(name: str = "", *, deadline_seconds: float = DEADLINE_SECONDS) -> StoreGroup:
     """The group of a torchrun job: its ranks and its store, with its restart count as generation.
 
     Args:
         name: tells several groups of the same ranks apart, where a process has several managers.
         deadline_seconds: see `Group`.
-        environment: where torchrun's variables are.
 
     Raises:
         ValueError: torchrun's variables are not set.
         CoordinatorLost: the store does not answer.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [each for each in names if not environment.get(each)]
+    missing = [each for each in names if not os.environ.get(each)]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup over a store of your own")
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=deadline_seconds)
     # torchrun's agent usually serves the store on that port. Else rank 0 serves it here, or already does since init_process_group.
-    is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*address, None, is_server, timeout, multi_tenant=True)
     except RuntimeError as error:
-        raise ValueError(f"cannot reach a store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}") from error
-    generation = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        raise ValueError(f"cannot reach a store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}") from error
+    generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     named = PrefixStore(name, store) if name else store
     return StoreGroup(named, rank, world_size, deadline_seconds, generation=generation)

@@ -126,7 +126,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         """Let TRL sleep and wake vLLM again: the manager was closed."""
         if self._engine is not None:
             self.vllm_generation.enable_sleep_mode = True
-            self.vllm_generation._llm_weights_sleeping = bool(self._engine.residency.offloaded)
+            self.vllm_generation._llm_weights_sleeping = bool(self._engine.residency.offloaded_tags)
             self._last_loaded_step = -1  # publish, whatever the engine has now
             self._engine = None
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from placement.core import is_a
-from placement.frameworks.weights import Reader, Weight
+from placement.frameworks.weights import Computation, ComputedWeight, Reader, Weight
 
 Names = Literal["module", "checkpoint"]
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
@@ -57,7 +57,10 @@ def in_checkpoint(model: Any, weights: Sequence[tuple[str, Weight]]) -> list[tup
         if quantized := next((name for name, weight in parts.items() if weight.is_wrapper), None):
             raise ValueError(f"names='checkpoint': {quantized!r} is quantised, and its values cannot be converted; publish names='module'")
         conversion = _Conversion(loading, model, parts)
-        pairs += [(name, ConvertedWeight(conversion, name, place)) for name, place in _placeholders(loading, model, parts).items()]
+        for name, place in _placeholders(loading, model, parts).items():
+            converted = ComputedWeight(conversion, name, place)
+            converted.keeps_dtype = any(weight.keeps_dtype for weight in parts.values())
+            pairs.append((name, converted))
     layers = {name: found[0] if (found := _LAYER.match(name)) else "" for name, _ in pairs}
     return sorted(pairs, key=lambda pair: loading.dot_natural_key(layers[pair[0]]))
 
@@ -69,41 +72,16 @@ def _placeholders(loading: Any, model: Any, parts: dict[str, Weight]) -> dict[st
     return found
 
 
-class _Conversion:
+class _Conversion(Computation):
     """The conversion of weights that a checkpoint has in another form, such as the packed experts of a layer."""
 
     def __init__(self, loading: Any, model: Any, parts: dict[str, Weight]) -> None:
-        self.parts = parts
-        self._loading, self._model = loading, model
-        self._values: dict[str, torch.Tensor] = {}
+        self._loading, self._model, self._parts = loading, model, parts
 
-    def value(self, name: str, reader: Reader) -> torch.Tensor:
-        """One of the results. All are made when the first is asked for, and each is kept until it is."""
-        if name not in self._values:
-            whole = {part: weight.whole(reader, weight.dtype) for part, weight in self.parts.items()}
-            self._values = self._loading.revert_weight_conversion(self._model, whole)
-        return self._values.pop(name)
+    def inputs(self) -> Iterable[Weight]:
+        return self._parts.values()
 
-
-class ConvertedWeight(Weight):
-    """A weight as the checkpoint has it, made from one or several of the module's."""
-
-    def __init__(self, conversion: _Conversion, name: str, place: torch.Tensor) -> None:
-        self.shape, self.dtype = place.shape, place.dtype
-        self._conversion, self._name = conversion, name
-        self.keeps_dtype = any(weight.keeps_dtype for weight in conversion.parts.values())
-
-    @property
-    def is_collective(self) -> bool:
-        return any(weight.is_collective for weight in self._conversion.parts.values())
-
-    @property
-    def problem(self) -> str | None:
-        return next((problem for weight in self._conversion.parts.values() if (problem := weight.problem) is not None), None)
-
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        for weight in self._conversion.parts.values():
-            yield from weight.sources(weight.dtype)
-
-    def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        return self._conversion.value(self._name, reader).to(dtype).contiguous()
+    def results(self, reader: Reader) -> dict[str, torch.Tensor]:
+        whole = {part: weight.whole(reader, weight.dtype) for part, weight in self._parts.items()}
+        found: dict[str, torch.Tensor] = self._loading.revert_weight_conversion(self._model, whole)
+        return found

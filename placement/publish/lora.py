@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from placement.core import is_a
-from placement.frameworks.weights import Reader, Weight
+from placement.frameworks.weights import Computation, ComputedWeight, Reader, Weight
 from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
 from placement.tensors.plain import is_scaled
 
@@ -174,7 +174,7 @@ class _WholeCopier(Copier):
         return value
 
 
-class _Merge:
+class _Merge(Computation):
     """The merge of one layer, or of several layers that share a weight and so must be merged together."""
 
     def __init__(self, shown: Shown, layers: Sequence[torch.nn.Module]) -> None:
@@ -182,20 +182,12 @@ class _Merge:
         self.layers = layers
         self.wanted: list[str] = []
         """Names of the parameters to publish from the merged layer."""
-        self._values: dict[str, torch.Tensor] = {}
 
-    def value(self, name: str, reader: Reader) -> torch.Tensor:
-        """The merged value of a parameter. It is not kept here, so that its memory is freed with the bucket."""
-        if name not in self._values:
-            self._values = self._merged(reader)
-        return self._values.pop(name)
-
-    def weights(self) -> Iterator[Weight]:
-        """All weights that the merge reads."""
+    def inputs(self) -> Iterator[Weight]:
         for part in (part for layer in self.layers for part in layer.modules()):
             yield from (weight for _, weight in self.shown.parameters(part) if weight is not None)
 
-    def _merged(self, reader: Reader) -> dict[str, torch.Tensor]:
+    def results(self, reader: Reader) -> dict[str, torch.Tensor]:
         copier = _WholeCopier(self.shown, reader)
         for copy in [copier.copy(layer) for layer in self.layers]:
             # If the user has merged the adapters, the base weights contain them already.
@@ -208,31 +200,18 @@ class _Merge:
         return {name: parameter.data for name, parameter in base.named_parameters() if name in self.wanted}
 
 
-class MergedWeight(Weight):
+class MergedWeight(ComputedWeight):
     """A weight of a base layer with the active adapters merged in, as PEFT merges them."""
 
     def __init__(self, base: Weight, merge: _Merge, name: str) -> None:
-        self.shape, self.dtype = base.shape, base.dtype
-        self._merge = merge
-        self._name = name
+        super().__init__(merge, name, base)
         merge.wanted.append(name)
-
-    @property
-    def is_collective(self) -> bool:
-        return any(weight.is_collective for weight in self._merge.weights())
 
     @property
     def problem(self) -> str | None:
         if is_scaled(self.dtype):
             return f"is stored as {self.dtype}, into which PEFT cannot merge; publish adapters='base', then adapters='separate'"
-        return next((problem for weight in self._merge.weights() if (problem := weight.problem) is not None), None)
-
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        for weight in self._merge.weights():
-            yield from weight.sources(weight.dtype)
-
-    def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        return self._merge.value(self._name, reader).to(dtype)
+        return super().problem
 
 
 # --- the adapters alone

@@ -11,10 +11,10 @@ from tests.engines.standin import GARBAGE, Reply, Routes, StandIn
 
 
 class Vllm033(StandIn):
-    """vLLM 0.33.0: vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/entrypoints/rl/online/api_router.py."""
+    """vLLM 0.33.0: vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/entrypoints/rl/online/api_router.py.
 
-    pauses_by_itself = True
-    """`sleep` pauses the scheduler and the last wake resumes it (vllm/v1/engine/core.py)."""
+    `sleep` pauses the scheduler and the last wake resumes it (vllm/v1/engine/core.py).
+    """
 
     def __init__(self, shared: Path) -> None:
         super().__init__(shared, ("weights", "kv_cache"))
@@ -110,11 +110,7 @@ class Vllm033(StandIn):
         self.prefix_cache = ""
         return 200, {"success": True}
 
-    def metrics(self, query: dict[str, list[str]], body: Any) -> Reply:
-        lines = [f'vllm:num_requests_running{{engine="0",model_name="m"}} {float(self.in_flight)}']
-        return 200, "\n".join([*lines, 'vllm:num_requests_waiting{engine="0",model_name="m"} 0.0', ""])
-
-    reading = frozenset({"/is_sleeping", "/is_paused", "/metrics"})
+    reading = frozenset({"/is_sleeping", "/is_paused"})
     routes: ClassVar[Routes] = {
         "/sleep": sleep,
         "/wake_up": wake_up,
@@ -124,14 +120,11 @@ class Vllm033(StandIn):
         "/resume": resume,
         "/is_paused": paused,
         "/reset_prefix_cache": reset_prefix_cache,
-        "/metrics": metrics,
     }
 
 
-class Vllm011(Vllm033):
-    """vLLM 0.11.0: answers of 200 with nothing in them, an unvalidated level, no pause, one flag for asleep."""
-
-    pauses_by_itself = False
+class Vllm024(Vllm033):
+    """vLLM 0.24.0: one flag for asleep, answers of 200 with nothing in them, and a pause that a wake does not end."""
 
     def executor_sleep(self, level: int) -> None:
         if self.sleeping:
@@ -154,15 +147,8 @@ class Vllm011(Vllm033):
         return 200, {"is_sleeping": bool(self.sleeping)}
 
     routes: ClassVar[Routes] = {
+        **{path: route for path, route in Vllm033.routes.items() if path != "/release_kv_cache_memory"},
         "/sleep": sleep,
         "/wake_up": wake_up,
         "/is_sleeping": is_sleeping,
-        "/reset_prefix_cache": Vllm033.reset_prefix_cache,
-        "/metrics": Vllm033.metrics,
     }
-
-
-class VllmBetween(Vllm011):
-    """Between the two: a pause that a wake does not end, and the old executor."""
-
-    routes: ClassVar[Routes] = {**Vllm011.routes, "/pause": Vllm033.pause, "/resume": Vllm033.resume, "/is_paused": Vllm033.paused}

@@ -13,12 +13,11 @@ from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job
 from tests.engines.standin import TAG_BYTES, StandIn
 from tests.engines.standin_sglang import Sglang0523, Sglang059
-from tests.engines.standin_vllm import Vllm011, Vllm033, VllmBetween
+from tests.engines.standin_vllm import Vllm024, Vllm033
 
 SERVERS: dict[str, Any] = {
     "vllm 0.33.0": Vllm033,
-    "vllm between": VllmBetween,
-    "vllm 0.11.0": Vllm011,
+    "vllm 0.24.0": Vllm024,
     "sglang 0.5.23": Sglang0523,
     "sglang 0.5.9": Sglang059,
 }
@@ -137,7 +136,7 @@ def test_requests_in_flight_are_waited_for(kind: Any, shared: Path, started: lis
     assert job.server.memory.tags == set()
 
 
-@pytest.mark.parametrize("kind", [Vllm033, Vllm011, Sglang0523])
+@pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
 def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, deadline_seconds=0.6)
     handle = job.register()
@@ -155,7 +154,7 @@ def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(
     assert job.server.memory.tags == set()
 
 
-@pytest.mark.parametrize("kind", [Vllm033, VllmBetween, Sglang0523])
+@pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
 def test_requests_in_flight_are_cut_off_where_that_is_wanted(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, in_flight="abort")
     job.register()

@@ -12,14 +12,14 @@ from placement.engines.vllm import VllmServer
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job
 from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, StandIn
-from tests.engines.standin_vllm import Vllm011, Vllm033, VllmBetween
+from tests.engines.standin_vllm import Vllm024, Vllm033
 from tests.engines.test_choreography import start
 
-every_vllm = pytest.mark.parametrize("kind", [Vllm033, VllmBetween, Vllm011])
+every_vllm = pytest.mark.parametrize("kind", [Vllm033, Vllm024])
 
 
 def test_without_sleep_mode_it_answers_200_and_nothing_moves(shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm011, shared, started, deadline_seconds=0.6, tag_bytes=dict.fromkeys(("weights", "kv_cache"), 8 * CHUNK))
+    job = start(Vllm024, shared, started, deadline_seconds=0.6, tag_bytes=dict.fromkeys(("weights", "kv_cache"), 8 * CHUNK))
     job.server.memory.is_moving = False
     with pytest.raises(EngineError, match=r"they hold 65,536\. vLLM moves its memory only with --enable-sleep-mode"):
         job.register()
@@ -44,31 +44,30 @@ def test_asleep_before_it_is_registered(shared: Path, started: list[StandIn]) ->
 def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
     handle = job.register()
-    asleep = "POST /sleep?level=2&mode=wait"  # 0.11 takes no mode, and FastAPI drops what a route does not take
-    pause = [] if kind is Vllm011 else ["POST /pause?mode=wait"]
-    assert job.server.sent == [*pause, asleep]
+    pause, asleep = "POST /pause?mode=wait", "POST /sleep?level=2&mode=wait"
+    assert job.server.sent == [pause, asleep]
     job.server.sent.clear()
     with job.manager.phase("train"):
         assert job.server.sent == []  # it sleeps already
     job.step()
-    resume = ["POST /resume"] if kind is VllmBetween else []  # its wake does not end a pause
-    assert job.server.sent == ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache", *resume, *pause, asleep]
-    with job.manager.phase("weight_sync"):  # then to sleep: 0.11 takes itself for asleep already, and would keep the weights
+    resume = ["POST /resume"] if kind is Vllm024 else []  # its wake does not end a pause
+    assert job.server.sent == ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache", *resume, pause, asleep]
+    with job.manager.phase("weight_sync"):  # then to sleep: 0.24 takes itself for asleep already, and would keep the weights
         job.publish()
     assert job.server.memory.tags == set()
     assert (handle.state, handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
 
 
 @pytest.mark.parametrize(
-    ("routes", "failing", "message"),
+    ("routes", "message"),
     [
-        ({"/metrics": Vllm011.metrics}, {}, "VLLM_SERVER_DEV_MODE=1"),
-        (Vllm011.routes, {"/metrics": (200, "# nothing\n")}, "--disable-log-stats"),
+        ({}, "VLLM_SERVER_DEV_MODE=1"),
+        ({path: Vllm024.routes[path] for path in ("/sleep", "/wake_up", "/is_sleeping")}, "vLLM 0.24 or later is needed"),
     ],
 )
-def test_a_server_that_was_started_otherwise(routes: Any, failing: Any, message: str, shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm011, shared, started)
-    job.server.routes, job.server.failing = routes, failing
+def test_a_server_that_was_started_otherwise_or_is_too_old(routes: Any, message: str, shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm024, shared, started)
+    job.server.routes = routes
     with pytest.raises(EngineError, match=message):
         job.register()
     assert "rollout" not in job.manager.handles
@@ -116,7 +115,7 @@ def test_out_of_memory_in_a_wake(kind: Any, tag: str, shared: Path, started: lis
     held = [job.device.create(CHUNK) for _ in range(60 if tag == "weights" else 48)]
     with pytest.raises(EngineError, match=r"POST http.*/wake_up\?tags=.* was answered with 500 .*out of memory at"):
         job.manager.phase("eval").__enter__()
-    # An old server cannot sleep again before its KV cache has been awake, so its weights stay until there is memory for that.
+    # One with one flag cannot sleep again before its KV cache has been awake, so its weights stay until there is memory for that.
     stays = {"weights"} if tag == "kv_cache" and kind is not Vllm033 else set()
     assert handle.state is (State.GPU_RESIDENT if stays else State.CPU_OFFLOADED)
     assert job.server.memory.tags == stays
@@ -242,8 +241,8 @@ TAG_BYTES_OF_VLLM = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
 def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_book_too(
     weights: str, shared: Path, started: list[StandIn]
 ) -> None:
-    """An old server sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
-    job = start(Vllm011, shared, started, weights, tag_bytes=TAG_BYTES_OF_VLLM)
+    """A server with one flag sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
+    job = start(Vllm024, shared, started, weights, tag_bytes=TAG_BYTES_OF_VLLM)
     handle = job.register()
     with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:  # noqa: PT012
         job.publish()
@@ -260,7 +259,7 @@ def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_boo
 
 
 def test_a_kv_cache_that_was_woken_for_a_sleep_that_is_refused_is_in_the_book(shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm011, shared, started, tag_bytes=TAG_BYTES_OF_VLLM)
+    job = start(Vllm024, shared, started, tag_bytes=TAG_BYTES_OF_VLLM)
     handle = job.register()
     with pytest.raises(EngineError, match="nothing was done"), job.manager.phase("weight_sync"):  # noqa: PT012
         job.publish()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.states import Plan, State
 from placement.group import Board, BoardLost, Group, StoreGroup, protocol
@@ -147,7 +148,8 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Paper:
     def sleep(seconds: float) -> None:
         board.now += seconds
 
-    monkeypatch.setattr(protocol, "time", SimpleNamespace(monotonic=lambda: board.now, sleep=sleep))
+    for module in (protocol, interrupts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: board.now, sleep=sleep))
     return board
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from placement.core.errors import CoordinatorLost
+from placement.core.interrupts import BoundedCalls
 from placement.core.states import Plan, State
 from placement.group import Board, BoardLost, Group, StoreGroup
-from placement.group.store import BoundedCalls, StoreBoard
+from placement.group.store import StoreBoard
 from tests.group.processes import Processes, StoreService
 
 PLAN = Plan({"actor": State.TRAINING})

@@ -82,12 +82,12 @@ def test_a_full_state_dict_for_an_offloaded_optimizer_is_refused_and_nothing_is_
 
 @pytest.mark.parametrize("phase", [None, "restore"])
 @pytest.mark.parametrize("refused_by", [None, 0, 1])
-def test_what_shows_copies_takes_a_checkpoint_over_on_every_rank_or_on_none(
+def test_what_shows_copies_is_loaded_by_its_own_code_and_where_that_fails_every_rank_is_told_and_no_other_handle_loaded(
     phase: str | None, refused_by: int | None, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     for rank, (said, is_right) in enumerate(two_ranks.run(worker.taken_over, str(tmp_path), phase, refused_by)):
         assert is_right
-        assert said == "" if refused_by is None else "'actor': its state dict shows copies" in said
+        assert said == "" if refused_by is None else "'actor' was being loaded by its own code" in said
         assert refused_by in (None, rank) or said.startswith(f"rank {refused_by}: ")
 
 

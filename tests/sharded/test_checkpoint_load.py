@@ -402,32 +402,6 @@ class Renamed(Layers):
         return super().load_state_dict(given, strict, assign)
 
 
-class Replacing(Exported):
-    """It takes over the very tensors that it is given."""
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return super().load_state_dict(state_dict, strict, True)
-
-
-class Lossy(Exported):
-    """It restores one layer, forgets another, and changes what it should leave alone."""
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        with torch.no_grad():
-            self[0].weight.copy_(state_dict["0.weight"])
-            self[1].weight.fill_(3.0)
-            self.scale.zero_()
-            self[0].bias = torch.nn.Parameter(torch.full((6,), 7.0))
-            self.extra = torch.ones(3)
-        return torch.nn.modules.module._IncompatibleKeys([], [])
-
-
-class Raising(Lossy):
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        super().load_state_dict(state_dict)
-        raise ValueError("half way")
-
-
 def casting(model: torch.nn.Module) -> None:
     """As an export in half the bytes: what comes back has lost the rest, and shows the same."""
     model._register_state_dict_hook(lambda _, found, *__: found.update({name: value.bfloat16() for name, value in found.items()}))
@@ -443,7 +417,6 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "sums": lambda: _with(summing),
     "exported": Exported,
     "renamed": Renamed,
-    "replacing": Replacing,
 }
 
 
@@ -511,59 +484,20 @@ def test_what_shows_copies_is_restored_in_every_state(kind: str, phase: str | No
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("phase", [None, "restore"])
-@pytest.mark.parametrize(
-    ("cls", "said"),
-    [
-        (Lossy, "It ran, but .* of the state dict differ from the saved ones"),
-        (Raising, "That raised ValueError: half way"),
-    ],
-)
-def test_what_cannot_be_restored_is_as_it_was(cls: type[Layers], said: str, phase: str | None, tmp_path: Path) -> None:
-    model, other = cls(), Layers()
-    manager = registered(model)
-    manager.register("critic", other, role="critic")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager.register("actor.optimizer", optimizer)
-    checkpoint.save(manager, tmp_path)
-    scramble(manager, model)
-    objects = [(id(value), value.data_ptr()) for value in (*model.parameters(), *model.buffers(), model.scale)]
-    with manager.phase("train"):
-        values = own(model)
-    other.state_dict()["0.weight"].zero_()
-    with pytest.raises(CheckpointError, match=rf"'actor': its state dict shows copies .*{said}"):
-        in_phase(manager, phase, lambda: checkpoint.load(manager, tmp_path))
-    assert_nothing_resident(manager)
-    with manager.phase("train"):
-        assert_same(own(model), values)
-        assert [(id(value), value.data_ptr()) for value in (*model.parameters(), *model.buffers(), model.scale)] == objects
-        assert not hasattr(model, "extra")
-    assert not other.state_dict()["0.weight"].any(), "no handle is restored where one cannot be"
-    manager.check_integrity()
-    assert manager.audit().ok, manager.audit()
-
-
 class Packing(torch.optim.SGD):
-    """State of another form in its state dict, and back; `fails` says how the way back goes wrong."""
+    """State of another form in its state dict, and back."""
 
-    fails = ""
+    fails = False
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
         if self.fails:
-            for entry in self.state.values():
-                entry["momentum_buffer"].mul_(2)
-                entry["more"] = torch.ones(2)
-            self.param_groups[0]["lr"] = 9.0
-        if self.fails == "raises":
             raise ValueError("half way")
 
 
 @pytest.mark.parametrize("phase", [None, "restore"])
-@pytest.mark.parametrize(
-    ("fails", "said"), [("", ""), ("differs", "It ran, but state.0.weight, .* differ"), ("raises", "ValueError: half way")]
-)
-def test_an_optimizer_with_a_load_of_its_own(fails: str, said: str, phase: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_optimizer_with_a_load_of_its_own(fails: bool, phase: str | None, tmp_path: Path) -> None:
     model = Layers()
     manager = registered(model)
     optimizer = Packing(model.parameters(), lr=0.1, momentum=0.9)
@@ -576,19 +510,16 @@ def test_an_optimizer_with_a_load_of_its_own(fails: str, said: str, phase: str |
     with manager.phase("train"):
         learn(model, optimizer, 1, width=6)
         optimizer.zero_grad()
-    changed, weights = copy.deepcopy(handle.state_dict()), copy.deepcopy(dict(model.state_dict()))
+    weights = copy.deepcopy(dict(model.state_dict()))
     optimizer.fails = fails
-    if not fails:
-        in_phase(manager, phase, lambda: checkpoint.load(manager, tmp_path))
-    else:
-        with pytest.raises(
-            CheckpointError, match=f"'actor.optimizer': Packing loads state in its own way.*{said}.*Every value is as it was"
-        ):
-            in_phase(manager, phase, lambda: checkpoint.load(manager, tmp_path))
-    assert_nothing_resident(manager)
-    assert_same(handle.state_dict(), changed if fails else saved)
     if fails:
-        assert_same(dict(model.state_dict()), weights)
+        with pytest.raises(CheckpointError, match=r"'actor.optimizer' was being loaded by its own code, which raised ValueError: half way"):
+            in_phase(manager, phase, lambda: checkpoint.load(manager, tmp_path))
+        assert_same(dict(model.state_dict()), weights)  # no other handle is loaded where one cannot be
+    else:
+        in_phase(manager, phase, lambda: checkpoint.load(manager, tmp_path))
+        assert_same(handle.state_dict(), saved)
+    assert_nothing_resident(manager)
     with manager.phase("train"):
         learn(model, optimizer, 2, width=6)
     manager.check_integrity()

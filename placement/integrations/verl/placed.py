@@ -27,6 +27,7 @@ from placement.manager import Manager
 from placement.phases.phase import Hold
 from placement.publish.ahead import Ahead, plainly
 from placement.publish.changes import Publication as Changes
+from placement.publish.skeleton import named_places
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ _POLICY = "colocated(stream_sync=True)"
 """The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
 _BUCKET_BYTES = 64 << 20
 """Bytes of changes that are found together, and of weights that come from the host copy together."""
-_ended: list[weakref.WeakMethod[Callable[[], None]]] = []
-"""Methods that end the rollout's phase, called when an engine begins one."""
+rollouts: WeakIdSet[Any] = WeakIdSet()
+"""The rollouts that are handles: `ended()` of each is called when an engine begins a phase."""
 
 
 def manager() -> Manager:
@@ -80,17 +81,10 @@ def current_manager() -> Manager | None:
     return _made[0] if _made else None
 
 
-def on_next_phase(end: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call `end` before an engine of this process begins a phase, each time."""
-    _ended.append(end)
-
-
 def next_phase() -> None:
     """An engine of this process is about to begin a phase in which the rollout is not needed."""
-    for end in _ended:
-        method = end()
-        if method is not None:
-            method()
+    for rollout in rollouts:
+        rollout.ended()
 
 
 def use_manager(made: Manager) -> None:
@@ -116,7 +110,7 @@ def close_manager() -> None:
             next_phase()
             _made[0].close()
             _made.clear()
-            _ended.clear()
+            rollouts.clear()
         _joined.clear()
 
 
@@ -224,10 +218,9 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     def initialize(self) -> None:
         self._end_manual()
-        reason = self._reason_to_leave_it()
-        if reason is not None:
+        if self._is_left_to_verl:
             super().initialize()
-            logger.info("verl places its own %s engine: %s", type(self).__name__, reason)
+            logger.info("verl places its own %s engine: param_offload and optimizer_offload are off", type(self).__name__)
             return
         self._is_offload_param = self._is_offload_optimizer = False
         replaced = vars(self).get("module"), vars(self).get("optimizer")
@@ -235,12 +228,11 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         self._register()
         del replaced
 
-    def _reason_to_leave_it(self) -> str | None:
-        """The reason for which the engine stays as verl has it, or None."""
+    @property
+    def _is_left_to_verl(self) -> bool:
+        """Whether the recipe offloads nothing of the engine."""
         config = self.engine_config
-        if not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload):
-            return "param_offload and optimizer_offload are off"
-        return None
+        return not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload)
 
     @property
     def _is_left_to_fsdp2(self) -> bool:
@@ -249,7 +241,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """verl puts a `forward_only` model under a CPU offload policy, which copies each layer for each micro-batch: not a placed one."""
-        if self._reason_to_leave_it() is not None:
+        if self._is_left_to_verl:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
         config, forward_only = self.engine_config, self.engine_config.forward_only
         config.forward_only = False
@@ -355,15 +347,10 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return self._delta_entries(changes), peft_config
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that verl exports, under its names and in the order of the state dict."""
+        """The parameters and buffers that verl exports, under its names."""
         from verl.utils.model import convert_weight_keys
 
-        named: dict[str, torch.Tensor] = {}
-        for path, part in self.module.named_modules(remove_duplicate=False):
-            lasting = {name: each for name, each in part._buffers.items() if name not in part._non_persistent_buffers_set}
-            found = {**part._parameters, **lasting}
-            named |= {f"{path}.{name}".lstrip("."): each for name, each in found.items() if each is not None}
-        return dict(convert_weight_keys(named, self.module))
+        return dict(convert_weight_keys(dict(named_places(self.module)), self.module))
 
     def _shards(self) -> list[tuple[str, Weight, torch.dtype]]:
         """The same with the dtypes in which verl publishes them."""
@@ -442,7 +429,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
         """The same weights. Aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
-        own = {part.untyped_storage().data_ptr() for each in _tensors_of(self.module) for part in _parts(each)}
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        own = {part.untyped_storage().data_ptr() for each in tensors for part in _parts(each)}
         try:
             for name, weight, *rest in weights:
                 is_alias = any(part.untyped_storage().data_ptr() in own for part in _parts(weight))
@@ -491,18 +479,10 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     return (part for _, part in plain_parts(tensor, ""))
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _free_name(manager: Manager, role: str) -> str:
     """The role as a handle's name, with a number if another engine of the process has the name."""
-    names = [role, *(f"{role}-{number}" for number in range(2, 100))]
-    for name in names:
-        if name not in manager.handles:
-            return name
-    raise PlacementError(f"{len(names)} engines with the role {role!r} are registered in this process; call reset() on one worker instead")
+    numbered = (f"{role}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([role], numbered) if name not in manager.handles)
 
 
 _NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not name.startswith("_")))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import time
-import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -23,7 +21,7 @@ from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.tagged import Residency, TaggedEngine, Weights
-from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, on_next_phase
+from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, rollouts
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -93,13 +91,10 @@ class ColocatedRollout(TaggedEngine):
     def offload(self, tags: Collection[str]) -> None:
         """Nothing where the driver has done it; else put them to sleep. What was never measured counts as done."""
         wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while self.residency.resident_bytes and self._free_bytes() < wanted:
-            if time.monotonic() >= until:
-                self._sleep(tags)
+        for _ in interrupts.looks(_PATIENCE_SECONDS, _POLL_SECONDS, _POLL_SECONDS):
+            if not self.residency.resident_bytes or self._free_bytes() >= wanted:
                 return
-            time.sleep(_POLL_SECONDS)
-            interrupts.check()
+        self._sleep(tags)
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
@@ -137,7 +132,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         )
         manager.register("rollout", self._colocated, role="rollout", replace=True)
         self._manager = manager
-        on_next_phase(weakref.WeakMethod(self.ended))
+        rollouts.add(self)
         logger.info("placement knows the rollout as 'rollout' (%s)", type(self).__name__)
 
     def _reason_to_leave_it(self, manager: Manager | None) -> str | None:

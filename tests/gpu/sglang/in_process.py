@@ -48,7 +48,7 @@ def generate(asked: models.Tokens) -> models.Tokens:
 def resume(engine: SglangInProcess) -> None:
     """Bring everything back without placement, weights first."""
     for tag in ("weights", "kv_cache"):
-        if tag in engine.residency.offloaded:
+        if tag in engine.residency.offloaded_tags:
             _engines[0].resume_memory_occupation(tags=[tag])
 
 

@@ -35,7 +35,7 @@ def job(url: str, kind: str = "plain", *, in_flight: Any = "wait") -> Iterator[J
         with ended(Job(engine, functools.partial(server.generate, url), kind)) as made:
             yield made
     finally:
-        server.resume(url, [tag for tag in ("weights", "kv_cache") if tag in engine.residency.offloaded])
+        server.resume(url, [tag for tag in ("weights", "kv_cache") if tag in engine.residency.offloaded_tags])
 
 
 def steps(url: str, kind: str) -> None:

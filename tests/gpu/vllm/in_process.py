@@ -61,7 +61,7 @@ def _parameter_bytes(model: torch.nn.Module) -> int:
 def wake(engine: VllmInProcess) -> None:
     """Bring everything back without placement, weights first."""
     for tag in WAKES:
-        if tag in engine.residency.offloaded:
+        if tag in engine.residency.offloaded_tags:
             _llms[0].wake_up([tag])
 
 

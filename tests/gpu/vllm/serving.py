@@ -33,7 +33,7 @@ def job(url: str, weights: Any, kind: str = "plain", *, in_flight: Any = "wait",
         with ended(Job(engine, functools.partial(server.generate, url), kind, **options)) as made:
             yield made
     finally:
-        server.wake(url, [tag for tag in ("weights", "kv_cache") if tag in engine.residency.offloaded])
+        server.wake(url, [tag for tag in ("weights", "kv_cache") if tag in engine.residency.offloaded_tags])
 
 
 def steps(url: str, weights: str, kind: str) -> None:
