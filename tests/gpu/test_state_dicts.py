@@ -96,3 +96,13 @@ def test_what_shows_copies_is_restored(phase: str | None, manager: placement.Man
     assert same(on_host(dict(model.state_dict())), wanted)
     with manager.phase("log_prob"):
         assert torch.equal(model.weight.cpu(), wanted["weight"])
+
+
+def test_a_write_into_a_state_dict_that_is_still_queued_is_loaded(manager: placement.Manager) -> None:
+    model = nn.Linear(4096, 4096, bias=False, device="cuda")
+    manager.register("actor", model, role="actor")
+    shown, source = model.state_dict()["weight"], torch.randn(4096, 4096, device="cuda")
+    torch.cuda._sleep(1 << 28)  # about 0.1 s of work before it
+    shown.copy_(source, non_blocking=True)
+    with manager.phase("log_prob"):
+        assert torch.equal(model.weight, source)

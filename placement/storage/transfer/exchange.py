@@ -229,6 +229,8 @@ class Exchange:
             holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
+        if any(each.state_dict_tensors or each.state_dict_tensors.are_held for each in into):
+            self.device.wait_for_work()  # a write into a state dict may be queued on the current stream, and loads wait for no stream
         for holding in out if self.is_together else ():
             holding.move_together()
         try:
