@@ -377,7 +377,10 @@ class OptimizerAdapter(Adapter):
         return self.unborn_sizes()
 
     def unborn_sizes(self) -> Sequence[int]:
-        return [size for unborn in self._unborn for size in unborn.sizes()]
+        sizes: list[int] = []
+        for unborn in self._unborn:
+            sizes += unborn.sizes()
+        return sizes
 
     def follow_groups(self) -> bool:
         given = self._stepped_for(find(self._root())[0]) if self._unborn else {}

@@ -50,6 +50,17 @@ class PhaseRequest(NamedTuple):
     """Names of the handles that the phase before kept."""
 
 
+class Decision(NamedTuple):
+    """A plan for a phase that was checked and fits. Nothing has moved."""
+
+    name: str
+    plan: Plan
+    room_bytes: int
+    """Device bytes of the budget that the plan leaves."""
+    stays: bool
+    """Whether every handle is at its target."""
+
+
 class Reconciler:
     """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases.
 
@@ -88,8 +99,8 @@ class Reconciler:
         self.peak_bytes = 0
         """The largest number of device bytes that all handles together have held so far."""
 
-    def advance(self, action: str, wanted: PhaseRequest) -> Plan:
-        """Make the plan for a phase and carry it out, all or nothing. Call `measure` first. Every rank of a group has the same `action`."""
+    def decide(self, action: str, wanted: PhaseRequest) -> Decision:
+        """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`."""
         name, handles = wanted.name, self._handles
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
         try:
@@ -117,18 +128,17 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        self._carry_out(name, plan, room_bytes, self._vote.agreement, stays=stays)
-        return plan
+        return Decision(name, plan, room_bytes, stays)
 
     def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
         """Move a newly registered handle where the plan of the open phase `name` wants it, all or nothing."""
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
         self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
-        self.carry_out(plan, name, kept, agree)
+        self.carry_out(self.decide_within(plan, name, kept), agree)
 
-    def carry_out(self, plan: Plan, name: str, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
-        """Move every handle where a plan wants it, all or nothing, while the phase `name` is and stays open.
+    def decide_within(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> Decision:
+        """Check a plan that is to be carried out while the phase `name` is and stays open.
 
         Raises:
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
@@ -136,10 +146,11 @@ class Reconciler:
         self.measure()
         self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        self._carry_out(name, plan, room_bytes, agree, stays=is_there(self._handles, plan))
+        return Decision(name, plan, room_bytes, is_there(self._handles, plan))
 
-    def _carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None, *, stays: bool) -> None:
-        """Move every handle where a plan wants it that leaves `room_bytes` of the budget. If all `stays`, only a group agrees."""
+    def carry_out(self, decision: Decision, agree: Agree | None) -> None:
+        """Move every handle where the plan wants it, all or nothing. If all are there, only a group agrees (None: there is none)."""
+        name, plan, room_bytes, stays = decision
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)

@@ -89,13 +89,14 @@ class PhaseStack:
             wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
             self._journal.enter_phase(phase.name, phase.only)
             try:
-                plan = self.reconciler.advance(describe("enter", phase.name, phase.only), wanted)
+                decision = self.reconciler.decide(describe("enter", phase.name, phase.only), wanted)
+                self.reconciler.carry_out(decision, self._vote.agreement)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
                 self._went_back(error, back)
                 raise
             phases.all = (*phases.all, phase)
-            self._begin(phase, wanted, plan)
+            self._begin(phase, wanted, decision.plan)
             self._journal.stall_seconds[phase.name] += stalled()
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
@@ -109,13 +110,14 @@ class PhaseStack:
             wanted = PhaseRequest(name, only, enclosing, around, phases.kept)
             self._journal.enter_phase(name, only)
             try:
-                plan = self.reconciler.advance(describe("switch to", name, only), wanted)
+                decision = self.reconciler.decide(describe("switch to", name, only), wanted)
+                self.reconciler.carry_out(decision, self._vote.agreement)
                 interrupts.check()
             except BaseException as error:
                 phases.kept = kept
                 self._went_back(error, phase.plan)
                 raise
-            self._begin(phase, wanted, plan)
+            self._begin(phase, wanted, decision.plan)
             self._journal.stall_seconds[name] += stalled()
 
     def _begin(self, phase: OpenPhase, wanted: PhaseRequest, plan: Plan) -> None:
@@ -214,7 +216,7 @@ class PhaseStack:
             try:
                 phase.plan = plan.giving_up(name)
                 phase.kept.discard(name)
-                self.reconciler.carry_out(phase.plan, phase.name)
+                self.reconciler.carry_out(self.reconciler.decide_within(phase.plan, phase.name), None)
             except BaseException as error:
                 phase.plan = plan
                 _note(error, self.reconciler.retreat(plan, phase.name))
@@ -294,7 +296,7 @@ class PhaseStack:
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
-        self.reconciler.carry_out(plan, self.phases.name)
+        self.reconciler.carry_out(self.reconciler.decide_within(plan, self.phases.name), None)
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""

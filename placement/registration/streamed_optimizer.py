@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -119,8 +119,10 @@ class StreamedOptimizer:
     def _measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
         ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
-            pieces = [part.piece for optimizer, p in parameters for part in self._parts.of(optimizer, p)]
+            pieces: list[Piece] = []
+            for optimizer in self._adapter.optimizers():
+                for parameter in itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups]):
+                    pieces += [part.piece for part in self._parts.of(optimizer, parameter)]
             self._window = ranges, known, window_of(pieces, self._bucket_bytes), first_chunks(pieces, self._bucket_bytes)
         return self._window[2:]
 
@@ -260,8 +262,10 @@ class StepParts:
         addresses = tuple([each.data_ptr() for each in tensors])
         if addresses not in self._chunks:
             storages = [each.untyped_storage() for each in tensors]
-            found = (self._between(tensor, each.data_ptr(), each.nbytes()) for tensor, each in zip(tensors, storages, strict=True))
-            self._chunks[addresses] = _distinct(found)
+            found = list[RangeChunk]()
+            for tensor, each in zip(tensors, storages, strict=True):
+                found += self._between(tensor, each.data_ptr(), each.nbytes())
+            self._chunks[addresses] = tuple(dict.fromkeys(found))
         return self._chunks[addresses]
 
     def _between(self, tensor: torch.Tensor, address: int, nbytes: int) -> Iterator[RangeChunk]:
@@ -300,7 +304,7 @@ class StepParts:
         for each in state:
             size = each.element_size()
             found.append(self._between(each, each.data_ptr() + part.start * size, (part.stop - part.start) * size))
-        return StepPart(part, Piece(_distinct(found)))
+        return StepPart(part, Piece(tuple(dict.fromkeys(itertools.chain.from_iterable(found)))))
 
 
 def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
@@ -310,7 +314,3 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
             yield from (value,) if has_bytes(value) else ()
         else:
             yield from (part for _, tensor in nested_tensors(value, "") for _, part in plain_parts(tensor, ""))
-
-
-def _distinct(places: Iterable[Iterable[RangeChunk]]) -> tuple[RangeChunk, ...]:
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(places)))

@@ -68,6 +68,7 @@ class AdoptedStorage(Storage):
 
     on_device = False
     """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""
+    unborn_bytes = 0
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
         self.device = device
@@ -96,7 +97,7 @@ class AdoptedStorage(Storage):
         self.has_newest = threading.Event()
         """Cleared for the time of that. Other threads that are to be shown the host copy wait for it."""
         self.has_newest.set()
-        self._unadopted_bytes = self._unborn_bytes = self._born_bytes = self._num_entries = 0
+        self._unadopted_bytes = self._born_bytes = self._num_entries = 0
         """As of the last look. `_num_entries` is the adapter's."""
         self._moving_in: frozenset[int] = frozenset()
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
@@ -134,7 +135,7 @@ class AdoptedStorage(Storage):
 
     @property
     def num_bytes(self) -> int:
-        return self.device_bytes + (self._unadopted_bytes if self.on_device else 0) + self._unborn_bytes
+        return self.device_bytes + (self._unadopted_bytes if self.on_device else 0) + self.unborn_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -152,10 +153,6 @@ class AdoptedStorage(Storage):
     @property
     def unadopted_bytes(self) -> int:
         return self._unadopted_bytes if self.on_device else 0
-
-    @property
-    def unborn_bytes(self) -> int:
-        return self._unborn_bytes
 
     @property
     def born_bytes(self) -> int:
@@ -188,6 +185,7 @@ class AdoptedStorage(Storage):
     def measure(self) -> None:
         """Update `born_bytes` if an optimizer's steps have created state. Looks at no tensor."""
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
+            self.adapter.follow_groups()
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
@@ -200,10 +198,10 @@ class AdoptedStorage(Storage):
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
         self._num_entries = self.adapter.num_entries()
-        self._unborn_bytes, self._born_bytes = self._measure_unborn(), 0
+        self.adapter.follow_groups()
+        self.unborn_bytes, self._born_bytes = self._measure_unborn(), 0
 
     def _measure_unborn(self) -> int:
-        self.adapter.follow_groups()
         sizes = self.adapter.unborn_sizes()
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 

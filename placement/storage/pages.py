@@ -1,5 +1,4 @@
-"""The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it. What one page
-gives up at a phase transition waits in a `ChunkPool` for the next one to take.
+"""The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it.
 
 A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses (`OWN`), or behind addresses aside
 (`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
@@ -8,7 +7,7 @@ A page is a chunk-sized piece of a range. Its memory is nowhere, behind the rang
 * `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
 * `save`: a copy to the host where the device is newest.
-* `vacate`: wait for copies, poison, and the memory to the chunk pool.
+* `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next page that takes it.
 * `settle`: from any state to one side.
 
 A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory

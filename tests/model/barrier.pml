@@ -202,7 +202,7 @@ again:
     :: e == 0
     fi;
 #endif
-    /* Reconciler.advance: the move */
+    /* Reconciler.carry_out: the move */
     atomic {
         if
         :: DIES
@@ -255,7 +255,7 @@ again:
 #else
         :: up && decision[e] == NONE && FAILS -> goto ends /* the deadline */
 #endif
-        :: FAILS -> goto failed /* an interrupt: Reconciler.advance goes back */
+        :: FAILS -> goto failed /* an interrupt: Reconciler.carry_out goes back */
         fi
     };
     goto obey;

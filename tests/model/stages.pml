@@ -164,7 +164,7 @@ next:
         propose(GO_ON(change));
         agree(MOVED, loads)
     od;
-    /* Reconciler.advance: the engines are loaded */
+    /* Reconciler.carry_out: the engines are loaded */
     if
     :: more ->
         propose(LOAD(change));

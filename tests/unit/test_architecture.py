@@ -50,7 +50,7 @@ which ranks they are.
 650 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl.
 
 450 of the lines record what an offload changes since a publication (`storage.record`): changes alone are sent in any order of phases."""
-WALKS = {"register": (42, 12), "enter": (39, 17), "leave": (38, 17), "weights": (11, 9)}
+WALKS = {"register": (42, 12), "enter": (39, 16), "leave": (38, 16), "weights": (11, 9)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""
 
 
