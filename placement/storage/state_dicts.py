@@ -239,6 +239,8 @@ class StateDictTensors:
         if (place := self._place_of(storage) or self._registered_place(storage)) is not None:
             return self._over_host(tensor, *place)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
+            if (place := self._place_of(storage)) is not None:  # it has moved in just now, in another thread's transition
+                return self._over_host(tensor, *place)
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
             if name not in self._ranges.named_places():
                 how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."

@@ -18,6 +18,7 @@ import placement
 from placement import Manager, RegistrationError
 from placement.devices.base import Device
 from placement.policies import Colocated
+from placement.storage import state_dicts
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.state_dicts import StateDictTensors
@@ -517,6 +518,37 @@ def test_a_state_dict_of_a_resident_model_has_the_weight_of_an_offloaded_one(wor
         worker.critic_net[0].weight = own
         assert not any(tensor.isnan().any() for tensor in worker.critic_net.state_dict().values())
     assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_state_that_moves_in_while_another_thread_looks_at_it_is_not_taken_for_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, found = trained(), dict[str, Any]()
+    is_seen, has_left = threading.Event(), threading.Event()
+    worker.manager.enter("train")
+    learn(worker.net, worker.adam)
+    state = worker.adam.state[next(worker.net.parameters())]
+    state["new"] = torch.ones(8, 8)
+    wanted = copy.deepcopy(worker.adam.state_dict())
+    reader = threading.Thread(target=lambda: found.update(worker.adam.state_dict()))
+    has_nan, commit = state_dicts.has_nan, ManagedStorage.commit_offload
+
+    def has_nan_later(*its: Any, **keywords: Any) -> bool:
+        is_seen.set()
+        assert has_left.wait(HANG_SECONDS)
+        return has_nan(*its, **keywords)
+
+    def read_and_commit(holding: ManagedStorage, *its: Any) -> Any:
+        if holding.name == "actor.optimizer":
+            monkeypatch.setattr(state_dicts, "has_nan", has_nan_later)
+            reader.start()
+            assert is_seen.wait(HANG_SECONDS)
+            monkeypatch.setattr(state_dicts, "has_nan", has_nan)
+        return commit(holding, *its)
+
+    monkeypatch.setattr(ManagedStorage, "commit_offload", read_and_commit)
+    worker.manager.leave()
+    has_left.set()
+    reader.join(HANG_SECONDS)
+    assert_same(found, wanted)
 
 
 class Leaving:
