@@ -17,10 +17,10 @@ import placement
 from placement.cli.workers import node_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
-from placement.core.snapshot import readable
+from placement.core.snapshot import LinkRates, TransitionSeconds, readable
 from placement.devices.base import Device
 from placement.devices.host.disk_file import check_directory
-from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect, settled
+from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect, settled
 from placement.devices.select import select_device
 from placement.forecasting.description import CYCLES
 from placement.observe.fleet import find_targets, views_of

@@ -1,5 +1,6 @@
 """Immutable data about a manager: `Snapshot` for metrics, pages and logs, `Audit` to compare declared with measured state.
 
+`LinkRates` and `TransitionSeconds` are what `placement doctor` measures and forecasts count with.
 Every class is a frozen pydantic model; `model_dump_json()` gives its JSON. Byte counts end in `_bytes`, durations in `_seconds`,
 points in time in `_timestamp_seconds` (Unix time).
 """
@@ -226,6 +227,30 @@ def _differences(now: Mapping[str, float], before: Mapping[str, float]) -> dict[
     """The growth of each counter, without those that did not grow."""
     grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
     return {name: value for name, value in grown.items() if value > 0}
+
+
+class LinkRates(_Frozen):
+    """How fast page-locked memory is copied between the host and the device, in bytes a second."""
+
+    to_device_bytes_per_second: float
+    to_host_bytes_per_second: float
+    both_bytes_per_second: float
+    """Both directions at once, added up."""
+
+
+class TransitionSeconds(_Frozen):
+    """The seconds that a phase transition takes beside the copies of its bytes."""
+
+    alone: float
+    """A phase transition that moves nothing."""
+    moving: float
+    """One that moves hardly any bytes."""
+    loaded_byte: float
+    """More for each byte that is loaded: memory is mapped behind addresses."""
+    offloaded_byte: float
+    """More for each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
+    skipped_byte: float
+    """The same, for each byte that leaves without a copy because it is proved unchanged."""
 
 
 class Finding(_Frozen):

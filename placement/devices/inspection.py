@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from placement.core import __version__
+from placement.core.snapshot import LinkRates, TransitionSeconds
 from placement.devices.base import Device
 from placement.devices.host import numa
 from placement.devices.host.mapping import available_bytes
@@ -33,30 +34,6 @@ _SECONDS_TO_PIN = 60.0
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class LinkRates(_Frozen):
-    """How fast page-locked memory is copied between the host and the device, in bytes a second."""
-
-    to_device_bytes_per_second: float
-    to_host_bytes_per_second: float
-    both_bytes_per_second: float
-    """Both directions at once, added up."""
-
-
-class TransitionSeconds(_Frozen):
-    """The seconds that a phase transition takes beside the copies of its bytes."""
-
-    alone: float
-    """A phase transition that moves nothing."""
-    moving: float
-    """One that moves hardly any bytes."""
-    loaded_byte: float
-    """More for each byte that is loaded: memory is mapped behind addresses."""
-    offloaded_byte: float
-    """More for each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
-    skipped_byte: float
-    """The same, for each byte that leaves without a copy because it is proved unchanged."""
 
 
 class Inspection(_Frozen):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from placement.core.settings import nearest
+from placement.core.snapshot import LinkRates, TransitionSeconds
 from placement.core.states import IDLE, PHASES, OwnPhases, State
-from placement.devices.inspection import LinkRates, TransitionSeconds
 
 CYCLES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("rollout", "log_prob", "train", "weight_sync"),

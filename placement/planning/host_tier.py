@@ -297,12 +297,16 @@ def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mappi
 
 
 def host_table(name: str, nbytes: int, shares: Mapping[str, HostShare]) -> str:
-    """A table of the host memory that each handle holds now and takes in all, largest first."""
+    """A table of the host memory that each handle holds now and takes in all."""
     known = shares.get(name, HostShare(0, 0, 0))
     rows = {**shares, name: HostShare(known.total_bytes + nbytes, known.fixed_bytes, known.held_bytes)}
-    lines = [f"  {'handle':<24} {'in host memory':>18} {'host copy':>18}"]
-    for each, share in sorted(rows.items(), key=lambda row: -row[1].total_bytes):
-        lines.append(f"  {each:<24} {share.held_bytes:>18,} {share.total_bytes:>18,}")
+    return bytes_table(("in host memory", "host copy"), ((each, share.held_bytes, share.total_bytes) for each, share in rows.items()))
+
+
+def bytes_table(heads: tuple[str, str], rows: Iterable[tuple[str, int, int]]) -> str:
+    """A table of two numbers of bytes for each handle, largest first."""
+    lines = [f"  {'handle':<24} {heads[0]:>18} {heads[1]:>18}"]
+    lines += [f"  {name:<24} {one:>18,} {other:>18,}" for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))]
     return "\n".join(lines)
 
 

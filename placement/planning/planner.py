@@ -17,7 +17,7 @@ from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, 
 from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
-from placement.planning.host_tier import PhaseHistory
+from placement.planning.host_tier import PhaseHistory, bytes_table
 from placement.registration.handle import Handle
 
 _NO_TAG: frozenset[str] = frozenset()
@@ -381,8 +381,10 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
             "budget_bytes there, or name the handles that the phase needs together (only=[...])"
         )
         raise OtherBudgetError(f"rank {other_rank} {reason}", other_rank, reason)
+    rows = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in view.handles.values() if not h.external)
+    table = bytes_table(("holds", "wants"), rows)
     error = DeviceMemoryError(
-        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
+        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'
     )
     error.wanted_bytes = wanted
@@ -398,11 +400,3 @@ def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:
     }
     leaving = view.evicted({name: nbytes for name, nbytes in freed.items() if nbytes > 0}, view.bytes_of(plan) - view.budget_bytes)
     return needed.limited_to(leaving, plan)
-
-
-def table(handles: Mapping[str, HandleView], plan: Plan) -> str:
-    """A table of the bytes that each handle holds now and wants under the plan, largest first."""
-    rows: Iterable[tuple[str, int, int]] = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in handles.values() if not h.external)
-    lines = [f"  {'handle':<24} {'holds':>16} {'wants':>16}"]
-    lines += [f"  {name:<24} {holds:>16,} {wants:>16,}" for name, holds, wants in sorted(rows, key=lambda row: -max(row[1], row[2]))]
-    return "\n".join(lines)

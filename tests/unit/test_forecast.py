@@ -15,8 +15,8 @@ from torch import nn
 
 import placement
 from placement.cli.plan import comparison, table
+from placement.core.snapshot import TransitionSeconds
 from placement.core.states import PHASES
-from placement.devices.inspection import TransitionSeconds
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
