@@ -231,7 +231,10 @@ def weights(
     bucket_bytes = _positive(bucket_bytes)
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
-    found = _publishable(handle, adapters, names)
+    _require_syncing(handle)
+    found = _found(handle, adapters, names)
+    for root in handle.modules():
+        check_publishable(root, handle.name, found)
     announced = _announced(found, dtype)
     return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, transform, _times_begun(handle))
 
@@ -241,7 +244,10 @@ def weight_changes(
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
     bucket_bytes = _positive(bucket_bytes)
-    found = _publishable(handle, adapters, names)
+    _require_syncing(handle)
+    found = _found(handle, adapters, names)
+    for root in handle.modules():
+        check_publishable(root, handle.name, found)
     infos = _announced(found, dtype)
     last = handle.published if handle.published is not None and handle.published.version == since else None
     wanted = [(info.name, weight, info.dtype) for info, (_, weight) in zip(infos, found, strict=True)]
@@ -263,15 +269,6 @@ def _positive(bucket_bytes: int | str) -> int:
     if nbytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
     return nbytes
-
-
-def _publishable(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
-    """Name and weight of everything to publish now. Raises PhaseError: the handle is not SYNCING; and see `check_publishable`."""
-    _require_syncing(handle)
-    found = _found(handle, adapters, names)
-    for root in handle.modules():
-        check_publishable(root, handle.name, found)
-    return found
 
 
 def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
