@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Callable[[Worker], Any], str]] = {
     "meta in part": (lambda _: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta")), "meta device"),
     "a lazy layer": (lambda _: torch.nn.LazyLinear(4), "no shape yet"),
     **{
-        repr(each): (lambda _, each=each: each, "more")  # type: ignore[misc]
+        type(each).__name__: (lambda _, each=each: each, "more")  # type: ignore[misc]
         for each in (None, 3, "model", [torch.nn.ReLU()], net, torch.zeros(3), {"a": 1}, object)
     },
 }
