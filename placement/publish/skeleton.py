@@ -69,18 +69,23 @@ class Copier(abc.ABC):
 
 
 class Shown:
-    """The weights behind the tensors that a module tree shows, one object for each. Each module is looked at once, then remembered."""
+    """The weights behind the tensors that a module tree shows, one object for each."""
 
     def __init__(self, root: torch.nn.Module, frameworks: Sequence[Framework]) -> None:
         self.wrappers = wrappers()
         self._instead = {shown: own for each in frameworks for shown, own in each.own_tensors().items()}
-        self._given: dict[int, Mapping[str, Weight | None]] = {}
+        instead_of: dict[int, Mapping[str, Weight | None]] = {}
         for each in frameworks:
-            self._given.update(each.weights())
+            instead_of.update(each.weights())
         self._weights: dict[int, Weight] = {}
         self._of: dict[int, list[tuple[str, Weight | None]]] = {}
         for part in root.modules():
-            self.parameters(part)
+            given = instead_of.get(id(part), {})
+            found: dict[str, Weight | None] = {}
+            for name, tensor in part._parameters.items():
+                found[name] = given[name] if name in given else None if tensor is None else self.weight(tensor)
+            found |= {name: weight for name, weight in given.items() if weight is not None}
+            self._of[id(part)] = list(found.items())
 
     def weight(self, tensor: torch.Tensor) -> Weight:
         """The weight that a tensor shows."""
@@ -91,13 +96,6 @@ class Shown:
 
     def parameters(self, module: torch.nn.Module) -> list[tuple[str, Weight | None]]:
         """A module's own parameters by name, including those that a framework hides at the moment."""
-        if id(module) not in self._of:
-            given = self._given.get(id(module), {})
-            found: dict[str, Weight | None] = {}
-            for name, tensor in module._parameters.items():
-                found[name] = given[name] if name in given else None if tensor is None else self.weight(tensor)
-            found |= {name: weight for name, weight in given.items() if weight is not None}
-            self._of[id(module)] = list(found.items())
         return self._of[id(module)]
 
 

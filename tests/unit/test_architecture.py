@@ -37,7 +37,7 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 37_330, "modules": 166}
+MOST_OF_ALL = {"lines": 36_900, "modules": 162}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
 
 690 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together, `registration.replication`
@@ -50,7 +50,7 @@ which ranks they are.
 650 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl.
 
 450 of the lines record what an offload changes since a publication (`storage.record`): changes alone are sent in any order of phases."""
-WALKS = {"register": (42, 12), "enter": (39, 16), "leave": (38, 16), "weights": (11, 9)}
+WALKS = {"register": (42, 12), "enter": (39, 16), "leave": (38, 16), "weights": (11, 8)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""
 
 
