@@ -39,6 +39,7 @@ class _Deferral:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self._is_noted = True
         if self._has_come:
+            self.end()  # the block's own end may be cut short by what is raised here
             self.deliver()
         self._has_come = True
 
