@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,15 @@ def test_another_model_is_refused(three: Ranks, generation: int) -> None:
 
 def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
     first, second, third = three.run(worker.mistaken, generation)
-    assert first == third
+    assert first.keys() == third.keys()
     for mistake, words in (("a Lazy", "Lazy"), ("an engine", "engine"), ("external", "placement")):
         assert words in second[mistake]
-        assert f"rank 1: {second[mistake]}" in first[mistake]
+        assert all(f"rank 1: {second[mistake]}" in told[mistake] for told in (first, third))
     for mistake in ("not readonly", "an optimizer"):
-        assert "rank 1 has other tensors than the rest" in first[mistake]
+        # Who is late hears what rank 1 was told, before it has compared by itself.
+        assert all("rank 1 has other tensors than the rest" in told[mistake] or "rank 1: " in told[mistake] for told in (first, third))
         assert "registers them in another way" in second[mistake]
-    assert "rank 1: is about to enter log_prob" in first["something else"]
+    assert all("rank 1: is about to enter log_prob" in told["something else"] for told in (first, third))
 
 
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks, generation: int) -> None:
@@ -277,7 +279,7 @@ def test_a_rank_dies_while_all_write(three: Ranks, generation: int, method: str,
     for shares, told in (each for rank, each in enumerate(results) if rank != 1):
         met = (method, when) not in (("meet", "before"),)
         assert shares[0] == met
-        assert met or "rank 1 has died" in told[0]
+        assert met or re.search("rank 1 has (died|not offloaded it within 3 s)", told[0])  # the second on a busy machine
 
 
 @pytest.mark.parametrize(
