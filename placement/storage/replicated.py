@@ -91,11 +91,8 @@ class ReplicatedStorage(ManagedStorage):
             r.pages.note_filling((index,))
             if r.part_bytes(index):
                 self._waiting.append((r, index, self.device.mark("to_device")))
+                self.is_complete = False
         return brought
-
-    @property
-    def is_complete(self) -> bool:  # type: ignore[override]  # of other storages it is stored
-        return not self._waiting
 
     def complete(self) -> None:
         together: set[SharedRange] = set()
@@ -113,6 +110,7 @@ class ReplicatedStorage(ManagedStorage):
             self.device.copy(rest, "to_device")
         self.device.order()
         self._waiting.clear()
+        self.is_complete = True
 
     def _gather(self, ranges: set[SharedRange]) -> None:
         # Sorted, so that every rank gathers in the same order, whatever chunks its chunk pool had.
@@ -138,6 +136,7 @@ class ReplicatedStorage(ManagedStorage):
             self._prepare_nothing()
         super().make_consistent(chunk_pool)
         self._waiting.clear()
+        self.is_complete = True
         for copy in self._copies():
             copy.note_place(on_device=self.on_device)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,15 +77,19 @@ def test_another_model_is_refused(three: Ranks, generation: int) -> None:
 
 def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
     first, second, third = three.run(worker.mistaken, generation)
-    assert first.keys() == third.keys()
+    differ = ("not readonly", "an optimizer")
+    assert {mistake: told for mistake, told in first.items() if mistake not in differ} == {
+        mistake: told for mistake, told in third.items() if mistake not in differ
+    }
     for mistake, words in (("a Lazy", "Lazy"), ("an engine", "engine"), ("external", "placement")):
         assert words in second[mistake]
-        assert all(f"rank 1: {second[mistake]}" in told[mistake] for told in (first, third))
-    for mistake in ("not readonly", "an optimizer"):
-        # Who is late hears what rank 1 was told, before it has compared by itself.
-        assert all("rank 1 has other tensors than the rest" in told[mistake] or "rank 1: " in told[mistake] for told in (first, third))
+        assert f"rank 1: {second[mistake]}" in first[mistake]
+    for mistake in differ:
+        # A rank that is late hears rank 1's own error before it has compared.
+        words = ("rank 1 has other tensors than the rest", f"rank 1: {second[mistake]}")
+        assert all(any(each in told[mistake] for each in words) for told in (first, third))
         assert "registers them in another way" in second[mistake]
-    assert all("rank 1: is about to enter log_prob" in told["something else"] for told in (first, third))
+    assert "rank 1: is about to enter log_prob" in first["something else"]
 
 
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks, generation: int) -> None:
@@ -279,7 +282,7 @@ def test_a_rank_dies_while_all_write(three: Ranks, generation: int, method: str,
     for shares, told in (each for rank, each in enumerate(results) if rank != 1):
         met = (method, when) not in (("meet", "before"),)
         assert shares[0] == met
-        assert met or re.search("rank 1 has (died|not offloaded it within 3 s)", told[0])  # the second on a busy machine
+        assert met or "rank 1 has died" in told[0]
 
 
 @pytest.mark.parametrize(
