@@ -137,7 +137,8 @@ def _training_rank(
     rank: int, world_size: int, port: int, device: str, size: str, nbytes: int, answer: Connection, *, cycles: int, replicated: bool
 ) -> None:
     rig, store = _joined(rank, world_size, port, device, size)
-    manager = placement.Manager(device=rig.placement_device(), group=StoreGroup(store, rank, world_size, _START_SECONDS))
+    group = StoreGroup(store, rank, world_size, _START_SECONDS)
+    manager = placement.Manager(device=rig.placement_device(), group=group, headroom=0.05)  # the step here needs no activations
     answer.send(_trains(rig, manager, nbytes, cycles, replicated=replicated))
     dist.barrier()
     dist.destroy_process_group()
