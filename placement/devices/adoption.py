@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from placement.devices.memory import Addresses
+
 Way = Literal["swap", "pool", "rebind"]
 """How one storage gets to its place:
 
@@ -19,13 +21,6 @@ Way = Literal["swap", "pool", "rebind"]
 def can_swap() -> bool:
     """Whether this torch can exchange the memory of two storages."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-class AddressRange(Protocol):
-    """Device addresses, as `Device.reserve` gives them."""
-
-    base: int
-    nbytes: int
 
 
 class Pool(Protocol):
@@ -60,7 +55,7 @@ class Adopter:
         """The length of a range for storages of these sizes that come by a pool; 0 where none do."""
         return 0
 
-    def pool(self, addresses: AddressRange, sizes: Sequence[int], owner: object) -> Pool:
+    def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> Pool:
         """A pool over a range of `pooled_bytes(sizes)`. As long as `owner` lives, storages may still come.
 
         Raises:

@@ -11,7 +11,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +21,7 @@ from placement.devices.base import Device
 from placement.devices.host import numa
 from placement.devices.host.mapping import available_bytes
 from placement.devices.memory import Communicator, Copy, DeviceMemory, Direction, HostSlab
+from placement.observe.nvml import OtherProcesses
 
 MEASURED_BYTES = 1 << 30
 """The size of the buffers whose copies are timed, where the device and the host have room for two of them."""
@@ -175,22 +175,11 @@ def _gib(nbytes: int) -> str:
 _OWNERS = "the driver's context and its kernels, libraries that allocate by themselves, communicators"
 
 
-class OtherProcesses(Protocol):
-    """Measures how many device bytes other processes hold."""
-
-    @property
-    def nbytes(self) -> int | None:
-        """The last measurement; None while unknown."""
-
-    def ask(self, then: Callable[[int | None], None]) -> None:
-        """Measure soon, on another thread, and call `then` there with the bytes."""
-
-
 class Outside:
     """The memory outside torch and placement, as of the last measurement, and who is known to hold it.
 
-    Not every library says how much its communicators hold. So the growth of this memory is noted whenever communicators have appeared
-    since the measurement before. That is an upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
+    Not every library says how much its communicators hold, so the growth of this memory is noted whenever some have appeared. That is an
+    upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
     """
 
     def __init__(self, device: Device, memory: DeviceMemory) -> None:

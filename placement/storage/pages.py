@@ -165,14 +165,10 @@ class Pages:
     def put(self, indices: Sequence[int], chunk_pool: ChunkPool, behind: Behind = Behind.OWN) -> None:
         """Put memory behind pages (ascending) that have none.
 
-        Any thread may read a handle's own addresses at any time. From the driver a chunk comes with zeros, from another handle with that
-        one's values: numbers like any others, which a checkpoint or a loss would take in unnoticed. Wiping behind the addresses would leave
-        them readable until then, and copying before the mapping would make every load wait for its last byte. So a chunk is wiped before it
-        is mapped there: it is poison until bytes arrive. That is done while earlier chunks are copied. Of 12 GiB a load takes 254 to 260 ms
-        and a swap 239 to 252 ms, with it and without it (H100, twelve runs each).
-
-        Raises:
-            DeviceMemoryError, RuntimeError: the driver refused. Memory that is behind no address has gone to the chunk pool.
+        Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or another handle's values, which a checkpoint
+        or a loss would take in unnoticed. So a chunk is wiped before it is mapped there: it is poison until bytes arrive. That is done
+        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If the driver refuses, memory that is behind no address
+        goes to the chunk pool.
         """
         chunks = chunk_pool.take([self.sizes[index] for index in indices])
         try:
@@ -190,31 +186,20 @@ class Pages:
             raise
 
     def show(self, indices: Iterable[int]) -> int:
-        """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes.
-
-        Raises:
-            DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
-        """
+        """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes."""
         away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.POISON)))
         self.wait(away)
         self._place(away, Behind.OWN)
         return self.used_bytes_of(away)
 
     def hide(self, indices: Sequence[int]) -> None:
-        """Put memory that is behind the own addresses aside. `save` can copy it from there.
-
-        Raises:
-            DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
-        """
+        """Put memory that is behind the own addresses aside. `save` can copy it from there."""
         if not self.aside_bytes:
             self.is_stale = False
         self._place(indices, Behind.ASIDE)
 
     def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
-        """Take away the memory of pages, once their copies are complete. The host copy has their bytes, or nobody needs them.
-
-        Returns the device bytes.
-        """
+        """Take away the memory of pages whose bytes the host copy has, or nobody needs, once they are copied. Returns its size."""
         held = sorted(index for index in indices if self.table[index].memory is not None)
         vain = [index for index in held if self.table[index].behind is Behind.ASIDE and self.table[index].copied == "to_device"]
         self.wait(held)
@@ -266,17 +251,13 @@ class Pages:
                 page.copied = page.mark = None
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Wait for the copies from and to these pages.
-
-        Raises:
-            RuntimeError: the device reports an error.
-        """
+        """Wait for the copies from and to these pages."""
         marks = dict.fromkeys(self.table[index].mark for index in indices if self.table[index].copied is not None)
         if None in marks:
             self._device.sync()
-            return
-        for mark in filter(None, marks):
-            self._device.wait(mark)
+        else:
+            for mark in filter(None, marks):
+                self._device.wait(mark)
 
     def wait_until_saved(self) -> None:
         """Wait until the host copy has every byte that is on its way there. Any thread may call this."""
@@ -295,7 +276,6 @@ class Pages:
 
         Raises:
             DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then.
-            RuntimeError: the device failed. The call can be repeated.
         """
         if side is Side.DEVICE:
             if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
@@ -320,9 +300,6 @@ class Pages:
         Args:
             stop: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes
                 that were copied to the device in vain.
-
-        Raises:
-            DeviceMemoryError: no addresses are left.
         """
         if self._aside is None:
             self._aside = self._device.reserve(sum(self.sizes))
@@ -348,13 +325,11 @@ class Pages:
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
         page = self.table[index]
-        for each, place, sign in ((page.memory, page.behind, -1), (memory, behind, 1)):
-            if each is None:
-                continue
-            if place is Behind.ASIDE:
-                self.aside_bytes += sign * self.sizes[index]
-            else:
-                self.own_bytes += sign * self.sizes[index]
+        for each, place, nbytes in ((page.memory, page.behind, -self.sizes[index]), (memory, behind, self.sizes[index])):
+            if each is not None and place is Behind.ASIDE:
+                self.aside_bytes += nbytes
+            elif each is not None:
+                self.own_bytes += nbytes
         page.memory, page.behind = memory, behind
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
@@ -403,17 +378,13 @@ Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
-    """Start copying those of these pages to the device that have memory and are newest in the host copy. Returns the bytes to copy.
+    """Start copying those of these pages to the device that have memory and are newest in the host copy, by one call and with one mark.
 
-    All are copied by one call, and share a mark.
+    Returns the bytes to copy.
     """
-    wanted, nbytes = list[Part](), 0
-    for pages, those in parts:
-        if lacking := [index for index in those if pages.table[index].lacks_bytes]:
-            wanted.append((pages, lacking))
-            nbytes += pages.used_bytes_of(lacking)
-    _copy(device, wanted, "to_device")
-    return nbytes
+    lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
+    _copy(device, [part for part in lacking if part[1]], "to_device")
+    return sum(pages.used_bytes_of(those) for pages, those in lacking)
 
 
 def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None) -> None:
@@ -438,22 +409,15 @@ def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: St
 
 def runs(indices: Iterable[int]) -> Iterator[list[int]]:
     """Runs of neighbours among ascending indices."""
-    run: list[int] = []
-    for index in indices:
-        if run and index != run[-1] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
+    for _, run in itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0]):
+        yield [index for _, index in run]
 
 
 class ChunkPool:
     """The chunk pool of one phase transition.
 
-    No chunk goes back to the driver before `release`, so a phase transition that fails maps back the chunks that were given up and asks the
-    driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back then
-    frees the chunk that took their room before it asks the driver for theirs.
+    No chunk goes back to the driver before `release`, so a phase transition that fails asks the driver for nothing. There is one exception:
+    for a size that the pool does not have, chunks of other sizes make room. Going back frees the chunk that took their room first.
 
     Args:
         room_bytes: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
@@ -511,7 +475,6 @@ class ChunkPool:
     def _one(self, size: int) -> Chunk:
         if held := self._chunks.get(size):
             return held.popleft()
-        # Chunks of other sizes may hold the memory that is needed. Going back frees the chunk made here before it needs theirs again.
         while self and self.room_bytes < size:
             self._make_way()
         try:
@@ -527,12 +490,10 @@ class ChunkPool:
 
     def release(self) -> None:
         """Return all chunks to the driver, because the phase transition is committed."""
-        if not self._chunks:
-            return
-        chunks = list(self)
-        self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
-        self.room_bytes += sum([chunk.nbytes for chunk in chunks])
-        self._device.release(*chunks)
+        if chunks := list(self):
+            self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
+            self.room_bytes += sum([chunk.nbytes for chunk in chunks])
+            self._device.release(*chunks)
 
     def _make_way(self) -> None:
         """Return one chunk of the most frequent size to the driver. Tails are single, and needed for going back."""

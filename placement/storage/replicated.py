@@ -27,9 +27,8 @@ from placement.ownership.adapter import Adapter
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
-from placement.storage.shared.copy import ALONE, LEFT, Refusal, SharedCopy
+from placement.storage.shared.copy import ALONE, LEFT, Ranks, Refusal, SharedCopy
 from placement.storage.shared.ranges import SharedRange
-from placement.storage.shared.ranks import Ranks
 from placement.storage.shared.scanner import SharedScanner
 from placement.storage.state_dicts import are_only_read
 
@@ -55,9 +54,7 @@ class ReplicatedStorage(ManagedStorage):
         """The number of the group's change for which this rank has last prepared a load."""
 
     @property
-    def can_prefetch(self) -> bool:
-        """Whether bytes can arrive early: those of this rank alone. A load gathers what other ranks copy, so all ranks would have to bring
-        the same chunks of the shared range early."""
+    def can_prefetch(self) -> bool:  # what other ranks copy cannot come early: all ranks would have to bring the same chunks early
         return any(not r.is_replica for r in self.ranges)
 
     @property
@@ -219,25 +216,20 @@ class ReplicatedStorage(ManagedStorage):
         self._use(r, own)
         r.prints = prints
 
-    def _use(self, r: SharedRange, own: HostSlab) -> None:
-        r.use(own)
+    def _use(self, r: SharedRange, slab: HostSlab) -> None:
+        r.pages.host, r.pages.prints = slab, None
         self.by_address.set(self.ranges)
 
     def before_forced_offload(self, r: Range) -> None:
         if not isinstance(r, SharedRange) or not r.is_shared:
             return
         held = r.pages.at(Behind.OWN)
-        if not self.readonly and self._has_changed(r):
+        prints = None if r.prints is None else r.prints.cpu()
+        if not self.readonly and (prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)):
             self._make_own(r)
             r.pages.note_changed(held)
         else:
             r.pages.note_clean(held)
-
-    def _has_changed(self, r: Range) -> bool:
-        """Whether any chunk that a range has on the device differs from the host copy."""
-        prints = None if r.prints is None else r.prints.cpu()
-        held = r.pages.at(Behind.OWN)
-        return prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)
 
     # --- who takes part
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -25,7 +25,7 @@ from placement.devices.host import numa
 from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span
-from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20
 """The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
@@ -81,11 +81,8 @@ class CudaDevice(Device):
         self._outbox: Outbox | None = None
         self._pinning = Pinning(self._driver)
         self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
-        self._place = numa.placing(self.name, self._driver.pci_address)
-        self._streams: dict[Direction, Any] = {
-            "to_device": torch.cuda.Stream(self.torch_device),
-            "to_host": torch.cuda.Stream(self.torch_device),
-        }
+        self._place = numa.placing(self.name, self.pci_address)
+        self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
         self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
         """The addresses and the stream of `wipe`."""
         self._following = torch.cuda.Stream(self.torch_device)
@@ -109,7 +106,7 @@ class CudaDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         return Slab(nbytes, self._pin, self._pinning.unpin, self._place)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
         return MappedSlab(file, nbytes, own, extra_bytes, self._pin, self._pinning.unpin, self._place)
 
     def _words(self, nbytes: int) -> HostWords:
@@ -222,11 +219,9 @@ class CudaDevice(Device):
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
         if direction == "to_device":
-            function = "cuMemcpyHtoDAsync"
-            calls = [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies]
+            function, calls = "cuMemcpyHtoDAsync", [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies]
         else:
-            function = "cuMemcpyDtoHAsync"
-            calls = [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
+            function, calls = "cuMemcpyDtoHAsync", [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with self._driver:
             self._driver.batch(function, calls)
@@ -295,8 +290,7 @@ class CudaDevice(Device):
         return self._torch_bytes("allocated_bytes") - pool.allocated_bytes(self.torch_device)
 
     def _torch_bytes(self, what: str) -> int:
-        """One of torch's statistics, including the ranges that torch's pools allocate from."""
-        # torch's own functions for a single value compute, flatten and sort all of them first.
+        """One of torch's statistics, with the ranges that its pools allocate from. Its own functions for a single value sort all first."""
         stats: dict[str, Any] = torch._C._cuda_memoryStats(self.torch_device.index)
         return int(stats[what]["all"]["current"])
 

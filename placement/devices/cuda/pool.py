@@ -32,7 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
-from placement.devices.adoption import AddressRange, Adopter, Pool, Way
+from placement.devices.adoption import Adopter, Pool, Way
+from placement.devices.memory import Addresses
 
 # The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `PoolRange` checks every address.
 _ROUND = 512
@@ -113,7 +114,7 @@ class PoolRange:
         RegistrationError: the settings of torch's allocator do not work with a pool over a range.
     """
 
-    def __init__(self, device: torch.device, addresses: AddressRange, sizes: Sequence[int], owner: object) -> None:
+    def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
         _refuse_settings()
         self._device = device
         self._owner = weakref.ref(owner)
@@ -311,7 +312,7 @@ class CudaAdopter(Adopter):
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
         return 0 if adoption.can_swap() else plan(sizes)[1]
 
-    def pool(self, addresses: AddressRange, sizes: Sequence[int], owner: object) -> Pool:
+    def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> Pool:
         return PoolRange(self.device, addresses, sizes, owner)
 
     def reallocate(self, storage: torch.UntypedStorage) -> None:

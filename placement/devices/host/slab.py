@@ -71,7 +71,25 @@ def check_span(offset: int, nbytes: int, size: int) -> None:
         raise ValueError(f"[{offset}, {offset + nbytes}) is not within {size} bytes")
 
 
-class Slab(HostSlab):
+class ReservedSlab(HostSlab):
+    """Host memory with a `Reservation` of its own."""
+
+    _memory: Reservation
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.nbytes if self._memory.pinned else 0
+
+    @property
+    def pageable_bytes(self) -> int:
+        return self.held_bytes if self._memory.pinned is False else 0
+
+    @property
+    def pageable_reason(self) -> str | None:
+        return self._memory.reason
+
+
+class Slab(ReservedSlab):
     """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`.
 
     Without `register` the memory is touched before the constructor returns. With it the constructor returns at once, and the memory is
@@ -130,18 +148,6 @@ class Slab(HostSlab):
             if isinstance(exc, OSError):
                 raise HostMemoryError(f"host memory: cannot allocate {size:,} bytes: {exc.strerror}") from exc
             raise
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned else 0
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned is False else 0
-
-    @property
-    def pageable_reason(self) -> str | None:
-        return self._memory.reason
 
     @property
     def held_bytes(self) -> int:
@@ -205,20 +211,16 @@ def populate(address: int, nbytes: int) -> None:
         OSError: the kernel refused.
     """
     for start, step in _steps(address, nbytes):
-        _populate(start, step)
+        if libc.madvise(start, step, MADV_POPULATE_WRITE):
+            number = ctypes.get_errno()
+            if number != errno.EINVAL:
+                raise OSError(number, os.strerror(number))
+            ctypes.memset(start, 0, step)
 
 
 def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     for start in range(address, address + nbytes, _TOUCH_STEP):
         yield start, min(_TOUCH_STEP, address + nbytes - start)
-
-
-def _populate(address: int, nbytes: int) -> None:
-    if libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
-        number = ctypes.get_errno()
-        if number != errno.EINVAL:
-            raise OSError(number, os.strerror(number))
-        ctypes.memset(address, 0, nbytes)
 
 
 def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
@@ -13,21 +13,16 @@ from placement.storage.range import Range, used_bytes
 from placement.storage.shared.copy import ALONE, SharedCopy, Shares
 
 
-def chunk_spans(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+def chunk_spans(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """(offset, bytes) of each chunk's used bytes, rounded up to whole pages."""
     end = round_up(nbytes, PAGE)
-    for start in range(0, end, chunk_bytes):
-        yield start, min(chunk_bytes, end - start)
+    return [(start, min(chunk_bytes, end - start)) for start in range(0, end, chunk_bytes)]
 
 
 def spans_of(rank: int, nbytes: int, chunk_bytes: int, shares: Shares) -> list[tuple[int, int]]:
     """(offset, bytes) of each span that a rank writes in the host copy of a range of `nbytes`, in order."""
-    spans = []
-    for start, length in chunk_spans(used_bytes(nbytes), chunk_bytes):
-        offset, own = shares.of(rank, length)
-        if own:
-            spans.append((start + offset, own))
-    return spans
+    spans = [(start, *shares.of(rank, length)) for start, length in chunk_spans(used_bytes(nbytes), chunk_bytes)]
+    return [(start + offset, own) for start, offset, own in spans if own]
 
 
 class SharedPages(Pages):
@@ -125,7 +120,7 @@ class SharedRange(Range):
         self.is_frozen = is_frozen
         self.alone: str | None = None
         """Why this rank loads everything over its own link from now on; None while the ranks load together."""
-        self._spans = tuple(chunk_spans(self.nbytes, device.chunk_bytes))
+        self._spans = chunk_spans(self.nbytes, device.chunk_bytes)
 
     @property
     def is_shared(self) -> bool:
@@ -135,10 +130,6 @@ class SharedRange(Range):
     def held_host_bytes(self) -> int:
         kept = 0 if self.copy is None or self.is_shared else self.copy.slab.held_bytes
         return super().held_host_bytes + kept
-
-    def use(self, slab: HostSlab) -> None:
-        """Use another host copy from now on."""
-        self.pages.host, self.pages.prints = slab, None
 
     def leave(self, reason: str) -> None:
         """Share no host copy from now on. This rank has one of its own."""

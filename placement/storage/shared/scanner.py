@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -25,9 +25,8 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.range import Owner, Range, used_bytes
 from placement.storage.scan import StorageScanner
-from placement.storage.shared.copy import Refusal, SharedCopy, minority, numbers, others_say
+from placement.storage.shared.copy import Ranks, Refusal, SharedCopy, minority, numbers, others_say
 from placement.storage.shared.ranges import SharedRange, spans_of
-from placement.storage.shared.ranks import Ranks
 from placement.storage.transfer.fingerprint import fingerprints
 
 _PIECE_BYTES = 64 << 20
@@ -93,11 +92,7 @@ class SharedScanner(StorageScanner):
         return super().state_host_bytes(sizes, parts) // self._ranks.shares.world_size
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Make a host copy for state of these sizes that all ranks share. Every rank calls this at the same time.
-
-        Raises:
-            RegistrationError, HostMemoryError, DeviceMemoryError, GroupError, CoordinatorLost: see `_shared_range`.
-        """
+        """Make a host copy for state of these sizes that all ranks share. Every rank calls this at the same time. See `_shared_range`."""
         if self.adapter.kind != "optimizer":
             super().reserve(sizes, parts)
             return
@@ -126,16 +121,14 @@ class SharedScanner(StorageScanner):
         layout = RangeLayout(self._device, adoptees, self._addresses)
         slab: HostSlab = copy.slab
         if (refusal := self._refusal(copy, adoptees, layout)) is None:
-            shares = self._ranks.shares
-            self._write(adoptees, layout, slab, shares.rank)
+            self._write(adoptees, layout, slab, self._ranks.shares.rank)
             copy.note_arrived(1)
-            for rank in copy.wait_for_shares(1):
-                self._write(adoptees, layout, slab, rank)
+            lacking: Iterable[int] = copy.wait_for_shares(1)
         else:
             logger.warning("%r: its new state has a host copy of this rank's own: %s", self.name, refusal.reason)
-            slab = self._device.host(used_bytes(layout.nbytes))
-            for rank in range(self._ranks.shares.world_size):
-                self._write(adoptees, layout, slab, rank)
+            slab, lacking = self._device.host(used_bytes(layout.nbytes)), range(self._ranks.shares.world_size)
+        for rank in lacking:
+            self._write(adoptees, layout, slab, rank)
         fresh = SharedRange(self._device, layout, slab, tuple(adoptees), copy, is_frozen=False)
         if refusal is not None and refusal.is_final:
             fresh.leave("it was created unequal on the ranks")
@@ -251,9 +244,7 @@ def _kind_of(adoptee: Adoptee) -> int:
     """0 for parameters that are not trained, 1 for those that are, 2 for what is each rank's own: buffers change with a rank's data."""
     tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in adoptee.owned]
     parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]  # FSDP2 has plain tensors over each one's bytes
-    if not parameters:
-        return 2
-    return 1 if any(parameter.requires_grad for parameter in parameters) else 0
+    return int(any(parameter.requires_grad for parameter in parameters)) if parameters else 2
 
 
 def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) -> str:
