@@ -87,10 +87,7 @@ class CastRange(Range):
 
     def have(self) -> None:
         """Have a host copy of their own from now on, until an offload finds them to be a cast. Any thread may call this.
-
-        Raises:
-            HostMemoryError, IntegrityError: there is no memory for it, or the masters' host copy cannot be read. No value is lost.
-        """
+        Raises HostMemoryError, IntegrityError: there is no memory for it, or the masters' host copy cannot be read. No value is lost."""
         with self.lock:
             if isinstance(self.host, Slab) and self.host.is_released:
                 renew(self.host)
@@ -171,10 +168,7 @@ class CastStorage(ManagedStorage):
 
     def rest_on(self, optimizer: ManagedStorage) -> None:
         """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
-
-        Raises:
-            RegistrationError: they are not the cast of these.
-        """
+        Raises RegistrationError: they are not the cast of these."""
         if not any(optimizer.has_place(masters) for _, _, masters in self._masters.masters()):
             return
         for r in self._cast_ranges():
@@ -221,10 +215,7 @@ class CastStorage(ManagedStorage):
 
     def masters_change(self, coming: Collection[object]) -> None:
         """Called before the masters' host copy changes or goes, or may, and before they are loaded together with `coming`.
-
-        Raises:
-            HostMemoryError, IntegrityError: see `CastRange.have`.
-        """
+        Raises HostMemoryError, IntegrityError: see `CastRange.have`."""
         for r in self._cast_ranges():
             r.expected = None
             if self not in coming:

@@ -121,10 +121,7 @@ class Spill:
 
     def claim(self) -> None:
         """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread.
-
-        Raises:
-            HostMemoryError: there is not enough memory for them now.
-        """
+        Raises HostMemoryError: there is not enough memory for them now."""
         if not self.claim_if_here():
             self._keeper.bring(self)
 
@@ -145,11 +142,7 @@ class Spill:
             return self.is_here
 
     def require_values(self) -> None:
-        """Raise if values are lost.
-
-        Raises:
-            IntegrityError: they are.
-        """
+        """Raise if values are lost. Raises IntegrityError: they are."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
 
@@ -188,10 +181,7 @@ class Spill:
 
     def come(self, goes_on: GoesOn) -> bool:
         """Bring the bytes back into host memory. Returns False if it was stopped. What cannot be read as it was written is lost.
-
-        Raises:
-            HostMemoryError: there is not enough memory now. The bytes are where they were.
-        """
+        Raises HostMemoryError: there is not enough memory now. The bytes are where they were."""
         slab = self._slab()
         if slab is not None and not self.is_here:
             if not self._renew(slab, None if self.place is Place.NOWHERE else functools.partial(self._read, slab, goes_on)):
@@ -349,11 +339,7 @@ class Keeper:
         self._is_held = True
 
     def bring(self, *spills: Spill) -> None:
-        """Have these host copies in host memory.
-
-        Raises:
-            HostMemoryError: the machine has not enough memory for them now.
-        """
+        """Have these host copies in host memory. Raises HostMemoryError: the machine has not enough memory for them now."""
         with self._in_front(spills):
             if not self._have_room(sum(spill.nbytes - spill.held_bytes for spill in spills)):
                 self._warn("limit", f"what is needed at once does not fit host_limit_bytes ({self._limit_bytes:,}), and goes over it")

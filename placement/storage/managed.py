@@ -37,11 +37,10 @@ class MoveResult:
     """Chunks of a readonly object whose bytes changed on the device."""
     stray_references: int = 0
     stray_names: str = ""
-    """Names of the tensors to which there are stray references."""
     brought_back: str = ""
     """Names of the relocated tensors, which the offload has given new places."""
     nan: str = ""
-    """Words for tensors that were numbers before and were found to be NaN."""
+    """See `NanCheck.take`."""
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
         """Errors about what was found wrong with a handle, to be raised once its phase transition is complete."""
@@ -70,10 +69,7 @@ class ManagedStorage(AdoptedStorage):
 
     def end_calls(self, since_seconds: float) -> None:
         """Wait for the calls that other threads are in (see `CallGuard.wait`), and then refuse new ones until `make_consistent` is done.
-
-        Raises:
-            PhaseError: a call does not end. The object is as it was.
-        """
+        Raises PhaseError: a call does not end. The object is as it was."""
         self.calls.wait(since_seconds)
         try:
             self.is_consistent = False
@@ -110,9 +106,7 @@ class ManagedStorage(AdoptedStorage):
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
-            return
-        fresh = self._adopt_lasting()
-        if fresh is not None:
+        elif (fresh := self._adopt_lasting()) is not None:
             self.device.sync()
             self.is_consistent = False
             self.keep((*self.ranges, fresh))
@@ -188,20 +182,13 @@ class ManagedStorage(AdoptedStorage):
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
 
-        Args:
-            prints: the fingerprints of the range's pages, on the CPU; of a replica all of them.
-
-        Raises:
-            HostMemoryError: see `make_host_copy_own`.
+        `prints` are the fingerprints of the range's pages, on the CPU; of a replica all of them. Raises what `make_host_copy_own` raises.
         """
         return changed
 
     def make_host_copy_own(self, r: Range) -> None:
         """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
-
-        Raises:
-            HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write.
-        """
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy.
@@ -253,11 +240,8 @@ class ManagedStorage(AdoptedStorage):
         return given
 
     def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided.
-
-        Raises:
-            RuntimeError: the device failed. The host copy is complete.
-        """
+        """Start the missing transfers of an incomplete load, once its phase transition is decided. The host copy is complete all the
+        time."""
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
@@ -384,8 +368,7 @@ class ManagedStorage(AdoptedStorage):
     def _end_step(self) -> None:
         """Take in what a streamed step has created, wherever it stopped. Its pages are on the host."""
         with without_modes():
-            fresh = self.adopt_created()
-            if fresh is not None:
+            if (fresh := self.adopt_created()) is not None:
                 self.device.sync()
                 self.keep((*self.ranges, fresh))
                 fresh.move_in()
@@ -413,8 +396,7 @@ class ManagedStorage(AdoptedStorage):
 
     def warn_of_views(self) -> bool:
         """Log a warning if views show the host copy of the loaded object. Returns whether there are any."""
-        names = self.views_left_on_host()
-        if names:
+        if names := self.views_left_on_host():
             logger.warning(
                 "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
                 "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "

@@ -170,21 +170,15 @@ class Range:
     @property
     def slab(self) -> HostSlab:
         """The host copy, complete: it stays in host memory until the next phase transition is over. Waits for bytes on their way there.
-
-        Raises:
-            HostMemoryError: there is not enough memory for bytes that are on disk.
-            IntegrityError: values are lost.
-        """
+        Raises HostMemoryError: there is not enough memory for bytes that are on disk.
+        Raises IntegrityError: values are lost."""
         self.wait_until_saved()
         self.claim()
         return self.host
 
     def claim(self) -> None:
         """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
-
-        Raises:
-            HostMemoryError, IntegrityError: see `slab`.
-        """
+        Raises HostMemoryError, IntegrityError: see `slab`."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()

@@ -419,10 +419,7 @@ class StorageScanner:
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
-
-        Raises:
-            HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
-        """
+        Raises HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses."""
         if sizes:
             nbytes = self.host_bytes_for(sizes, parts)
             self._reserved_addresses = self._device.reserve(nbytes)

@@ -229,10 +229,7 @@ class StateDictTensors:
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, even if it was relocated. None where it has no place.
-
-        Raises:
-            IntegrityError: the tensor was put in place of a registered one, with values computed from poison.
-        """
+        Raises IntegrityError: the tensor was put in place of a registered one, with values computed from poison."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()

@@ -24,10 +24,7 @@ atexit.register(_exiting.set)
 
 def refuse_rocm(name: str) -> None:
     """Raise where torch was built for AMD GPUs, which it also calls CUDA devices, so that no advice for CUDA is given there.
-
-    Raises:
-        PlacementError: torch was built for ROCm.
-    """
+    Raises PlacementError: torch was built for ROCm."""
     if torch.version.hip is not None:
         raise PlacementError(
             f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, and placement does not support AMD GPUs "
@@ -136,11 +133,8 @@ class Driver:
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a driver function once. Returns its value, or None if it has none.
-
-        Raises:
-            DeviceMemoryError: out of memory in a function that takes device memory or addresses.
-            RuntimeError: any other error; the message names it.
-        """
+        Raises DeviceMemoryError: out of memory in a function that takes device memory or addresses.
+        Raises RuntimeError: any other error; the message names it."""
         return self.batch(function, [arguments])[0]
 
     def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -66,10 +66,7 @@ class Extent:
 
     def plan(self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None) -> dict[int, Slot]:
         """Compute the new content of the slots of `[start, start + nbytes)`: chunks from the start on, then poison.
-
-        Raises:
-            ValueError: see `Device.map` and `Device.unmap`.
-        """
+        Raises ValueError: see `Device.map` and `Device.unmap`."""
         size = self._chunk_bytes
         check_slots(chunks, start, size)
         check_span(start, nbytes, self._nbytes)
@@ -103,11 +100,8 @@ class Extent:
 
     def apply(self, planned: dict[int, Slot]) -> None:
         """Change slots to the content that `plan` computed: one unmap, the maps, one call for access rights.
-
-        Raises:
-            DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind the slots then.
-            RuntimeError: any other error of the driver.
-        """
+        Raises DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind the slots then.
+        Raises RuntimeError: any other error of the driver."""
         if not planned:
             return
         first, last = min(planned), max(planned)
@@ -127,11 +121,7 @@ class Extent:
         self._doubtful.difference_update(planned)
 
     def end(self) -> None:
-        """Unmap everything.
-
-        Raises:
-            RuntimeError: the driver refused. The slots count as unmapped all the same.
-        """
+        """Unmap everything. Raises RuntimeError: the driver refused. The slots count as unmapped all the same."""
         outcomes = self._driver.outcomes("cuMemUnmap", self._runs(sorted(self._slots)))
         self._slots.clear()
         self._doubtful.clear()

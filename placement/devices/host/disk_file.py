@@ -49,11 +49,7 @@ def always() -> bool:
 
 
 def check_directory(path: str | os.PathLike[str]) -> None:
-    """Raise unless a `DiskFile` can be made in a folder.
-
-    Raises:
-        ValueError: the message says what to do.
-    """
+    """Raise unless a `DiskFile` can be made in a folder. Raises ValueError: the message says what to do."""
     advice = "set disk_directory to a folder on a local disk that this process may write"
     if not os.path.isdir(path):
         raise ValueError(f"disk_directory {os.fspath(path)!r} is no folder; {advice}")
@@ -115,10 +111,7 @@ class DiskFile:
 
     def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
         """Write the blocks at `address` that differ from the file's. Returns how many bytes that were, and whether it was not stopped.
-
-        Raises:
-            OSError: a write failed. Use the file no more.
-        """
+        Raises OSError: a write failed. Use the file no more."""
         requests = threading.Semaphore(DEPTH)
         written: list[int] = []
 
@@ -138,10 +131,7 @@ class DiskFile:
 
     def read(self, address: int, goes_on: GoesOn = always) -> list[int] | None:
         """Read the file into the memory at `address`. Returns the blocks that are not as they were written; None if it was stopped.
-
-        Raises:
-            OSError: a read failed, or the file is too short.
-        """
+        Raises OSError: a read failed, or the file is too short."""
         requests = threading.Semaphore(DEPTH)
         damaged: list[int] = []
 
@@ -175,10 +165,7 @@ def _checksum(address: int, nbytes: int) -> tuple[int, int]:
 
 def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) -> bool:
     """Do `work` for every block on several threads, this one among them. Returns False if it was stopped.
-
-    Raises:
-        OSError, Exception: the first error. No thread works any more then.
-    """
+    Raises OSError, Exception: the first error. No thread works any more then."""
     blocks = iter(range(num_blocks))  # shared: each step of it is one, whichever thread takes it
     ends: list[Exception | None] = []
     """Why no further block is begun: errors, and None where it was stopped."""

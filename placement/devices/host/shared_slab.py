@@ -23,10 +23,7 @@ from placement.devices.host.slab import Place, ReservedSlab, check_span, populat
 @contextmanager
 def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
     """Make a memory file. Yields its descriptor, and a text with which another process of this machine can open it during the context.
-
-    Raises:
-        HostMemoryError: the kernel refused.
-    """
+    Raises HostMemoryError: the kernel refused."""
     name = f"placement-{secrets.token_hex(8)}"
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -39,10 +36,7 @@ def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
 
 def opened_file(words: str) -> AbstractContextManager[int]:
     """The descriptor of a memory file that another process made, open during the context.
-
-    Raises:
-        OSError: there is no such process or file: the process is on another machine, or in another container.
-    """
+    Raises OSError: there is no such process or file: the process is on another machine, or in another container."""
     pid, number, name = words.split(":")
     path = f"/proc/{int(pid)}/fd/{int(number)}"
     # Checked first, because the number may belong to any other file by now. Each file has a random name.

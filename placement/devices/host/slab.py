@@ -205,11 +205,7 @@ def _map(memory: Reservation, nbytes: int) -> int:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Allocate the memory of a mapping, before anything is written there.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Allocate the memory of a mapping, before anything is written there. Raises OSError: the kernel refused."""
     for start, step in _steps(address, nbytes):
         if libc.madvise(start, step, MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
@@ -279,10 +275,7 @@ class SlabPart(HostSlab):
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
     """A part of `nbytes` from the beginning of a slab, and what follows it from the next cache line on; None where nothing does.
-
-    Raises:
-        ValueError: the slab is shorter.
-    """
+    Raises ValueError: the slab is shorter."""
     start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     rest = SlabPart(whole, start, whole.nbytes - start) if start < whole.nbytes else None
     return SlabPart(whole, 0, nbytes), rest

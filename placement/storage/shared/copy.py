@@ -118,11 +118,8 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def exchange_texts(self, what: str, text: str) -> list[str]:
         """Send text to these ranks under the topic `what`. Returns the text of each on this topic, by rank.
-
-        Raises:
-            GroupError: a rank failed in the meantime, or did not answer in time.
-            CoordinatorLost: the group cannot be reached.
-        """
+        Raises GroupError: a rank failed in the meantime, or did not answer in time.
+        Raises CoordinatorLost: the group cannot be reached."""
 
     @property
     def parted(self) -> str | None:
@@ -140,10 +137,7 @@ class Ranks(abc.ABC):
 
     def gather(self, out: torch.Tensor) -> None:
         """All-gather in place, on the current stream. `out` has the parts of all ranks, in rank order; this rank's is filled in.
-
-        Raises:
-            RuntimeError: the collective failed.
-        """
+        Raises RuntimeError: the collective failed."""
         # Not torch.distributed.all_gather_into_tensor: it takes no deadline, and torch 2.13 has renamed it.
         part = out.numel() // self.shares.world_size
         work = self._process_group._allgather_base(out, out[self.shares.rank * part :][:part], self._options)

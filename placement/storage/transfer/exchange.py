@@ -30,16 +30,12 @@ from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
 WINDOW = 2
-"""The number of chunks that a swap may create before the first one is given up.
-
-On an H200, with chunks of 128 MiB, two use 97 to 99 % of both directions of the link.
-"""
+"""The number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200)."""
 FIRST_BURST = 1
 """The number of pages in the first burst of a load. In a burst, all pages of one range are mapped before the first is copied."""
 _GATHERED = 2
 """The number of pages in each burst where N ranks share a host copy: each copies 1/N of a page, which takes hardly longer than mapping
-it (four busy H200s: 1.7 ms of copying, 1.3 ms of creating and mapping). Four ranks load 8.6 GB in 63 ms, and in 67 to 70 ms where half
-of it is mapped first."""
+it (four busy H200s: 1.7 ms of copying, 1.3 ms of creating and mapping)."""
 BURST_GROWTH = 16
 """Each later burst has this many times the pages of the one before, up to all that wait. They are mapped while the earlier ones are
 copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map."""
@@ -85,7 +81,7 @@ class Leaving:
     is_compared: bool = False
     """Whether the pages that are saved are compared with the host copy (`ChangeRecord`)."""
     dropped: tuple[Range, ...] | None = None
-    """Gradient ranges that are dropped instead of saved; None: gradients are saved."""
+    """See `ManagedStorage.commit_offload`."""
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
     """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
     chosen: Mapping[Range, Span] = field(default_factory=dict)
@@ -136,19 +132,17 @@ class Arrivals:
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies.
 
-        A burst may cover several ranges, however small, because the burst as a whole keeps the link busy.
+        A short first one starts the link; the longer it has work, the more may be mapped. A burst may cover several ranges.
         """
-        self._burst = left = min(self._next_burst(), len(self._full or self._tails))
+        gathers = any(r.is_shared for _, r, _ in self._full or self._tails)
+        wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
+        self._burst = left = min(wanted, len(self._full or self._tails))
         while left:
             left -= self._bring(left, longest=left)[0]
 
     def fill(self, *, fresh: int, longest: int) -> None:
-        """Put memory behind the next pages and start their copies, until memory lacks.
-
-        Args:
-            fresh: the number of chunks that the driver may be asked for. All others come from the pool.
-            longest: the most pages to map together.
-        """
+        """Put memory behind the next pages, at most `longest` together, and start their copies, until memory lacks: `fresh` chunks may come
+        from the driver, all others from the pool."""
         while self:
             served, created = self._bring(fresh, longest=longest)
             if not served:
@@ -172,12 +166,6 @@ class Arrivals:
         for _ in range(served):
             waiting.popleft()
         return served, created
-
-    def _next_burst(self) -> int:
-        """The number of pages in the next burst. A short first one starts the link; the longer it has work, the more may be mapped."""
-        if any(r.is_shared for _, r, _ in self._full or self._tails):
-            return _GATHERED
-        return self._burst * BURST_GROWTH or FIRST_BURST
 
 
 @dataclass(eq=False, kw_only=True)
@@ -217,12 +205,12 @@ class Exchange:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone.
 
         Returns when the offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the
-        calling thread's current stream waits for them.
+        calling thread's current stream waits for them. After an error every storage is settled on one side or the other.
 
         Raises:
-            DeviceMemoryError, HostMemoryError: no memory. Every storage is settled on one side or the other.
-            IntegrityError: the bytes that arrived are not those that were sent. Every storage is settled, as above.
-            PhaseError: another thread is in a call of what leaves, and the deadline has passed. Every storage is settled, as above.
+            DeviceMemoryError, HostMemoryError: no memory.
+            IntegrityError: the bytes that arrived are not those that were sent.
+            PhaseError: another thread is in a call of what leaves, and the deadline has passed.
         """
         began = time.monotonic()
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
@@ -235,7 +223,9 @@ class Exchange:
             holding.move_together()
         try:
             self._begin(out, into)
-            moving = [Leaving(each, dropped=self._dropped_of(each), aside_bytes=self._aside_bytes(each)) for each in out]
+            moving = [Leaving(each, aside_bytes=self._aside_bytes(each)) for each in out]
+            for each in moving:
+                each.dropped = each.holding.gradients.ranges(each.holding.ranges) if each.holding in self.dropping else None
             stays = any(each.aside_bytes for each in moving)
             parts = self._start(moving, remaps_first=stays)
             # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
@@ -311,8 +301,7 @@ class Exchange:
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied.
 
-        Args:
-            remaps_first: some memory stays aside. Until `_let_stay` has put it there, the link gets no work.
+        If memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there.
         """
         parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
@@ -337,11 +326,8 @@ class Exchange:
         self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
-        """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come.
-
-        Args:
-            waits: also wait for pages that are still being copied.
-        """
+        """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come. With `waits`, also wait
+        for those that are still being copied."""
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
             if self.verifier is not None and (compared := leaving.compared(r, indices)):
@@ -353,9 +339,6 @@ class Exchange:
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
 
-    def _dropped_of(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
-        return holding.gradients.ranges(holding.ranges) if holding in self.dropping else None
-
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
         shown = holding.state_dict_tensors
@@ -364,11 +347,8 @@ class Exchange:
     # --- finding what changed, and copying it
 
     def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
-        """Find the pages that are not clean, enqueue their copies, and cut all into batches. Yields after each part.
-
-        Args:
-            holds_back: leave the copies and batches to `_let_stay`.
-        """
+        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches, part by
+        part."""
         dropped = set(leaving.dropped or ())
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
         if self.verifier is not None:
@@ -419,11 +399,8 @@ class Exchange:
             yield
 
     def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that.
-
-        Args:
-            wrong: the pages with bytes that must not come back. None of them stays.
-        """
+        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that. Pages that are
+        `wrong` have bytes that must not come back: none of them stays."""
         last = indices.start
         while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
             leaving.aside_bytes -= r.chunk_sizes[last]

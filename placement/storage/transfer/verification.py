@@ -74,10 +74,7 @@ class Verifier:
 
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
         """Check the same, byte by byte, for new storages that have no place in a range yet.
-
-        Raises:
-            IntegrityError: the bytes differ; the storages stay where they are.
-        """
+        Raises IntegrityError: the bytes differ; the storages stay where they are."""
         arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))]
         if self._mode == "sample" and arrived:
             arrived = [self._random.choice(arrived)]
