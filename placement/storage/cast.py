@@ -4,12 +4,10 @@ While the optimizer is offloaded, its host copy has the weights, too. A load cas
 them there. Three things make sure of it:
 
 1. Before the masters leave the device, the fingerprints are computed that the weights' pages have if they are the cast (`note`). The
-   offload of the weights compares its own with these. Where any differs, whatever the reason, the weights are saved like any others.
-2. So are weights whose masters stay on the device.
-3. Before the masters' host copy changes, goes, or is shown to somebody who may write there, and before the masters are loaded without the
+   offload of the weights compares its own with these. Where any differs, or the masters stay, the weights are saved like any others.
+2. Before the masters' host copy changes, goes, or is shown to somebody who may write there, and before the masters are loaded without the
    weights, these get a host copy of their own (`masters_change`).
-
-NaN has many bit patterns, and a cast may choose another one on the device than on the host. So weights with NaN are always saved.
+3. NaN has many bit patterns, and a cast may choose another one on the device than on the host: weights with NaN are always saved.
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple
 
 from placement.core import interrupts
 from placement.core.errors import HostMemoryError, IntegrityError
@@ -46,32 +44,16 @@ class Place(enum.Enum):
     """Only on the device, whose next offload writes all of them."""
 
 
-class _Mirrored(Protocol):
-    """The part of a range that this needs."""
-
-    prints: torch.Tensor | None
-    spill: Spill | None
-
-
-class _Holder(Protocol):
-    """The part of a handle's storage that this needs."""
-
-    lost: str | None
-
-    @property
-    def ranges(self) -> Sequence[_Mirrored]: ...
-
-
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
 
     Args:
-        slab, holder: kept alive by others alone.
+        slab, holder: kept alive by others alone. The holder is an `AdoptedStorage`.
         name: the handle's name.
         directory: the folder of files; None: it leaves only where it `drops`.
     """
 
-    def __init__(self, slab: Slab, holder: _Holder, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
+    def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
         self.is_claimed = False
         """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
@@ -98,18 +80,15 @@ class Spill:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that it takes while it is there."""
-        slab = self._slab()
-        return 0 if slab is None else slab.nbytes
+        return 0 if (slab := self._slab()) is None else slab.nbytes
 
     @property
     def held_bytes(self) -> int:
-        slab = self._slab()
-        return 0 if slab is None else slab.held_bytes
+        return 0 if (slab := self._slab()) is None else slab.held_bytes
 
     @property
     def disk_bytes(self) -> int:
-        file = self._file
-        return 0 if file is None else file.nbytes
+        return 0 if (file := self._file) is None else file.nbytes
 
     @property
     def is_here(self) -> bool:
@@ -122,20 +101,20 @@ class Spill:
     def claim(self) -> None:
         """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread.
         Raises HostMemoryError: there is not enough memory for them now."""
-        if not self.claim_if_here():
-            self._keeper.bring(self)
+        self.is_claimed = True
+        self._use()
 
     def claim_if_here(self) -> bool:
         """Claim the bytes without waiting for them. Returns whether they are here."""
         self.is_claimed = True
-        return self._is_here_for_use()
+        return self._note_use()
 
     def _use(self) -> None:
         """Have the bytes in host memory, where they stay as long as a tensor over them lives, which must be there already."""
-        if not self._is_here_for_use():
+        if not self._note_use():
             self._keeper.bring(self)
 
-    def _is_here_for_use(self) -> bool:
+    def _note_use(self) -> bool:
         with self._keeper.lock:
             self._num_uses += 1
             self.is_used = True
@@ -263,13 +242,11 @@ class HostCopy(NamedTuple):
 
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
-    """The position of the host copy that leaves or comes next; None when each is where it should be, as far as the limit allows.
+    """The position of the host copy, among `copies` (soonest needed first), that leaves or comes next; None when each is where it should
+    be, as far as the limit allows.
 
-    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle.
-
-    Args:
-        copies: soonest needed first.
-        fixed_bytes: host memory beside them that counts and cannot leave.
+    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle. `fixed_bytes`
+    is host memory beside them that counts and cannot leave.
     """
     held = fixed_bytes + sum(copy.nbytes for copy in copies if copy.is_here)
     leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
@@ -279,12 +256,12 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
     if idle:
         return idle[-1]
     for index, copy in enumerate(copies):
-        if copy.is_idle:
-            continue
         lacking = held + copy.nbytes - limit_bytes
-        if not copy.is_here and lacking <= 0:
+        if copy.is_idle or copy.is_here:
+            continue
+        if lacking <= 0:
             return index
-        if not copy.is_here and sum(copies[later].nbytes for later in leaving if later > index) >= lacking:
+        if sum(copies[later].nbytes for later in leaving if later > index) >= lacking:
             return leaving[-1]
     return None
 

@@ -1,8 +1,8 @@
 """Find tensors that were numbers and are NaN throughout, before they replace the last good values in the host copy.
 
-Whatever is computed from a tensor of an offloaded handle is computed from poison, which is NaN. A training that diverges gives the same.
-A few elements of every tensor show whether it may be NaN; only such a tensor and its host copy are looked at in full. Gradients are left
-out, because a loss scaler makes them NaN and then skips the step.
+Whatever is computed from a tensor of an offloaded handle is computed from poison, which is NaN; a training that diverges gives the same. A
+few elements of every tensor show whether it may be NaN; only such a tensor and its host copy are looked at in full. Gradients are left out,
+because a loss scaler makes them NaN and then skips the step.
 """
 
 from __future__ import annotations

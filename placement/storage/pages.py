@@ -1,8 +1,8 @@
 """The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it.
 
 A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses (`OWN`), or behind addresses aside
-(`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
-(`POISON` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
+(`ASIDE`), while poison is behind its own. Between two mappings, or after one that failed, memory is behind no address (`POISON` with
+memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
 * `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
@@ -11,12 +11,12 @@ A page is a chunk-sized piece of a range. Its memory is nowhere, behind the rang
 * `settle`: from any state to one side.
 
 A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory
-may stay and be saved under the next phase. A swap puts what is vacated behind what comes. A prefetch puts and fills aside. A streamed step
-puts and fills two buckets ahead of the one that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
+may stay and be saved under the next phase. A prefetch puts and fills aside. A streamed step puts and fills two buckets ahead of the one
+that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
 
-Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device.
-The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's
-mark tells when that is so in fact, and everything here waits for the mark before it takes memory away.
+Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device. The
+table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's mark
+tells when that is so in fact, and everything here waits for the mark before it takes memory away.
 
 Who may change a page: the thread of a phase transition or of a streamed step, and while a phase computes the thread of a prefetch, which
 `stop` makes end. Other threads read the host copy, and call `wait_until_saved` before.

@@ -118,7 +118,7 @@ class Range:
 
     @property
     def held_host_bytes(self) -> int:
-        """Bytes of host memory that it holds in this process: its slab, or this process's share of that, and the record of changes."""
+        """Bytes of host memory that it holds in this process: its share of the slab, and the record of changes."""
         return self.host.held_bytes + self.record_bytes
 
     @property
@@ -130,10 +130,9 @@ class Range:
         """Give every storage its place. The slab has their bytes already. Idempotent."""
         if self.moving_in is None:
             return
-        for index in range(len(self.moving_in)):
-            self.layout.move_in(index)
         placed = []
-        for each, offset in zip(self.moving_in, self.layout.offsets, strict=True):
+        for index, (each, offset) in enumerate(zip(self.moving_in, self.layout.offsets, strict=True)):
+            self.layout.move_in(index)
             ref = StorageWeakRef(each.aliases[0].untyped_storage())  # not each.storage: rebinding has given the aliases another one
             placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
         self.placed, self.moving_in, self._by_storage = tuple(placed), None, None

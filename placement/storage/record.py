@@ -1,9 +1,9 @@
 """Record what changes in a range after a publication, while offloads overwrite the host copy.
 
 Where the host copy has the values that receivers have, an offload overwrites just what a later publication would compare with. So the old
-bytes of each page come to the device, slice by slice, before the new ones go: both directions of the link are busy. There the two are
-compared in the published dtype. Positions are kept, not values: the newest values are in the host copy or on the device when they are
-published. A position whose value has come back is sent again.
+bytes of each page come to the device, slice by slice, before the new ones go, and are compared there in the published dtype. Positions are
+kept, not values: the newest values are in the host copy or on the device when they are published. A position whose value has come back is
+sent again.
 
 The proof is by fingerprints, page by page. `since` has that of the version up to which the positions of a page are complete. An offload is
 recorded where the host copy has it. Where it has another (values were written there, an offload failed, a step was mirrored unseen) the

@@ -1,13 +1,11 @@
 """The storage of an object that has the same bytes on every rank of one machine. The ranks share its host copy and load it together.
 
 `shared.copy` says how they write the host copy. To load it, each rank copies its parts over its own link, chunk by chunk. The rest comes by
-all-gather, over NVLink where there is one. No rank may wait in a collective for another one that may still fail for lack of memory. So a
-load has two halves:
-
-* In the phase transition's move, each rank maps all chunks, and enqueues the copies of its own parts with an event behind each chunk's.
-  The load is not committed yet. If the transition fails, the memory is taken away again; the host copy was authoritative all the time.
-* `complete` gets the rest. Where the ranks have agreed on the change for which they prepared the load, they all-gather chunk by chunk,
-  each behind its event. Everywhere else (going back after a failure, a rank that is alone) the rest comes over the rank's own link.
+all-gather, over NVLink where there is one. No rank may wait in a collective for another one that may still fail for lack of memory, so a
+load has two halves. In the phase transition's move, each rank maps all chunks, and enqueues the copies of its own parts with an event
+behind each chunk's. The load is not committed yet: if the transition fails, the host copy was authoritative all the time. Then `complete`
+gets the rest. Where the ranks have agreed on the change for which they prepared the load, they all-gather, each chunk behind its event.
+Everywhere else (going back after a failure, a rank that is alone) the rest comes over the rank's own link.
 
 Before it votes, every rank writes into the shared memory for which change it has prepared a load. After the vote all ranks read the same
 words, so all of them gather or none does. A rank that has left, or whose collective failed, writes that there for good.

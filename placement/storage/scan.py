@@ -383,9 +383,8 @@ class StorageScanner:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         nbytes = used_bytes(layout.nbytes)
-        spare: HostSlab | None = None
-        if transient:
-            spare, self.spare = self.spare, None
+        spare = self.spare if transient else None
+        self.spare = None if transient else self.spare
         if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
             slab = spare
         elif self.reserved is None or self.reserved.nbytes < nbytes:
@@ -397,9 +396,9 @@ class StorageScanner:
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:
-                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.storage.nbytes()))
+                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.nbytes))
             else:
-                fresh.view(offset, adoptee.storage.nbytes()).copy_(byte_view(adoptee.storage))
+                fresh.view(offset, adoptee.nbytes).copy_(byte_view(adoptee.storage))
         if copies:
             self._device.copy(copies, "to_host")
         return fresh

@@ -1,13 +1,12 @@
 """Tensors of state dicts that placement handed out. They follow the handle, and what is written into them is counted.
 
 A state dict's tensors alias the live ones, so after the next offload they would read poison. Instead, those that are still alive are
-pointed to the host copy when the bytes go there, and back to the device when the bytes return. So the holder of a state dict always
-reads the object's values. The parts of a wrapper (a DTensor) follow, and its device is corrected. A forked child has neither memory:
-there such tensors raise at every use.
+pointed to the host copy when the bytes go there, and back to the device when the bytes return. The parts of a wrapper (a DTensor) follow,
+and its device is corrected. A forked child has neither memory: there such tensors raise at every use.
 
-Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look at it, and so does a backward, which
-must not use values that changed after its forward. A tensor over the host copy has a counter of its own: were it that of the object's
-tensor, a legitimate write there could not be told from a wrong one into poison. So a load raises the counters of what was written.
+Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look at it, and so does a backward, which must
+not use values that changed after its forward. A tensor over the host copy has a counter of its own, because a legitimate write there must
+be told from a wrong one into poison. So a load raises the counters of what was written.
 """
 
 from __future__ import annotations
@@ -157,10 +156,6 @@ class StateDictTensors:
                 if not own.isdisjoint((id(each), *_parts(each))):
                     known.discard(each)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, or a wrapper, was handed out here."""
-        return tensor in self._tensors or tensor in self._wrappers
-
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
@@ -172,7 +167,7 @@ class StateDictTensors:
     @property
     def are_held(self) -> bool:
         """Whether anybody has a tensor that was handed out, or a view of one, and could write there."""
-        return any(not storage.expired() for storage in [*self._storages.values()])
+        return bool(self._held())
 
     def _held(self) -> dict[int, StorageWeakRef]:
         """The storages that were made for such tensors, on either side, as far as anybody holds them, by address."""
@@ -357,8 +352,8 @@ def handed_out() -> list[StateDictTensors]:
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was handed out, by whichever object."""
-    return any(each.knows(tensor) for each in _IN_USE)
+    """Whether a tensor, or a wrapper, was handed out, by whichever object."""
+    return any(tensor in each._tensors or tensor in each._wrappers for each in _IN_USE)
 
 
 def _parts(wrapper: torch.Tensor) -> list[int]:

@@ -1,9 +1,9 @@
 """The gradients of an object, and changes to its tensors while it is offloaded: written in place, replaced, added, moved to other memory.
 
-Such values cannot be kept, because the host copy has the object's values and would be dropped if it belonged to nobody. Writes in place
-show in version counters. `half()`, `to()`, `resize_token_embeddings()` or `.data =` read poison and put new tensors in place of the
-registered ones; poison spreads as NaN, so a NaN in a tensor that is new since the offload gives it away. `share_memory()` takes storages
-away from their places, with poison for values. All is reported once, and every registered tensor points to its place again.
+Such values cannot be kept, because the host copy has the object's values. Writes in place show in version counters. `half()`, `to()`,
+`resize_token_embeddings()` or `.data =` read poison and put new tensors in place of the registered ones; poison spreads as NaN, so a NaN in
+a tensor that is new since the offload gives it away. `share_memory()` takes storages away from their places, with poison for values. All is
+reported once, and every registered tensor points to its place again.
 
 A tensor is known by the name under which its object owns it, because nothing else of it may be left: `to()` on a DTensor exchanges the
 tensor inside, `half()` every dtype.

@@ -306,7 +306,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     for claim in claims_of(tensors):
         offset = claim.storage.data_ptr() - placed.layout.addresses.base
         source = placed.slab.view(offset, claim.nbytes)
-        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source))
+        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source), {})
     del claim
     addresses = weakref.ref(placed.layout.addresses)
     assert not any(placed.contains(t) for t in tensors.values())

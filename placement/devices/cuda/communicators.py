@@ -1,14 +1,12 @@
 """NCCL communicators of this process and their device memory, which the driver counts and torch's allocator does not know.
 
 A process group makes its communicator at the first collective, or with `init_process_group(device_id=...)`. It may hold hundreds of
-megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend
-and resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
+megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend and
+resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
 
-`SharedTensors` takes back memory of tensors that other processes have opened by CUDA IPC and dropped. torch keeps it until somebody looks.
-
-When a shared tensor dies here while another process still has it, torch puts its memory aside. It looks through what lies there only
-when another shared tensor dies, or when its allocator finds no free block. Until then the memory counts as allocated, and
-`empty_cache()` cannot return it to the driver: after a weight sync in buckets, the last buckets stay for the whole next phase.
+`SharedTensors` takes back memory of tensors that other processes have opened by CUDA IPC and dropped. When such a tensor dies here while
+another process still has it, torch puts its memory aside, and looks there only when another shared tensor dies, or when its allocator finds
+no free block. Until then it counts as allocated: after a weight sync in buckets, the last buckets would stay for the whole next phase.
 """
 
 from __future__ import annotations

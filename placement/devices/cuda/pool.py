@@ -1,7 +1,7 @@
 """Put torch storages at chosen addresses where torch cannot swap a storage's pointer (before 2.13): a `MemPool` over a range.
 
-A storage that is resized to nothing and back takes its memory from the active pool. The pool asks a custom allocator for segments,
-and this module answers with addresses of the range. Two facts shape the module:
+A storage that is resized to nothing and back takes its memory from the active pool. The pool asks a custom allocator for segments, and this
+module answers with addresses of the range. Two facts shape the module:
 
 * The allocator calls back with its own lock held. A callback in Python needs the interpreter lock. Another thread may hold that
   while it waits for the allocator: a deadlock. So no callback runs Python code. The one for memory is `deque.popleft` itself. It is

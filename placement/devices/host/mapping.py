@@ -1,12 +1,9 @@
-"""Mappings of memory that belong to an owner and to this process alone.
+"""Mappings of memory that belong to an owner and to this process alone, and how much of the machine's memory is left for this process.
 
 They are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
 
 A forked child gets none of the memory, because a child that touches it should crash instead of reading old bytes. It does keep the
-addresses taken. Everything of the parent's that it inherits names values by their addresses, so memory of its own at the same addresses
-would be mistaken for the parent's.
-
-`available_bytes` says how much of the machine's memory is left for this process.
+addresses taken: what it inherits names values by their addresses, so memory of its own there would be mistaken for the parent's.
 """
 
 from __future__ import annotations

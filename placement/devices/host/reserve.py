@@ -1,11 +1,10 @@
 """Prepare host memory in the background: a few threads touch it piece by piece, and the last one registers it with the driver.
 
-A slab is registered in one call, because the driver refuses a copy across two registrations ("invalid argument"), and anybody may copy
-any part of a slab: a tensor of a state dict lies where its range has it. The other calls of the driver wait for a registration, about
-1 s for 16 GB (H100), once.
+A slab is registered in one call, because the driver refuses a copy across two registrations ("invalid argument"), and anybody may copy any
+part of a slab. The other calls of the driver wait for a registration, about 1 s for 16 GB (H100), once.
 
 A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
-the memory is registered. That is faster than a copy from untouched pageable memory, which pays for page faults on one thread.
+the memory is registered: faster than a copy from untouched pageable memory, which pays for page faults on one thread.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ in the same change of the group and it has the same bytes on all of them. Each r
 So what is lost with a rank is on the device of each of the others, until it is in the host copy. Where step 1 does not succeed, nothing was
 written and nobody has given up memory: a rank whose pages changed gets a host copy of its own, and saves all of them there.
 
-The shared copy is only written between the time when all ranks have left the same number and the time when each leaves its next one.
-By leaving a number a rank also says that it needs nothing that the copy has, and that nothing of its own is on the way there any more. So
-a rank that was stopped in step 2 and goes on later writes the bytes that belong there: until it comes to the next meeting, nobody
-can have written others. And a copy that was torn by failures in step 2 is read by nobody: all who wrote have their values on the device.
+The shared copy is only written between the time when all ranks have left the same number and the time when each leaves its next one, by
+which it also says that it needs nothing that the copy has, and that nothing of its own is on the way there any more. So a rank that was
+stopped in step 2 and goes on later writes the bytes that belong there, and a copy that was torn by failures in step 2 is read by nobody.
 
 A rank that has got a host copy of its own comes to the next meeting, too. If all are equal there, every rank uses the shared copy again.
 Only where the values of ranks differ, or a rank has gone, it leaves the shared copy for good, and says so in its last word.

@@ -4,10 +4,8 @@ A handle that leaves is copied to the host page by page. As soon as a page has a
 addresses and, if another handle comes, put behind the new ones. So a swap needs the memory of the larger side, plus `WINDOW` chunks.
 
 The order of the steps keeps each page's bytes complete somewhere: a page is vacated after its bytes are in the host copy, and a move is
-committed after its last page. `ManagedStorage.make_consistent` settles the rest after an error.
-
-Pages that are aside are remapped before anything is copied: the driver remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while
-it is busy (H200, chunks of 128 MiB).
+committed after its last page. `ManagedStorage.make_consistent` settles the rest after an error. Pages that are aside are remapped before
+anything is copied: the driver remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while it is busy (H200, chunks of 128 MiB).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Stream an optimizer's state through a small window of device memory while the optimizer steps.
 
 The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets ahead, is stepped there, and goes back
-to the host behind the step, so that the link is busy both ways beside the kernels. At most three buckets are on the device: one that
-leaves or is stepped, and two that come. The first ones may have come aside before the step (`Prefetcher`). No tensor is touched, because
-the state keeps its addresses.
+to the host behind the step, so that the link is busy both ways beside the kernels. The first ones may have come aside before the step
+(`Prefetcher`). No tensor is touched, because the state keeps its addresses.
 
-The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes
-are on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings
-both home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their
-old state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step
-once all are.
+The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes are
+on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both
+home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their old
+state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step once
+all are.
 """
 
 from __future__ import annotations
