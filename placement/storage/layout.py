@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
-from placement.devices.adoption import Adopter, Pool, Way
+from placement.devices.adoption import Adopter, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
@@ -83,7 +83,7 @@ class RangeLayout:
         places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
         self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
-        self._pool: Pool | None = None
+        self._pool: Any = None
         self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
         if pooled:
             self._pool = device.adopter.pool(self.addresses, pooled_sizes, self)
@@ -216,7 +216,7 @@ def move_out(
     storage: torch.UntypedStorage,
     aliases: Sequence[torch.Tensor],
     target: torch.device,
-    fill: Callable[[torch.Tensor], None],
+    now: torch.Tensor,
     homes: dict[int, torch.UntypedStorage],
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
@@ -225,7 +225,7 @@ def move_out(
     tensor that is not among them stays in the range.
 
     Args:
-        fill: writes the bytes into a uint8 tensor of the storage's size on `target`.
+        now: the bytes, uint8, of the storage's size.
         homes: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
 
     Raises:
@@ -237,12 +237,12 @@ def move_out(
     follows = storage.device == target == device.torch_device
     if follows and device.adopter.way(storage) == "pool":
         device.adopter.reallocate(storage)
-        fill(byte_view(storage))
+        byte_view(storage).copy_(now)
         return
     home = homes.get(storage.data_ptr())
     if home is None:
         home = torch.UntypedStorage(nbytes, device=target)
-        fill(byte_view(home))
+        byte_view(home).copy_(now)
     if not (follows and exchange(storage, home)):
         homes[storage.data_ptr()] = home
         point_all(aliases, home)

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from placement.devices.base import Device
 from placement.devices.host.slab import upload
-from placement.devices.memory import Copy, Direction, HostSlab
+from placement.devices.memory import Copy, Direction
 
 SLICE_BYTES = 64 << 20
 """Bytes that are compared at once. The first slice is the only one whose new bytes wait while the link carries nothing to the host. To
@@ -101,12 +101,6 @@ class _Slice(NamedTuple):
         return torch.nonzero_static(self.differs[first:last], size=count).view(-1).add_(first).to(torch.int32)
 
 
-class _Pages(Protocol):
-    host: HostSlab
-
-    def on_device(self, copy: Copy) -> torch.Tensor: ...
-
-
 class ChangeRecord:
     """The record of one range, whose `Pages` hold it, and which it does not hold.
 
@@ -177,8 +171,8 @@ class ChangeRecord:
                 del self.since[index]
         return bool(self._awaited)
 
-    def save(self, pages: _Pages, copies: Sequence[Copy], direction: Direction) -> None:
-        """`Device.copy` to the host copy that compares the pages of `expect`."""
+    def save(self, pages: Any, copies: Sequence[Copy], direction: Direction) -> None:
+        """`Device.copy` to the host copy of these `Pages`, which compares those of `expect`."""
         rest = list[Copy]()
         for copy in copies:
             base = copy.host_address - pages.host.address
@@ -186,8 +180,10 @@ class ChangeRecord:
                 part = Copy(copy.device_address + start - base, copy.host_address + start - base, end - start)
                 if run is None:
                     rest.append(part)
-                else:
-                    self._save_slice(pages, part, start, run)
+                    continue
+                with self._unless_out_of_memory():  # compare first: who has waited for the copy may take the memory that was compared
+                    self._compare(pages.on_device(part), start, run, self._bring_old(pages.host.view(start, part.nbytes)))
+                self._device.copy([part], "to_host")  # behind the current stream, which waits for the old bytes
         self._device.copy(rest, direction)
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[int, int, _Run | None]]:
@@ -209,12 +205,6 @@ class ChangeRecord:
             if new is not None:
                 self._saved[page] = new
             first = end
-
-    def _save_slice(self, pages: _Pages, copy: Copy, start: int, run: _Run) -> None:
-        """Compare first: who has waited for the copy may take the memory that was compared."""
-        with self._unless_out_of_memory():
-            self._compare(pages.on_device(copy), start, run, self._bring_old(pages.host.view(start, copy.nbytes)))
-        self._device.copy([copy], "to_host")  # behind the current stream, which waits for the old bytes
 
     @contextmanager
     def _unless_out_of_memory(self) -> Iterator[None]:
@@ -268,12 +258,9 @@ class ChangeRecord:
             self._collect()
 
     def _collect(self) -> None:
+        """Give the positions in the first slice that was sent to the pieces there."""
         each, arrived = self._sent.popleft()
-        self._keep(each, arrived())
-
-    def _keep(self, each: _Slice, found: torch.Tensor) -> None:
-        """Give positions in a slice to the pieces there."""
-        inside = each.inside()
+        found, inside = arrived(), each.inside()
         edges = torch.tensor([(first, last) for _, first, last in inside], dtype=torch.int32, device="cpu")
         for (piece, _, _), (begin, end) in zip(inside, torch.searchsorted(found, edges).tolist(), strict=True):
             piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)

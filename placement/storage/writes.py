@@ -110,11 +110,11 @@ class Gradients:
         sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in dense_parts(owner.grad)]
         theirs = {part.untyped_storage()._cdata for part in sparse}
         lent = lent_gradients()
-        return [
-            c
-            for c in adoptees
-            if c.storage._cdata in lent or (c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases))
-        ]
+
+        def is_more(each: Adoptee) -> bool:
+            return each.storage._cdata not in theirs and not all(id(alias) in dead for alias in each.aliases)
+
+        return [each for each in adoptees if each.storage._cdata in lent or is_more(each)]
 
     def lasting(self) -> set[int]:
         """The storages (`_cdata`) that the framework goes on using when the gradients are dropped."""
@@ -315,8 +315,8 @@ def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee],
     """Find out which of these tensors, all new since the offload, were computed from poison. The transient ones are gradients."""
     placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
     # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
-    values = [adoptee for adoptee in stay if _has_nan(adoptee, throughout=not placed[id(adoptee)])]
-    gradients = [adoptee for adoptee in transient if _has_nan(adoptee, throughout=False)]
+    values = [c for c in stay if has_nan(c.aliases[0].detach(), throughout=not placed[id(c)])]
+    gradients = [c for c in transient if has_nan(c.aliases[0].detach(), throughout=False)]
     # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
     values += [
         c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and is_poison(c.aliases[0].detach())
@@ -325,10 +325,6 @@ def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee],
         known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
     return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
-
-
-def _has_nan(adoptee: Adoptee, *, throughout: bool) -> bool:
-    return has_nan(adoptee.aliases[0].detach(), throughout=throughout)
 
 
 def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:

@@ -15,7 +15,7 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
 from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
-from placement.devices.cuda.answers import NUM_BYTES, OUTBOX_BYTES, Answers, HostWords, Outbox
+from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, HostWords
 from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.cuda.driver import Driver, Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
@@ -78,7 +78,7 @@ class CudaDevice(Device):
         self._ranges = Lives()
         self._poison: Poison | None = None
         self._answers: Answers | None = None
-        self._outbox: Outbox | None = None
+        self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
         self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
         self._place = numa.placing(self.name, self.pci_address)
@@ -159,22 +159,20 @@ class CudaDevice(Device):
         return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> DriverChunk:
-        chunk = DriverChunk(int(self._driver.call("cuMemCreate", nbytes, self._driver.property, 0)), nbytes)
-        self._chunks.add(chunk, nbytes, functools.partial(self._release_dead, chunk.handle))
+        handle = int(self._driver.call("cuMemCreate", nbytes, self._driver.property, 0))
+        chunk = DriverChunk(handle, nbytes)
+        self._chunks.add(chunk, nbytes, lambda life: self._release({life: handle}))
         return chunk
 
     def release(self, *chunks: Chunk) -> None:
         self._release({weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)})
 
-    def _release(self, handles: Mapping[Life, int]) -> None:
+    def _release(self, handles: Mapping[Life, int]) -> bool:
         if self._driver.usable:
             # Out of the ledger first, because other threads may look while the driver works, and no number may be released twice.
             held = [handle for life, handle in handles.items() if self._chunks.owned.pop(life, None) is not None]
             for handle in held:
                 self._driver.api.cuMemRelease(handle)
-
-    def _release_dead(self, handle: int, life: Life) -> bool:
-        self._release({life: handle})
         return True
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -264,12 +262,12 @@ class CudaDevice(Device):
         return values.cpu if self._answers is None else self._answers.ask(values)
 
     def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if self._outbox is None:
+        if self._large_answers is None:
             try:
-                self._outbox = Outbox(self._words(OUTBOX_BYTES))
+                self._large_answers = Answers(self._words(MOST_BYTES), torch.int32)
             except HostMemoryError:
                 return values.cpu
-        return self._outbox.send(values)
+        return self._large_answers.ask(values)
 
     def memory(self) -> DeviceMemory:
         self._shared_tensors.collect()
@@ -298,7 +296,7 @@ class CudaDevice(Device):
         if self._poison is None:
             self._poison = self._make_poison()
             with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
-                self._answers = Answers(self._words(NUM_BYTES))
+                self._answers = Answers(self._words(NUM_BYTES), torch.int64)
         return self._poison
 
     def _make_poison(self) -> Poison:
@@ -350,7 +348,7 @@ class CudaDevice(Device):
         pool.reap()
         self._collect()
         if len(self._ranges.owned) <= 1 + (self._wiping is not None):  # only the poison's own range, and that of `wipe`
-            self._poison = self._answers = self._outbox = self._wiping = None
+            self._poison = self._answers = self._large_answers = self._wiping = None
             self._collect()
 
 

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
-from placement.devices.adoption import Adopter, Pool, Way
+from placement.devices.adoption import Adopter, Way
 from placement.devices.memory import Addresses
 
 # The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `PoolRange` checks every address.
@@ -312,7 +312,7 @@ class CudaAdopter(Adopter):
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
         return 0 if adoption.can_swap() else plan(sizes)[1]
 
-    def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> Pool:
+    def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> PoolRange:
         return PoolRange(self.device, addresses, sizes, owner)
 
     def reallocate(self, storage: torch.UntypedStorage) -> None:
