@@ -61,10 +61,7 @@ class HostReadLocks:
 
 class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
-
-    Args:
-        scanner: finds new storages and gives them places; None: in ranges of this process alone.
-    """
+    `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
     on_device = False
     """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""

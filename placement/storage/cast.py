@@ -137,11 +137,7 @@ class CastRange(Range):
 
 
 class CastStorage(ManagedStorage):
-    """The storage of a module with a `CastRange`.
-
-    Raises:
-        RegistrationError: the optimizer has no tensors that could be masters.
-    """
+    """The storage of a module with a `CastRange`. Raises RegistrationError: the optimizer has no tensors that could be masters."""
 
     can_prefetch = False
 

@@ -84,11 +84,8 @@ class ManagedStorage(AdoptedStorage):
 
     def adopt(self) -> None:
         """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place.
-
-        Raises:
-            RegistrationError: a storage belongs to another handle, or a tensor that nobody named uses it; nothing changed.
-            DeviceMemoryError, HostMemoryError: no addresses or no host memory; nothing changed.
-        """
+        Raises RegistrationError: a storage belongs to another handle, or a tensor that nobody named uses it; nothing changed.
+        Raises DeviceMemoryError, HostMemoryError: no addresses or no host memory; nothing changed."""
         try:
             was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
             self.look_at_framework_memory()

@@ -125,11 +125,8 @@ Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
 
 class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
-
-    Args:
-        kind: the object's kind.
-        readonly: whether the host copy is never replaced.
-    """
+    `kind`: the object's kind.
+    `readonly`: whether the host copy is never replaced."""
 
     def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool) -> None:
         self._ranges, self._device, self._kind, self._readonly = ranges, device, kind, readonly

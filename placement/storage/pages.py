@@ -296,11 +296,8 @@ class Pages:
 
     def reserve_aside(self, stop: Callable[[int], object]) -> None:
         """Reserve addresses aside.
-
-        Args:
-            stop: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes
-                that were copied to the device in vain.
-        """
+        `stop`: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes that
+        were copied to the device in vain."""
         if self._aside is None:
             self._aside = self._device.reserve(sum(self.sizes))
             self._stop = stop
@@ -389,10 +386,7 @@ def fill(device: Device, parts: Sequence[Part]) -> int:
 
 def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None) -> None:
     """Start copying pages that have memory. Both sides count as newest from now on, and the mark tells when they are.
-
-    Args:
-        start: starts the copies; None: `Device.copy`.
-    """
+    `start`: starts the copies; None: `Device.copy`."""
     if not parts:
         return
     moving = [pages.table[index] for pages, those in parts for index in those]

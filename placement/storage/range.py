@@ -184,13 +184,8 @@ class Range:
 
     def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
         """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits as `slab` does.
-
-        Args:
-            even_if_lost: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
-
-        Raises:
-            HostMemoryError, IntegrityError: see `slab`.
-        """
+        `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
+        Raises HostMemoryError, IntegrityError: see `slab`."""
         self.wait_until_saved()
         was_lost = self.spill is not None and self.spill.lost is not None
         view = self.host.view(offset, nbytes)

@@ -103,11 +103,8 @@ class _Slice(NamedTuple):
 
 class ChangeRecord:
     """The record of one range, whose `Pages` hold it, and which it does not hold.
-
-    Args:
-        pieces: what was published. Pieces that overlap one before them are not recorded.
-        prints: the fingerprints of the published version, on the CPU.
-    """
+    `pieces`: what was published. Pieces that overlap one before them are not recorded.
+    `prints`: the fingerprints of the published version, on the CPU."""
 
     def __init__(self, device: Device, pieces: Iterable[Piece], prints: torch.Tensor) -> None:
         self._device = device

@@ -36,10 +36,7 @@ _logger = logging.getLogger("placement")
 
 class ReplicatedStorage(ManagedStorage):
     """The storage of an object of which every rank has the same bytes, but for what is each rank's own (buffers, gradients).
-
-    Args:
-        ranks: the ranks that share it. All of them register it in the same change of the group.
-    """
+    `ranks`: the ranks that share it. All of them register it in the same change of the group."""
 
     scanner: SharedScanner
 

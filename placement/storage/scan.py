@@ -208,10 +208,7 @@ class _Walk:
 
 class StorageScanner:
     """Knows the storages of one object: its ranges, what lies in them, and what lies outside. Makes ranges for new storages.
-
-    Args:
-        owner: the owner of the ranges in the process's table (`RANGES`).
-    """
+    `owner`: the owner of the ranges in the process's table (`RANGES`)."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
         self._device = device
@@ -258,10 +255,7 @@ class StorageScanner:
 
     def rescan(self, *, movable: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
-
-        Args:
-            movable: give sparse gradients storages that nothing else uses, so that everything new can be moved.
-        """
+        `movable`: give sparse gradients storages that nothing else uses, so that everything new can be moved."""
         last = self._last if self._last is not None and self._last[0] is self.ranges.all else None
         if last is not None and (seen := self.adapter.unchanged()) is not None and self._is_as_before(seen, *last[1:]):
             return Scan([], [], [])
@@ -375,10 +369,7 @@ class StorageScanner:
 
     def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
-
-        Args:
-            in_parts: more will come (bucket by bucket), so only a part of the reserved host memory is taken.
-        """
+        `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is taken."""
         if not adoptees:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
@@ -451,10 +442,7 @@ def count_uses(ranges: Iterable[Range]) -> None:
 
 def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
-
-    Args:
-        lasting: storages (`_cdata`) that a framework may hold as often as it likes.
-    """
+    `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
     found: dict[str, int] = {}
     tables = alias_tables()
     for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work

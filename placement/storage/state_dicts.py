@@ -77,10 +77,7 @@ class HostVersions:
 
     def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
         """Raise the counters of the object's tensors whose bytes in the host copy were written since the last load.
-
-        Args:
-            are_held: whether anybody still has a tensor that shows the host copy, and may write again.
-        """
+        `are_held`: whether anybody still has a tensor that shows the host copy, and may write again."""
         self._forget_dead()
         counters = [*self._tensors.items()]
         written, self._written = sorted(self._written.union(s for s, (counter, noted) in counters if counter._version != noted)), set()

@@ -128,10 +128,7 @@ class Gradients:
 
     def drop(self, *, zero_buffers: bool) -> None:
         """Set every gradient to None. Ranges that this empties are dropped at the next move.
-
-        Args:
-            zero_buffers: also zero the framework's gradient buffers, which it keeps. Only while they are on the device.
-        """
+        `zero_buffers`: also zero the framework's gradient buffers, which it keeps. Only while they are on the device."""
         for owner in self._adapter.with_gradients():
             owner.grad = None
         for framework in self._adapter.frameworks:
@@ -227,10 +224,8 @@ class WritesWhileOffloaded:
 
     def new_unless_changed(self) -> Scan:
         """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
-
-        Raises:
-            IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised once.
-        """
+        Raises IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised
+        once."""
         scanner = self._scanner
         born = scanner.rescan()
         names = self._written(transient=False)

@@ -82,11 +82,8 @@ def _has_statistics() -> bool:
 
 class SharedTensors:
     """Takes back what other processes have dropped, and counts its bytes.
-
-    Args:
-        is_capturing: whether the current stream is capturing a graph.
-        allocated_bytes: measures the bytes that torch's allocator has given out.
-    """
+    `is_capturing`: whether the current stream is capturing a graph.
+    `allocated_bytes`: measures the bytes that torch's allocator has given out."""
 
     def __init__(self, is_capturing: Callable[[], bool], allocated_bytes: Callable[[], int]) -> None:
         self._is_capturing = is_capturing

@@ -27,11 +27,8 @@ _SYSTEM = Path("/sys")
 
 def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
     """A function that places host memory on a GPU's node, see `prefer`. None: the machine has one node, or does not say.
-
-    Args:
-        name: the device, for the log.
-        pci_address: domain, bus, device and function, such as "0000:3b:00.0".
-    """
+    `name`: the device, for the log.
+    `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
     count = nodes(system)
     if count < 2:
         _logger.info("%s: the machine has one NUMA node, so host memory has no choice", name)

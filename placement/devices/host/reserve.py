@@ -69,11 +69,8 @@ class Reservation:
 
     def begin(self, address: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
         """Hand the memory over to the threads.
-
-        Args:
-            touch: allocates memory; None if it is allocated already.
-            unregister: undoes `register`; called for a successful registration, and for one that raised.
-        """
+        `touch`: allocates memory; None if it is allocated already.
+        `unregister`: undoes `register`; called for a successful registration, and for one that raised."""
         self._touch, self._register, self._unregister = touch, register, unregister
         self.ready.clear()
         self.pinned = self.reason = None

@@ -172,11 +172,7 @@ class Slab(ReservedSlab):
         self._memory.unpin()
 
     def pin_again(self, *, is_touched: bool) -> None:
-        """Undo `unpin`, in the background.
-
-        Args:
-            is_touched: whether all of the memory is allocated already.
-        """
+        """Undo `unpin`, in the background. `is_touched`: whether all of the memory is allocated already."""
         size = round_up(self.nbytes, PAGE)
         if self._register is not None and size:
             self._memory.untouched = [size]

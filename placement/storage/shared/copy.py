@@ -222,11 +222,8 @@ class SharedCopy:
 
     def wait_for_all(self, count: int, seconds: float, name_of: Callable[[int], str]) -> Refusal | None:
         """Wait until every rank has left its fingerprints. Returns None where all `count` of them are equal.
-
-        Args:
-            seconds: the longest time.
-            name_of: the name of the tensor that a fingerprint stands for, for a message.
-        """
+        `seconds`: the longest time.
+        `name_of`: the name of the tensor that a fingerprint stands for, for a message."""
         number, deadline, look = self._change(), time.monotonic() + seconds, time.monotonic() + _LOOK_SECONDS
         pause = _PAUSE_SECONDS[0]
         while True:

@@ -100,11 +100,8 @@ class SharedPages(Pages):
 
 class SharedRange(Range):
     """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered as soon as its parts have arrived.
-
-    Args:
-        slab: the host copy to begin with: that of `copy`, or one of this rank's own.
-        is_frozen: whether training does not change what is in it.
-    """
+    `slab`: the host copy to begin with: that of `copy`, or one of this rank's own.
+    `is_frozen`: whether training does not change what is in it."""
 
     is_replica = True
     _pages_class = SharedPages

@@ -95,11 +95,7 @@ class Leaving:
 
 
 class Arrivals:
-    """Pages on their way to the device. They wait for memory, in order, and then their copies start.
-
-    Args:
-        chunk_pool: gives their memory.
-    """
+    """Pages on their way to the device. They wait for memory, in order, and then their copies start. `chunk_pool`: gives their memory."""
 
     def __init__(self, device: Device, chunk_pool: ChunkPool) -> None:
         self._device = device

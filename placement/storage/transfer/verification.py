@@ -27,11 +27,8 @@ Span = tuple[Range, int, int]
 
 class Verifier:
     """Compares the bytes that arrived with those that were sent.
-
-    Args:
-        mode: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is
-            no verifier.
-    """
+    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is no
+    verifier."""
 
     def __init__(self, mode: Verify) -> None:
         self._mode = mode
@@ -89,11 +86,8 @@ class Verifier:
 
     def check_device(self, holding: ManagedStorage) -> None:
         """Check before a load is committed that the device has the bytes that the host copy had when it was written. Waits for the copies.
-
-        Raises:
-            IntegrityError: the bytes differ. If the host copy is as it was, the load can be tried again. If not, no good copy exists any
-                more, and the storage is `lost`.
-        """
+        Raises IntegrityError: the bytes differ. If the host copy is as it was, the load can be tried again. If not, no good copy exists any
+        more, and the storage is `lost`."""
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
             bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
