@@ -69,10 +69,8 @@ def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
     """
     if not tensor.numel():
         return False
-    nan = are_nan(tensor)
-    if throughout:
-        return tensor.numel() - int(nan.sum().item()) <= (tensor.numel() + 1) // 8
-    return bool(nan.any().item())
+    num_nan, count = int(are_nan(tensor).sum().item()), tensor.numel()
+    return count - num_nan <= (count + 1) // 8 if throughout else num_nan > 0
 
 
 def are_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,10 +196,9 @@ class NanCheck:
         owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
         places = self._ranges.named_places() if owned else {}
         for each in owned:
-            place = places.get(each.name)
-            is_told = each.tensor.untyped_storage()._cdata in self._ranges.told
-            if place is not None or (self._kind == "optimizer" and not is_told):
-                now = over(each.tensor.untyped_storage(), form_of(each.tensor))
+            place, storage = places.get(each.name), each.tensor.untyped_storage()
+            if place is not None or (self._kind == "optimizer" and storage._cdata not in self._ranges.told):
+                now = over(storage, form_of(each.tensor))
                 if _is_gone(now) and (place is None or _was_numbers(place)):
                     self._go_back(each.name, now, place)
 

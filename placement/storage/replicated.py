@@ -205,8 +205,7 @@ class ReplicatedStorage(ManagedStorage):
 
     def _make_own(self, r: SharedRange) -> None:
         """Use a host copy of this rank's own, with what the shared one has."""
-        prints = r.prints
-        own = self.device.host(r.nbytes)
+        prints, own = r.prints, self.device.host(r.nbytes)
         own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
         self._use(r, own)
         r.prints = prints

@@ -203,7 +203,7 @@ class StateDictTensors:
         return shown
 
     def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
-        """A copy of a sparse tensor's part with its present values: a sparse tensor cannot be pointed elsewhere, so it cannot follow."""
+        """A copy of a sparse tensor's part with its present values. It cannot follow, because it cannot be pointed elsewhere."""
         host = self.over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
@@ -265,14 +265,6 @@ class StateDictTensors:
         host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self._versions.counting(host, version_of(tensor))
 
-    def _over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""
-        place = self._ranges.find(tensor)
-        if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
-            return None
-        addresses, offset = place[0].layout.addresses, place[1]
-        return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
-
     def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that holders of these tensors can write into the host copy from now on."""
         for tensor in tensors:
@@ -304,7 +296,12 @@ class StateDictTensors:
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
                 return torch.empty_like(tensor, device=self._device.torch_device)
-            return self._over_device(tensor)
+            if (place := self._ranges.find(tensor)) is None:
+                return None
+            addresses, offset, storage = place[0].layout.addresses, place[1], tensor.untyped_storage()
+            if storage.data_ptr() == addresses.base + offset:
+                return None
+            return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, storage.nbytes()))
 
         self._point_to(find)
 

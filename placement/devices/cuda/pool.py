@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,10 +201,6 @@ class PoolRange:
         self._allocate(plug, nbytes)
         return plug
 
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """Record that a storage has ordinary memory again."""
-        self._storages.pop(storage._cdata, None)
-
     @property
     def is_over(self) -> bool:
         """Whether no storage lies in the range any more, and none will come."""
@@ -226,12 +222,6 @@ def reap() -> None:
     for pool_range in [r for r in _ranges if r.is_over]:
         pool_range.end()
         _ranges.remove(pool_range)
-
-
-def leave(storage: torch.UntypedStorage) -> None:
-    """Record that a storage has ordinary memory again, so that it no longer keeps its range alive."""
-    for pool_range in _ranges:
-        pool_range.leave(storage)
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -267,18 +257,15 @@ def _the_allocator() -> Any:
     return torch._C._cuda_customAllocator(_function_address(_take), _function_address(_ignore))
 
 
-def _on_one_stream(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def _on_one_stream(device: torch.device) -> Iterator[None]:
     """Use the default stream, because torch gives a block back only to the stream on which it was allocated."""
     default = torch.cuda.default_stream(device)
     if torch.cuda.current_device() == device.index and torch.cuda.current_stream(device) == default:
-        return nullcontext()
-    return _switched(device, default)
-
-
-@contextmanager
-def _switched(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
-    with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
+    else:
+        with torch.cuda.device(device), torch.cuda.stream(default):
+            yield
 
 
 @atexit.register
@@ -305,8 +292,7 @@ class CudaAdopter(Adopter):
 
     def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
         """Refuse storages in a memory pool of somebody's own: a captured graph, buffers that NCCL has registered."""
-        on_device = [(name, storage) for name, storage in storages if storage.device.type == "cuda"]
-        if on_device:
+        if on_device := [(name, storage) for name, storage in storages if storage.device.type == "cuda"]:
             refuse_private(on_device)
 
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
@@ -322,4 +308,5 @@ class CudaAdopter(Adopter):
         storage.resize_(0)
         reserved.resize_(0)
         storage.resize_(nbytes)
-        leave(storage)
+        for pool_range in _ranges:  # it no longer keeps its range alive
+            pool_range._storages.pop(storage._cdata, None)

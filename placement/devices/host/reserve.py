@@ -114,11 +114,10 @@ class Reservation:
             return self.is_wanted
 
         try:
-            nbytes = min(PIECE_BYTES, self._nbytes - start)
-            reason = self._touch(self._address + start, nbytes, progress) if self._touch else None
+            if self._touch:
+                self.reason = self._touch(self._address + start, min(PIECE_BYTES, self._nbytes - start), progress) or self.reason
         except Exception as exc:  # the reason is stored, because nobody could catch an exception of this thread
-            reason = f"{type(exc).__name__}: {exc}"
-        self.reason = reason or self.reason
+            self.reason = f"{type(exc).__name__}: {exc}"
         if next(self._touched) == len(self.untouched) and self.is_wanted:
             self._pin()
 
@@ -196,9 +195,8 @@ class _Pool:
     def stop(self) -> None:
         """Stop at interpreter exit: a thread that returned from the kernel later would crash the process."""
         self.stopping.set()
-        for thread in [*self._threads]:
-            if thread.is_alive():
-                thread.join(_EXIT_SECONDS)
+        for thread in filter(threading.Thread.is_alive, [*self._threads]):
+            thread.join(_EXIT_SECONDS)
 
 
 _pool = _Pool()

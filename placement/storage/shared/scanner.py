@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -154,16 +154,21 @@ class SharedScanner(StorageScanner):
             HostMemoryError, DeviceMemoryError: no memory for this rank's share, or no addresses.
             GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
         """
-        device, rank = self._device, self._ranks.shares.rank
+        device, shares = self._device, self._ranks.shares
         layout = RangeLayout(device, adoptees, self._addresses)
         prints = _fingerprints(adoptees)
         what = "frozen" if is_frozen else "trained"
         num_prints = max(len(prints), used_bytes(layout.nbytes) // device.chunk_bytes + 1)
         copy = self._copy_for(_layout(device, adoptees, layout), used_bytes(layout.nbytes), num_prints, what=what)
-        self._write(adoptees, layout, copy.slab, rank)
-        copy.table[rank, : len(prints)] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
+        self._write(adoptees, layout, copy.slab, shares.rank)
+        copy.table[shares.rank, : len(prints)] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
         self._ranks.exchange_texts(f"share of {what}", "written")
-        self._check_equal(copy.table[:, : len(prints)], [name for name, _ in prints])
+        table = copy.table[:, : len(prints)]
+        for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
+            raise _Unequal(
+                f"{self.name!r} cannot be replicated: {prints[column][0]!r} {others_say(shares, table[:, column].tolist())}. "
+                "Load the same values on every rank before you register it, or register it without replicated=True."
+            )
         self._try_out()
         copy.slab.pin()
         return SharedRange(device, layout, copy.slab, tuple(adoptees), copy, is_frozen=is_frozen)
@@ -179,21 +184,18 @@ class SharedScanner(StorageScanner):
             said = ranks.exchange_texts(f"layout of {what}", f"{digest} {path}")
             self._check_layouts([each.partition(" ")[0] for each in said])
             if shares.rank != 0:
-                file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
+                try:
+                    file = files.enter_context(opened_file(said[0].partition(" ")[2]))
+                except (OSError, ValueError) as error:
+                    raise RegistrationError(
+                        f"{self.name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on "
+                        "one machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
+                    ) from error
             slab = device.shared_host(file, nbytes, spans_of(shares.rank, nbytes, device.chunk_bytes, shares), extra_bytes)
             copy = SharedCopy(slab, shares, lambda: ranks.change, lambda: ranks.change_is_over)
             ranks.exchange_texts(f"mapping of {what}", "done")
         copy.watch()
         return copy
-
-    def _file_of_rank_0(self, path: str) -> AbstractContextManager[int]:
-        try:
-            return opened_file(path)
-        except (OSError, ValueError) as error:
-            raise RegistrationError(
-                f"{self.name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on one "
-                "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
-            ) from error
 
     def _write(self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab, rank: int) -> None:
         """Write a rank's share of the host copy, and wait until it is there."""
@@ -215,13 +217,6 @@ class SharedScanner(StorageScanner):
                 f"{self.name!r} cannot be replicated: rank{numbers(self._ranks.shares, others)} "
                 "has other tensors than the rest (names, shapes, dtypes, device, order), or registers them in another way "
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
-            )
-
-    def _check_equal(self, table: torch.Tensor, names: Sequence[str]) -> None:
-        for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
-            raise _Unequal(
-                f"{self.name!r} cannot be replicated: {names[column]!r} {others_say(self._ranks.shares, table[:, column].tolist())}. "
-                "Load the same values on every rank before you register it, or register it without replicated=True."
             )
 
     def _try_out(self) -> None:
