@@ -31,8 +31,7 @@ from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
 from placement.tensors.plain import has_storage, is_plain_type
 
-_GLANCE_SECONDS = 0.1
-"""How often who waits for a reader looks for a Ctrl-C."""
+_GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class HostReadLocks:
@@ -63,8 +62,7 @@ class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
-    on_device = False
-    """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""
+    on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
     unborn_bytes = 0
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
@@ -81,20 +79,16 @@ class AdoptedStorage(Storage):
         self.calls = NO_CALLS
         """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
         self.host_read_locks = HostReadLocks()
-        self.offloaded_timestamp_seconds = time.time()
-        """When the host copy last became the authoritative one (Unix time)."""
+        self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
         self.is_consistent = True
         """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
-        self.is_stepping = False
-        """Whether a streamed step has begun and has not ended: see `StreamedStep`."""
+        self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
         self._is_vacating = self._is_hiding = False
         """Whether an offload that is not committed yet may have taken memory from behind the object's addresses, and whether it may have
         put memory aside that it has not begun to save: the host copy lacks the newest values."""
-        self.has_newest = threading.Event()
-        """Cleared while that is so. Other threads that are to be shown the host copy wait for it."""
+        self.has_newest = threading.Event()  # cleared while that is so. Other threads that are to be shown the host copy wait for it.
         self.has_newest.set()
-        self._unadopted_bytes = self._born_bytes = self._num_entries = 0
-        """As of the last look. `_num_entries` is the adapter's."""
+        self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
         self._moving_in: frozenset[int] = frozenset()
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
         self._relocated: Sequence[Relocated] = ()

@@ -34,8 +34,7 @@ from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import fingerprints
 
-STAGING_BYTES = 64 << 20
-"""The most bytes of masters on the device at a time while weights are cast from masters on the host."""
+STAGING_BYTES = 64 << 20  # the most bytes of masters on the device at a time while weights are cast from masters on the host
 
 
 class _Weight(NamedTuple):
@@ -50,21 +49,16 @@ class _Weight(NamedTuple):
 class CastRange(Range):
     """A range of 16-bit weights that may be the cast of masters. Its slab has memory only while they have a host copy of their own."""
 
-    is_replica = True
-    """As with a replica, all pages are compared before any is saved, and the host copy never leaves for a disk."""
+    is_replica = True  # as with a replica, all pages are compared before any is saved, and the host copy never leaves for a disk
     can_be_cast = True
-    is_cast = False
-    """Whether the values are the cast of what the masters' host copy has, and not those in the slab."""
+    is_cast = False  # whether the values are the cast of what the masters' host copy has, and not those in the slab
     expected: torch.Tensor | None = None
     """The fingerprints of the cast of what the masters' host copy has, or will have at the end of their offload; None if unknown."""
-    key = ""
-    """See `OptimizerAdapter.masters`."""
+    key = ""  # see `OptimizerAdapter.masters`
     weights: Sequence[_Weight] = ()
-    optimizer: ManagedStorage
-    """The storage of the masters. Set as long as `weights` are."""
+    optimizer: ManagedStorage  # the storage of the masters. Set as long as `weights` are.
     dtype: torch.dtype
-    is_told = False
-    """Whether the log has told that it can be no cast any more."""
+    is_told = False  # whether the log has told that it can be no cast any more
 
     def __init__(self, device: Device, *its: Any) -> None:
         super().__init__(device, *its)

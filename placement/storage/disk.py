@@ -27,12 +27,9 @@ from placement.devices.host.disk_file import DiskFile, GoesOn, release, renew
 from placement.devices.host.slab import Slab
 
 _NAN = 0xFF
-_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)
-"""Errors of a read that tell of the kernel's memory, and nothing of the file."""
-_EXIT_SECONDS = 10.0
-"""How many seconds interpreter exit waits for the thread."""
-_GLANCE_SECONDS = 0.1
-"""How often who waits looks for a Ctrl-C."""
+_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)  # errors of a read that tell of the kernel's memory, and nothing of the file
+_EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for the thread
+_GLANCE_SECONDS = 0.1  # how often who waits looks for a Ctrl-C
 
 
 class Place(enum.Enum):
@@ -40,8 +37,7 @@ class Place(enum.Enum):
 
     MEMORY = enum.auto()
     DISK = enum.auto()
-    NOWHERE = enum.auto()
-    """Only on the device, whose next offload writes all of them."""
+    NOWHERE = enum.auto()  # only on the device, whose next offload writes all of them
 
 
 class Spill:
@@ -57,16 +53,11 @@ class Spill:
         self.place = Place.MEMORY
         self.is_claimed = False
         """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
-        self.is_used = False
-        """Whether anybody has used it since then."""
-        self.can_leave = False
-        """Whether nothing but a claim or a tensor over it speaks against leaving."""
-        self.drops = False
-        """Whether the device has the bytes, and its next offload copies all of them: nothing need be written."""
-        self.is_idle = False
-        """Whether it is to leave although there is room for it, because nobody is expected to need it."""
-        self.lost: str | None = None
-        """Which values are lost, and why; None while none is."""
+        self.is_used = False  # whether anybody has used it since then
+        self.can_leave = False  # whether nothing but a claim or a tensor over it speaks against leaving
+        self.drops = False  # whether the device has the bytes, and its next offload copies all of them: nothing need be written
+        self.is_idle = False  # whether it is to leave although there is room for it, because nobody is expected to need it
+        self.lost: str | None = None  # which values are lost, and why; None while none is
         self._slab, self._holder = weakref.ref(slab), weakref.ref(holder)
         self._name = name
         self._directory = directory
@@ -234,11 +225,9 @@ class HostCopy(NamedTuple):
     """The facts about one host copy that decide its place."""
 
     nbytes: int
-    is_here: bool
-    """Whether it is in host memory now."""
+    is_here: bool  # whether it is in host memory now
     can_leave: bool = True
-    is_idle: bool = False
-    """Whether it leaves although there is room for it."""
+    is_idle: bool = False  # whether it leaves although there is room for it
 
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
@@ -275,23 +264,18 @@ class Keeper:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self.lock = threading.RLock()
-        """Held for a moment. No other is taken meanwhile."""
+        self.lock = threading.RLock()  # held for a moment. No other is taken meanwhile.
         self._changed = threading.Condition(self.lock)
-        self._disk = threading.RLock()
-        """Held while a host copy moves."""
+        self._disk = threading.RLock()  # held while a host copy moves
         self._order: Sequence[Spill] = ()
         self._fixed_bytes = 0
         self._wait: Callable[[], object] = lambda: None
-        self._waiting: list[Sequence[Spill]] = []
-        """The host copies of each caller that has the disk, or waits for it."""
+        self._waiting: list[Sequence[Spill]] = []  # the host copies of each caller that has the disk, or waits for it
         self._is_held = True
-        self._is_due = False
-        """Whether there may be something to do for what was arranged."""
+        self._is_due = False  # whether there may be something to do for what was arranged
         self._is_stopping = False
         self._warned: set[str] = set()
-        self.waited_seconds = 0.0
-        """Total time that callers have waited for the disk, or for memory to be freed."""
+        self.waited_seconds = 0.0  # total time that callers have waited for the disk, or for memory to be freed
         self._thread = BackgroundThread("placement-disk", self._work)
         _alive.add(self)
         self._thread.start()

@@ -21,8 +21,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
-ALIGNMENT = 512
-"""The alignment of storages, in bytes from the beginning of a range."""
+ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
 _SMALL_ALIGNMENT = 64
 """The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
 _SMALL = 4096
@@ -35,8 +34,7 @@ class Adoptee:
     name: str
     storage: torch.UntypedStorage
     aliases: tuple[torch.Tensor, ...]
-    owned: tuple[Owned, ...] = ()
-    """Those of the aliases that have a name."""
+    owned: tuple[Owned, ...] = ()  # those of the aliases that have a name
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:
@@ -168,8 +166,7 @@ def _refuse_unknown(adoptee: Adoptee) -> None:
 # --- pointing tensors and storages to memory
 
 
-Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-"""Dtype, storage offset, size and strides of a tensor."""
+Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # dtype, storage offset, size and strides of a tensor
 
 
 def form_of(tensor: torch.Tensor) -> Form:

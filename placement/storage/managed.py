@@ -31,16 +31,12 @@ class MoveResult:
     seconds: float = 0.0
     copied_bytes: int = 0
     skipped_bytes: int = 0
-    prefetched_bytes: int = 0
-    """Bytes of a load that had arrived before it."""
-    rewritten_chunks: int = 0
-    """Chunks of a readonly object whose bytes changed on the device."""
+    prefetched_bytes: int = 0  # bytes of a load that had arrived before it
+    rewritten_chunks: int = 0  # chunks of a readonly object whose bytes changed on the device
     stray_references: int = 0
     stray_names: str = ""
-    brought_back: str = ""
-    """Names of the relocated tensors, which the offload has given new places."""
-    nan: str = ""
-    """See `NanCheck.take`."""
+    brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
+    nan: str = ""  # see `NanCheck.take`
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
         """Errors about what was found wrong with a handle, to be raised once its phase transition is complete."""
@@ -60,8 +56,7 @@ class MoveResult:
             )
 
 
-_SAVED_TOGETHER = 4
-"""The number of pages that are saved by one copy call, and known to be saved together."""
+_SAVED_TOGETHER = 4  # the number of pages that are saved by one copy call, and known to be saved together
 
 
 class ManagedStorage(AdoptedStorage):

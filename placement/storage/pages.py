@@ -50,8 +50,7 @@ class Side(enum.Flag):
 class Behind(enum.Enum):
     """Where the memory of a page shows."""
 
-    POISON = enum.auto()
-    """Nowhere: poison is behind its own addresses."""
+    POISON = enum.auto()  # nowhere: poison is behind its own addresses
     OWN = enum.auto()
     ASIDE = enum.auto()
 
@@ -63,10 +62,8 @@ class Page:
     memory: Chunk | None = None
     behind: Behind = Behind.POISON
     newest: Side = Side.HOST
-    copied: Direction | None = None
-    """The direction of the last copy since the page has its memory."""
-    mark: Mark | None = None
-    """Tells when that copy is complete; None while it is being started, or if starting it failed."""
+    copied: Direction | None = None  # the direction of the last copy since the page has its memory
+    mark: Mark | None = None  # tells when that copy is complete; None while it is being started, or if starting it failed
 
     @property
     def lacks_bytes(self) -> bool:
@@ -98,19 +95,15 @@ class Pages:
         self.used_sizes = (*sizes[:-1], used_bytes - sum(sizes[:-1]))
         self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
         self.table = [Page() for _ in sizes]
-        self.own_bytes = 0
-        """Bytes of memory behind the own addresses, or in hand between two mappings."""
+        self.own_bytes = 0  # bytes of memory behind the own addresses, or in hand between two mappings
         self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
         """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
         self.is_stale = False
         """Whether the host copy may have been written since the first of the copies to pages that are aside. A load discards these."""
-        self.is_receiving = False
-        """Whether the thread of a prefetch may put memory aside for more pages at any time."""
-        self._stop: Callable[[int], object] = lambda _: None
-        """See `reserve_aside`."""
-        self.record: ChangeRecord | None = None
-        """Compares what is saved with what the host copy had."""
+        self.is_receiving = False  # whether the thread of a prefetch may put memory aside for more pages at any time
+        self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
+        self.record: ChangeRecord | None = None  # compares what is saved with what the host copy had
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -369,8 +362,7 @@ class Pages:
             yield self.table[run[0]].behind, run
 
 
-Part = tuple[Pages, Sequence[int]]
-"""Pages of one range, ascending."""
+Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending
 Start = Callable[[Sequence[Copy], Direction], None]
 
 

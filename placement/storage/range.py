@@ -68,18 +68,15 @@ class PlacedStorage:
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
-    is_replica = False
-    """Whether ranks share the host copy, or may share it again. It stays in host memory."""
-    can_be_cast = False
-    """Whether an offload may leave the bytes to master weights: see `CastRange`."""
+    is_replica = False  # whether ranks share the host copy, or may share it again. It stays in host memory.
+    can_be_cast = False  # whether an offload may leave the bytes to master weights: see `CastRange`
     _pages_class = Pages
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
-        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
-        """See `layout.chunk_sizes`."""
+        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)  # see `layout.chunk_sizes`
         self.device_bytes = sum(self.chunk_sizes)
         self.pages = self._pages_class(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
@@ -92,10 +89,8 @@ class Range:
         """The storages (`_cdata`) of `placed` and their `use_count`, once all of them have been counted."""
         self.without_stray_references: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases, and the reference counts of then."""
-        self.is_shown = False
-        """Whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date."""
-        self.spill: Spill | None = None
-        """The way of the slab's bytes to a disk and back; None where they never leave host memory."""
+        self.is_shown = False  # whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date.
+        self.spill: Spill | None = None  # the way of the slab's bytes to a disk and back; None where they never leave host memory
 
     @property
     def host(self) -> HostSlab:
@@ -218,8 +213,7 @@ class Range:
         return [entry for entry, storage in alive if storage is not None and storage.data_ptr() != base + entry.offset]
 
 
-RangeChunk = tuple[Range, int]
-"""A chunk of a range, by its index."""
+RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
 
 
 # --- who owns an address
@@ -310,10 +304,8 @@ class Places:
     """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
 
     def __init__(self) -> None:
-        self._forms: dict[str, tuple[int, Form]] = {}
-        """The address of the storage, and the form, by the tensor's name."""
-        self._outlines: dict[str, Outline] = {}
-        """The outlines of wrappers, by the names of their parts."""
+        self._forms: dict[str, tuple[int, Form]] = {}  # the address of the storage, and the form, by the tensor's name
+        self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
         self._other_names: Mapping[str, str] = {}
 
     def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:

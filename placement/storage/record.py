@@ -37,18 +37,15 @@ MOST = 8
 class Piece:
     """A published tensor in a range, contiguous."""
 
-    start: int
-    """In bytes, from the range's beginning."""
+    start: int  # in bytes, from the range's beginning
     num_elements: int
     dtype: torch.dtype
-    published: torch.dtype
-    """The dtype in which it is compared."""
+    published: torch.dtype  # the dtype in which it is compared
     found: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; a position may be in
     several."""
     num_found: int = 0
-    is_dropped: bool = False
-    """Whether more has changed than is recorded."""
+    is_dropped: bool = False  # whether more has changed than is recorded
 
     @property
     def end(self) -> int:
@@ -74,8 +71,7 @@ class Piece:
         self.num_found = 0
 
 
-_Run = list[Piece]
-"""Neighbouring pieces that are compared alike."""
+_Run = list[Piece]  # neighbouring pieces that are compared alike
 
 
 class _Slice(NamedTuple):
@@ -85,10 +81,8 @@ class _Slice(NamedTuple):
     start: int
     end: int
     old: torch.Tensor
-    differs: torch.Tensor
-    """Whether each element differs, on the device."""
-    asked: Callable[[], torch.Tensor]
-    """The number of those that do, once the device has it."""
+    differs: torch.Tensor  # whether each element differs, on the device
+    asked: Callable[[], torch.Tensor]  # the number of those that do, once the device has it
 
     def inside(self) -> list[tuple[Piece, int, int]]:
         """The pieces in the slice, and the elements of the slice at which each begins and ends."""
@@ -120,15 +114,11 @@ class ChangeRecord:
                 self._runs.append([])
             self._runs[-1].append(piece)
             self._pieces[piece.start] = last = piece
-        self._awaited: dict[int, int] = {}
-        """The new fingerprints of pages to compare when they are saved."""
+        self._awaited: dict[int, int] = {}  # the new fingerprints of pages to compare when they are saved
         self._comparing: deque[_Slice] = deque()
-        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()
-        """Slices whose positions are on their way to the host."""
-        self._saved: dict[int, int] = {}
-        """The new fingerprints of pages whose slices are in `_comparing` and `_sent`."""
-        self._free: list[torch.Tensor] = []
-        """Device memory for old bytes."""
+        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()  # slices whose positions are on their way to the host
+        self._saved: dict[int, int] = {}  # the new fingerprints of pages whose slices are in `_comparing` and `_sent`
+        self._free: list[torch.Tensor] = []  # device memory for old bytes
         torch_device = device.torch_device
         self._module: Any = None if torch_device.type == "cpu" else torch.get_device_module(torch_device)
         self._stream: Any = None if self._module is None else self._module.Stream(torch_device)

@@ -45,8 +45,7 @@ class ReplicatedStorage(ManagedStorage):
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
-        self._prepared = 0
-        """The number of the group's change for which this rank has last prepared a load."""
+        self._prepared = 0  # the number of the group's change for which this rank has last prepared a load
 
     @property
     def can_prefetch(self) -> bool:  # what other ranks copy cannot come early: all ranks would have to bring the same chunks early

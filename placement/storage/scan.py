@@ -50,8 +50,7 @@ class Scan(NamedTuple):
     stay: list[Adoptee]
     transient: list[Adoptee]
     relocated: list[Relocated]
-    in_place: Sequence[Owned] | None = None
-    """The tensors that are at their places; None where a quick look has shown that nothing changed."""
+    in_place: Sequence[Owned] | None = None  # the tensors that are at their places; None where a quick look has shown that nothing changed
 
     def __bool__(self) -> bool:
         return bool(self.stay or self.transient or self.relocated)
@@ -125,8 +124,7 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
 class Versions(NamedTuple):
     """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
 
-    storages: Sequence[int] = ()
-    """The storage (`_cdata`) of each tensor."""
+    storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
     versions: Sequence[int] = ()
 
     def but(self, other: Versions, *, among: Collection[int]) -> Versions:
@@ -175,18 +173,12 @@ class _Walk:
         addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
         places = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         # There may be tens of thousands of tensors, so the loop has local names.
-        self.storages = storages = list[int]()
-        """The storage of each tensor, in the adapter's order."""
-        self.in_place = in_place = list[Owned]()
-        """The tensors whose storages are adopted and at their places."""
-        self.elsewhere = elsewhere = dict[int, _Found]()
-        """Adopted storages that are not at their places."""
-        self.new = new = dict[int, _Found]()
-        """Storages that are not adopted and not empty."""
-        self.aliases = aliases = dict[int, int]()
-        """How many tensors use each storage."""
-        self.references = references = [entry.ref for r in ranges for entry in r.placed]
-        """Weak references to the keys of `aliases`."""
+        self.storages = storages = list[int]()  # the storage of each tensor, in the adapter's order
+        self.in_place = in_place = list[Owned]()  # the tensors whose storages are adopted and at their places
+        self.elsewhere = elsewhere = dict[int, _Found]()  # adopted storages that are not at their places
+        self.new = new = dict[int, _Found]()  # storages that are not adopted and not empty
+        self.aliases = aliases = dict[int, int]()  # how many tensors use each storage
+        self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to the keys of `aliases`
         self.versions = Versions(placed_at := list[int](), versions := list[int]())
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
@@ -217,8 +209,7 @@ class StorageScanner:
         self._owner = weakref.ref(owner)
         self.ranges = ObjectRanges(name)
         self.state_dict_tensors = StateDictTensors(device, adapter, self.ranges)
-        self.versions = Versions()
-        """The counters of the adopted storages, as of the last look. A write raises them."""
+        self.versions = Versions()  # the counters of the adopted storages, as of the last look. A write raises them.
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
         self._alive: list[StorageWeakRef] = []
@@ -231,8 +222,7 @@ class StorageScanner:
         """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
         self.classes: Mapping[int, type[Range]] = {}
         """The class of the first range of storages (`_cdata`) that are to be in one of their own."""
-        self.reserved: HostSlab | None = None
-        """Host memory reserved for storages that are not created yet."""
+        self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
         self.spare: HostSlab | None = None
         """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than

@@ -34,8 +34,7 @@ from placement.tensors.plain import align, has_storage, is_plain_type, is_sparse
 
 are_only_read: ContextVar[bool] = ContextVar("are_only_read", default=False)
 """Whether the tensors that are handed out now are only read, and not for long: by a checkpoint that is being saved."""
-_Span = tuple[int, int]
-"""Addresses in host memory, from the first up to the last (not included)."""
+_Span = tuple[int, int]  # addresses in host memory, from the first up to the last (not included)
 
 
 class HostVersions:
@@ -46,8 +45,7 @@ class HostVersions:
         """An empty tensor by the bytes that are shown, with the counter of the tensors over them, and its version at the last load."""
         self._wrappers: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]] = {}
         """Wrappers by identity, whose writes do not count in their parts; each with a tensor that has only its counter, and its parts."""
-        self._written: set[_Span] = set()
-        """The bytes that were written through wrappers, as far as that has been noticed."""
+        self._written: set[_Span] = set()  # the bytes that were written through wrappers, as far as that has been noticed
 
     def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
         """The same tensor, with the counter of the bytes that it shows. It begins at the version of the object's own tensor."""
@@ -111,8 +109,7 @@ class StateDictTensors:
         self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
         """Plain tensors: those that were handed out themselves, and the parts of wrappers."""
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._storages: dict[int, StorageWeakRef] = {}
-        """The storage over each address that was handed out, while anybody holds it."""
+        self._storages: dict[int, StorageWeakRef] = {}  # the storage over each address that was handed out, while anybody holds it
         self._versions = HostVersions()
         self.num_pointings = 0
         """How often all tensors were pointed elsewhere. What was being handed out meanwhile may have been missed: see `hand_out`."""

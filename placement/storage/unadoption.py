@@ -27,8 +27,7 @@ class Unadoption:
         self._device = device
         self._on_device = on_device
         self._target = device.torch_device if on_device else torch.device("cpu")
-        self._homes: dict[int, torch.UntypedStorage] = {}
-        """The new memory of storages, by their old addresses."""
+        self._homes: dict[int, torch.UntypedStorage] = {}  # the new memory of storages, by their old addresses
 
     def run(self) -> None:
         """Move everything out. The ranges stay, empty. Idempotent, so that a call that failed can be repeated.

@@ -33,15 +33,11 @@ from placement.tensors.plain import Outline, is_sparse, parts_of, restore, spars
 class Changes:
     """The changes that were found in one offloaded object."""
 
-    replaced: Sequence[Adoptee] = ()
-    """Tensors that were computed from poison and put in place of registered ones."""
-    added: Sequence[Adoptee] = ()
-    """Tensors that were computed from poison, under names that no registered tensor had."""
+    replaced: Sequence[Adoptee] = ()  # tensors that were computed from poison and put in place of registered ones
+    added: Sequence[Adoptee] = ()  # tensors that were computed from poison, under names that no registered tensor had
     gradients: Sequence[Adoptee] = ()
-    moved: Sequence[Adoptee] = ()
-    """Storages that were taken away from their places."""
-    lost: str | None = None
-    """Words for what could not be undone, and what to do; None where everything could."""
+    moved: Sequence[Adoptee] = ()  # storages that were taken away from their places
+    lost: str | None = None  # words for what could not be undone, and what to do; None where everything could
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.added or self.gradients or self.moved)
@@ -173,10 +169,8 @@ class WritesWhileOffloaded:
         self._scanner = scanner
         self._gradients = gradients
         self._device = device
-        self._noted = Versions()
-        """The version counters as of the offload."""
-        self._is_allowed = False
-        """Whether values may be written, though not gradients: tensors of a state dict share the counters."""
+        self._noted = Versions()  # the version counters as of the offload
+        self._is_allowed = False  # whether values may be written, though not gradients: tensors of a state dict share the counters
 
     # --- writes in place
 

@@ -13,10 +13,8 @@ from placement.core import interrupts
 from placement.devices.host.reserve import wait_until_ready
 from placement.devices.memory import HostSlab
 
-NUM_BYTES = 128 << 10
-"""The memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks of 128 MiB."""
-MOST_BYTES = 16 << 20
-"""That of large ones."""
+NUM_BYTES = 128 << 10  # the memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks of 128 MiB
+MOST_BYTES = 16 << 20  # that of large ones
 
 
 class _Exported:

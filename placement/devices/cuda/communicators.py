@@ -88,8 +88,7 @@ class SharedTensors:
     def __init__(self, is_capturing: Callable[[], bool], allocated_bytes: Callable[[], int]) -> None:
         self._is_capturing = is_capturing
         self._allocated_bytes = allocated_bytes
-        self.collected_bytes = 0
-        """About the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too."""
+        self.collected_bytes = 0  # about the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too
 
     def collect(self) -> None:
         """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured.

@@ -29,10 +29,8 @@ from placement.devices.memory import Addresses, Chunk, Communicator, Copy, Devic
 
 CHUNK_BYTES = 256 << 20
 """The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
-_WIPED_TOGETHER = 16
-"""The most chunks to wipe with one call of each function of the driver."""
-TIGHT_CHUNK_BYTES = 128 << 20
-"""The chunk size where device memory is short: a swap needs room for two chunks."""
+_WIPED_TOGETHER = 16  # the most chunks to wipe with one call of each function of the driver
+TIGHT_CHUNK_BYTES = 128 << 20  # the chunk size where device memory is short: a swap needs room for two chunks
 
 
 class _Addresses(Addresses):
@@ -83,8 +81,7 @@ class CudaDevice(Device):
         self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
         self._place = numa.placing(self.name, self.pci_address)
         self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
-        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
-        """The addresses and the stream of `wipe`."""
+        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
         self._following = torch.cuda.Stream(self.torch_device)
         """The stream for work that follows copies, chunk by chunk, while later copies are in progress."""
 

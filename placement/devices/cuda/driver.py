@@ -173,8 +173,7 @@ class Driver:
         return None
 
 
-Life = weakref.ref[Any]
-"""A weak reference to an object that owns a driver resource."""
+Life = weakref.ref[Any]  # a weak reference to an object that owns a driver resource
 End = Callable[[Life], bool]
 
 
@@ -186,8 +185,7 @@ class Lives:
     """
 
     def __init__(self) -> None:
-        self.owned: dict[Life, int] = {}
-        """Bytes by object. Who removes an entry releases the bytes."""
+        self.owned: dict[Life, int] = {}  # bytes by object. Who removes an entry releases the bytes.
         self._later: list[tuple[Life, End]] = []
 
     def add(self, thing: object, nbytes: int, end: End) -> None:

@@ -51,8 +51,7 @@ class Poison:
             finally:
                 self._comparison.capture_end()
         self._is_comparing = False
-        self._is_ahead = False
-        """Whether the comparison in progress was begun for the next `heal` that waits."""
+        self._is_ahead = False  # whether the comparison in progress was begun for the next `heal` that waits
         self.heal(wait=True)
 
     def begin(self) -> None:

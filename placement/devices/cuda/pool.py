@@ -37,12 +37,10 @@ from placement.devices.memory import Addresses
 
 # The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `PoolRange` checks every address.
 _ROUND = 512
-_SMALL = 1 << 20
-"""Requests up to this size share segments of `_SMALL_SEGMENT`. A remainder longer than this is split off a larger block."""
+_SMALL = 1 << 20  # requests up to this size share segments of `_SMALL_SEGMENT`. A remainder longer than this is split off a larger block.
 _SMALL_SEGMENT = 2 << 20
 _ARENA_STEP = 2 << 20
-_ARENA_LEAST = 10 << 20
-"""From this size on a request gets a segment of its own, rounded to `_ARENA_STEP`."""
+_ARENA_LEAST = 10 << 20  # from this size on a request gets a segment of its own, rounded to `_ARENA_STEP`
 
 
 _next_address: collections.deque[int] = collections.deque()
@@ -62,12 +60,9 @@ class Place:
     """One block, with its offset from the start of the range."""
 
     offset: int
-    nbytes: int
-    """The size of the request to torch."""
-    index: int | None
-    """The index of the block's storage; None for a plug."""
-    opens: int = 0
-    """The length of the segment that torch requests for this block; 0 if the block lies in the segment before."""
+    nbytes: int  # the size of the request to torch
+    index: int | None  # the index of the block's storage; None for a plug
+    opens: int = 0  # the length of the segment that torch requests for this block; 0 if the block lies in the segment before
 
 
 def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:

@@ -24,23 +24,18 @@ from placement.devices.host.mapping import PAGE, available_bytes, libc, round_up
 from placement.devices.host.reserve import promised_bytes
 from placement.devices.host.slab import Slab
 
-BLOCK_BYTES = 4 << 20
-"""The bytes of one request, and of one checksum."""
-DEPTH = 8
-"""The number of requests in flight. Each has a thread, which is outside of Python while the disk works."""
-_CHECKING = 2
-"""The threads beside these that compute checksums, so that the disk has its requests meanwhile."""
+BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
+DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.
+_CHECKING = 2  # the threads beside these that compute checksums, so that the disk has its requests meanwhile
 
-GoesOn = Callable[[], bool]
-"""Whether to go on; asked on the calling thread between blocks."""
+GoesOn = Callable[[], bool]  # whether to go on; asked on the calling thread between blocks
 
 logger = logging.getLogger("placement")
 _MADV_DONTNEED = 4
 _fallocate = libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_warning = threading.Lock()
-"""Taken by the first warning of the cache, for good."""
+_warning = threading.Lock()  # taken by the first warning of the cache, for good
 
 
 def always() -> bool:
@@ -96,8 +91,7 @@ class DiskFile:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
             if _warning.acquire(blocking=False):
                 logger.warning("%s: no direct IO here, so spilled bytes go through the page cache, which is slower", self.path)
-        self._checksums: list[tuple[int, int] | None] = []
-        """The checksum of each block's content; None where the content means nothing."""
+        self._checksums: list[tuple[int, int] | None] = []  # the checksum of each block's content; None where the content means nothing
         self.forget()
 
     def forget(self) -> None:
@@ -167,8 +161,7 @@ def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) 
     """Do `work` for every block on several threads, this one among them. Returns False if it was stopped.
     Raises OSError, Exception: the first error. No thread works any more then."""
     blocks = iter(range(num_blocks))  # shared: each step of it is one, whichever thread takes it
-    ends: list[Exception | None] = []
-    """Why no further block is begun: errors, and None where it was stopped."""
+    ends: list[Exception | None] = []  # why no further block is begun: errors, and None where it was stopped
 
     def take(goes_on: GoesOn) -> None:
         for index in blocks:

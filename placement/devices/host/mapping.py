@@ -25,8 +25,7 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
 MAP_NORESERVE = 0x4000
-_MAP_FIXED_NOREPLACE = 0x100000
-"""Only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint."""
+_MAP_FIXED_NOREPLACE = 0x100000  # only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint.
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -34,8 +33,7 @@ libc.mmap.restype = ctypes.c_void_p
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-_mapped: dict[int, int] = {}
-"""Bytes by first address: what this process has mapped and its children will not have."""
+_mapped: dict[int, int] = {}  # bytes by first address: what this process has mapped and its children will not have
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -94,8 +92,7 @@ def _take_addresses() -> None:
 os.register_at_fork(after_in_child=_take_addresses)
 
 
-_HUGE_ORDER = 9
-"""Free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB."""
+_HUGE_ORDER = 9  # free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB
 
 
 def available_bytes() -> int:

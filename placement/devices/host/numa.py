@@ -18,10 +18,8 @@ from placement.devices.host.slab import Place
 _logger = logging.getLogger("placement")
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 """The number of the system call, from the kernel's tables of system calls; the C library has no function for it."""
-_MPOL_PREFERRED = 1
-"""Take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead."""
-_BITS = 1024
-"""The length of the mask of nodes, which is what the kernel is built for at most."""
+_MPOL_PREFERRED = 1  # take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead.
+_BITS = 1024  # the length of the mask of nodes, which is what the kernel is built for at most
 _SYSTEM = Path("/sys")
 
 

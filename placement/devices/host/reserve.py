@@ -22,16 +22,12 @@ from placement.core import interrupts
 from placement.core.weak_set import WeakIdSet
 from placement.devices.background import BackgroundThread
 
-PIECE_BYTES = 128 << 20
-"""The unit of work of a thread."""
+PIECE_BYTES = 128 << 20  # the unit of work of a thread
 _MOST_THREADS = 8
-_EXIT_SECONDS = 10.0
-"""How many seconds interpreter exit waits for a thread that is inside the kernel or the driver."""
-_LOOK_SECONDS = 0.1
-"""How often a waiting thread looks for a noted interrupt."""
+_EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for a thread that is inside the kernel or the driver
+_LOOK_SECONDS = 0.1  # how often a waiting thread looks for a noted interrupt
 
-Register = Callable[[int, int], str | None]
-"""(address, bytes) -> None, or the reason why the registration failed."""
+Register = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why the registration failed
 Touch = Callable[[int, int, Callable[[int], bool]], str | None]
 """(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each step; stops when it returns False."""
 
@@ -59,8 +55,7 @@ class Reservation:
         self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
         self.ready = threading.Event()
         self.undo: list[Callable[[], None]] = []
-        self.untouched = [nbytes]
-        """Bytes that are promised but not yet allocated, for each piece. Each entry has one writer."""
+        self.untouched = [nbytes]  # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
         self.pinned: bool | None = None
         self.reason: str | None = None
         self._address = self._nbytes = 0

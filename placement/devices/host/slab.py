@@ -32,11 +32,9 @@ from placement.devices.memory import HostSlab
 
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
-_TOUCH_STEP = 32 << 20
-"""The bytes touched in one call. During it no other thread of the process can map or unmap memory."""
+_TOUCH_STEP = 32 << 20  # the bytes touched in one call. During it no other thread of the process can map or unmap memory.
 
-Place = Callable[[int, int], object]
-"""(address, bytes) -> ignored."""
+Place = Callable[[int, int], object]  # (address, bytes) -> ignored
 
 
 @functools.lru_cache(maxsize=1024)
@@ -118,14 +116,10 @@ class Slab(ReservedSlab):
         self.nbytes = nbytes
         self.address = 0
         self._register, self._unregister = register, unregister
-        self.is_released = False
-        """Whether the memory was given back: see `disk_file.release`."""
-        self.before_use: Callable[[], object] = _nothing
-        """Called for each new view, once it counts: brings back what was released."""
-        self.on_claim: Callable[[], object] = _nothing
-        """Does the work of `claim`."""
-        self._uses = object()
-        """Every view refers to it, so that its references count the views."""
+        self.is_released = False  # whether the memory was given back: see `disk_file.release`
+        self.before_use: Callable[[], object] = _nothing  # called for each new view, once it counts: brings back what was released
+        self.on_claim: Callable[[], object] = _nothing  # does the work of `claim`
+        self._uses = object()  # every view refers to it, so that its references count the views
         size = round_up(nbytes, PAGE)
         self._memory = memory = Reservation(self, size)  # promised before the check, so that two slabs made at once count each other
         self.ready = memory.ready

@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 class _Record(NamedTuple):
     pid: int
-    start: int
-    """The process's start time in clock ticks since boot. The process number alone would not do, because the kernel reuses it."""
-    token: int
-    """Distinguishes the devices of one process."""
+    start: int  # the process's start time in clock ticks since boot. The process number alone would not do, because the kernel reuses it.
+    token: int  # distinguishes the devices of one process
     capacity_bytes: int
     held_bytes: int
 

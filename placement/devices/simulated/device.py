@@ -49,14 +49,11 @@ from placement.devices.simulated.capacity import SharedCapacity
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_FILE_BYTES = 1 << 60
-"""The size of the memory file. File offsets are never reused, so no pattern of releases fragments it."""
-_OTHER_MAPPINGS = 4096
-"""The number of the process's memory mappings that the device leaves to all other code."""
+_FILE_BYTES = 1 << 60  # the size of the memory file. File offsets are never reused, so no pattern of releases fragments it.
+_OTHER_MAPPINGS = 4096  # the number of the process's memory mappings that the device leaves to all other code
 _MADV_DONTNEED = 4
 _ENTRY_BYTES = 8
-_TOP_BYTE = 7 if sys.byteorder == "little" else 0
-"""The index of the byte with the flags in an entry of the page map."""
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0  # the index of the byte with the flags in an entry of the page map
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
 _IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
 """For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
@@ -66,8 +63,7 @@ _PAGES_AT_ONCE = 1 << 18
 
 class _Time(Mark):
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        """The time on the monotonic clock when the simulated link has finished the copies."""
+        self.seconds = seconds  # the time on the monotonic clock when the simulated link has finished the copies
 
 
 class SimulatedDevice(Device):

@@ -41,29 +41,21 @@ from placement.core import interrupts
 from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import MappedSlab
 
-_PAUSE_SECONDS = (0.00005, 0.005)
-"""Pause between two looks at what the others say: the first one, and the longest."""
-_LOOK_SECONDS = 0.2
-"""How often a rank that waits looks whether the change has ended without it."""
-_PATIENCE_SECONDS = 10.0
-"""How long a rank waits for another's share that gets no further, before it copies it itself."""
+_PAUSE_SECONDS = (0.00005, 0.005)  # pause between two looks at what the others say: the first one, and the longest
+_LOOK_SECONDS = 0.2  # how often a rank that waits looks whether the change has ended without it
+_PATIENCE_SECONDS = 10.0  # how long a rank waits for another's share that gets no further, before it copies it itself
 _NUM_WORDS = 5
-ALONE, LEFT = -1, -2
-"""Last words: this rank loads by itself from now on, or has unregistered the object."""
-_ON_DEVICE, _GONE = 1, -1
-"""Words for where a rank has its values. 0: in a host copy."""
-_FAILED = 1
-"""Beside the number of a change: what is missing of this rank's share does not come."""
+ALONE, LEFT = -1, -2  # last words: this rank loads by itself from now on, or has unregistered the object
+_ON_DEVICE, _GONE = 1, -1  # words for where a rank has its values. 0: in a host copy.
+_FAILED = 1  # beside the number of a change: what is missing of this rank's share does not come
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     """How a run of bytes is divided among ranks: one equal part of whole pages for each, in rank order, and then an undivided rest."""
 
-    rank: int
-    """The place of this rank among them."""
-    members: tuple[int, ...]
-    """The number of each rank in the manager's group, by which messages call it."""
+    rank: int  # the place of this rank among them
+    members: tuple[int, ...]  # the number of each rank in the manager's group, by which messages call it
 
     @property
     def world_size(self) -> int:
@@ -148,8 +140,7 @@ class Refusal(NamedTuple):
     """Why the ranks do not write together."""
 
     reason: str
-    is_final: bool
-    """Whether they never will."""
+    is_final: bool  # whether they never will
 
 
 class SharedCopy:
@@ -169,13 +160,11 @@ class SharedCopy:
         words = slab.extra[: len(slab.extra) // 8 * 8].view(torch.int64)
         self.loads, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
         """A word of each rank. `loads`: the number of the change for which it has prepared a load, or why it loads alone."""
-        self.table = words[_NUM_WORDS * n :].view(n, -1)
-        """A row of each rank, for fingerprints."""
+        self.table = words[_NUM_WORDS * n :].view(n, -1)  # a row of each rank, for fingerprints
         self._ours = ours
         self._processes[ours] = os.getpid()
         self._watched: dict[int, int] = {}
-        self.lost: set[int] = set()
-        """The ranks whose shares will not come in the present writing."""
+        self.lost: set[int] = set()  # the ranks whose shares will not come in the present writing
 
     @staticmethod
     def extra_bytes(shares: Shares, num_prints: int) -> int:

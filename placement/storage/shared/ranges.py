@@ -28,8 +28,7 @@ def spans_of(rank: int, nbytes: int, chunk_bytes: int, shares: Shares) -> list[t
 class SharedPages(Pages):
     """Pages that ranks save together: each its share of a page. `SharedCopy` says how."""
 
-    together: SharedCopy | None = None
-    """The host copy that the ranks are writing now; None: this rank saves whole pages."""
+    together: SharedCopy | None = None  # the host copy that the ranks are writing now; None: this rank saves whole pages
     shares: Shares
 
     def share(self, rank: int, index: int) -> Copy | None:
@@ -115,8 +114,7 @@ class SharedRange(Range):
         """The host copy that the ranks share; None once this rank has left it for good. `is_shared`: this rank uses it now."""
         self.shares = self.pages.shares = copy.shares
         self.is_frozen = is_frozen
-        self.alone: str | None = None
-        """Why this rank loads everything over its own link from now on; None while the ranks load together."""
+        self.alone: str | None = None  # why this rank loads everything over its own link from now on; None while the ranks load together
         self._spans = chunk_spans(self.nbytes, device.chunk_bytes)
 
     @property

@@ -29,8 +29,7 @@ from placement.storage.shared.copy import Ranks, Refusal, SharedCopy, minority, 
 from placement.storage.shared.ranges import SharedRange, spans_of
 from placement.storage.transfer.fingerprint import fingerprints
 
-_PIECE_BYTES = 64 << 20
-"""Bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much."""
+_PIECE_BYTES = 64 << 20  # bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much.
 
 
 class SharedScanner(StorageScanner):
@@ -44,10 +43,8 @@ class SharedScanner(StorageScanner):
         super().__init__(device, adapter, name, owner)
         self._ranks = ranks
         self._readonly = readonly
-        self.moves_together = False
-        """Whether all ranks are making the present move, in the same change of the group."""
-        self.state: SharedCopy | None = None
-        """The host copy for state that is not created yet."""
+        self.moves_together = False  # whether all ranks are making the present move, in the same change of the group
+        self.state: SharedCopy | None = None  # the host copy for state that is not created yet
 
     def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         frozen, trained, own = self._divide(adoptees)

@@ -27,8 +27,7 @@ from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
-WINDOW = 2
-"""The number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200)."""
+WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).
 FIRST_BURST = 1
 """The number of pages in the first burst of a load. In a burst, all pages of one range are mapped before the first is copied."""
 _GATHERED = 2
@@ -43,10 +42,8 @@ to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
 _LAST = 1
 """The number of last pages of a range that are vacated separately, once the link is idle: copying them takes longer than vacating those
 before them."""
-_CLEAN_BATCH = 64
-"""The number of pages that are vacated together when they need not be copied."""
-_LEAD = 2
-"""The number of pages whose fingerprints are computed first, so that the link has work while the others are computed."""
+_CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
+_LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
 _SECOND = 16
 """The least number of pages in the second part, if none has to be copied: the device computes it while every tensor is looked at."""
 _PART_GROWTH = 3
@@ -64,28 +61,22 @@ class Leaving:
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
-    has_new_state: bool = False
-    """Whether new storages that are not transient were taken in. Torch caches their old memory now."""
+    has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
     staying: list[tuple[Range, range]] = field(default_factory=list)
     """Neighbouring pages whose memory stays aside. Those that differ from the host copy are saved afterwards."""
-    held_back: list[tuple[Range, range]] = field(default_factory=list)
-    """Neighbouring pages that leave once the others are aside."""
+    held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)
     """Neighbouring pages that are vacated together, once they are saved."""
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
-    is_compared: bool = False
-    """Whether the pages that are saved are compared with the host copy (`ChangeRecord`)."""
-    dropped: tuple[Range, ...] | None = None
-    """See `ManagedStorage.commit_offload`."""
+    is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
+    dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
     """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
-    chosen: Mapping[Range, Span] = field(default_factory=dict)
-    """The pages that the verifier compares, by range."""
-    aside_bytes: int = 0
-    """Device bytes of pages that may stay aside, beside those that do already."""
+    chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
+    aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
     def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
         """The part of `chosen` among neighbouring pages."""
@@ -103,10 +94,8 @@ class Arrivals:
         self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
         """Pages shorter than a full one. A full chunk that was given up does not fit them, so they wait in a queue of their own."""
-        self._burst = 0
-        """The number of pages in the last burst."""
-        self.brought_bytes: Counter[ManagedStorage] = Counter()
-        """Bytes that this process copies to the device, by storage."""
+        self._burst = 0  # the number of pages in the last burst
+        self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
     def __bool__(self) -> bool:
         """Whether any page still waits for memory."""

@@ -30,17 +30,14 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
 
-AHEAD = 2
-"""The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
+AHEAD = 2  # the number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls.
 
 
 class Piece(NamedTuple):
     """The state of one parameter, or of a slice of it: the least that can be stepped."""
 
-    chunks: tuple[RangeChunk, ...] = ()
-    """The chunks that have bytes of it."""
-    unborn_bytes: int = 0
-    """Bytes of state that the step will create."""
+    chunks: tuple[RangeChunk, ...] = ()  # the chunks that have bytes of it
+    unborn_bytes: int = 0  # bytes of state that the step will create
 
     @property
     def nbytes(self) -> int:
@@ -56,13 +53,10 @@ class Bucket:
     last: int
     chunks: tuple[RangeChunk, ...]
     unborn_bytes: int
-    arrived: Mark | None = None
-    """Tells when its bytes are on the device."""
-    left: Mark | None = None
-    """Tells when those that leave with it are on the host."""
+    arrived: Mark | None = None  # tells when its bytes are on the device
+    left: Mark | None = None  # tells when those that leave with it are on the host
     leaving: tuple[RangeChunk, ...] = ()
-    fresh: Range | None = None
-    """Where the state that its step has created moves when it has been copied."""
+    fresh: Range | None = None  # where the state that its step has created moves when it has been copied
 
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
@@ -127,11 +121,9 @@ class Streamed(NamedTuple):
     """The result of a streamed step."""
 
     to_device_bytes: int
-    early_bytes: int
-    """The part of them that came before the step."""
+    early_bytes: int  # the part of them that came before the step
     to_host_bytes: int
-    peak_bytes: int
-    """The most device bytes of the state at a time."""
+    peak_bytes: int  # the most device bytes of the state at a time
 
 
 @dataclass
@@ -154,15 +146,12 @@ class StreamedStep:
     _buckets: list[Bucket] = field(default_factory=list)
     _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The buckets that have bytes in a chunk, ascending."""
-    _fetched: int = 0
-    """The number of buckets that have memory."""
-    _vacated: int = 0
-    """The number of buckets that have left."""
+    _fetched: int = 0  # the number of buckets that have memory
+    _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
     """The storages (`_cdata`) of state outside the ranges when the step begins, such as a moment that the user has replaced. A later
     bucket may have to step with it, so it is taken in at the end."""
-    _is_tight: bool = False
-    """Whether the device lacks memory for buckets ahead."""
+    _is_tight: bool = False  # whether the device lacks memory for buckets ahead
     _to_device_bytes: int = 0
     _early_bytes: int = 0
     _to_host_bytes: int = 0

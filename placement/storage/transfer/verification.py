@@ -21,8 +21,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import differing, fingerprints
 
-Span = tuple[Range, int, int]
-"""Chunks `first` up to `last` (not included) of a range."""
+Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a range
 
 
 class Verifier:
