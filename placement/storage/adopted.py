@@ -440,10 +440,7 @@ class AdoptedStorage(Storage):
         """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move.
 
         None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
-
-        Args:
-            besides: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use.
-        """
+        `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use."""
         try:
             return self._adopt_lasting(besides, in_parts=True)
         except HostMemoryError as error:

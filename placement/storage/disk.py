@@ -42,12 +42,9 @@ class Place(enum.Enum):
 
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
-
-    Args:
-        slab, holder: kept alive by others alone. The holder is an `AdoptedStorage`.
-        name: the handle's name.
-        directory: the folder of files; None: it leaves only where it `drops`.
-    """
+    `slab`, `holder`: kept alive by others alone. The holder is an `AdoptedStorage`.
+    `name`: the handle's name.
+    `directory`: the folder of files; None: it leaves only where it `drops`."""
 
     def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
@@ -118,14 +115,9 @@ class Spill:
 
     def leave(self, goes_on: GoesOn, settle: Callable[[], object]) -> bool:
         """Free the host memory. Returns False if somebody wants the bytes, or it was stopped; they are in host memory then.
-
-        Args:
-            settle: waits until no copy of the device uses the host copy.
-
-        Raises:
-            OSError: the file cannot be written, or the kernel does not take the memory. The bytes are in host memory.
-            Exception: `settle` failed.
-        """
+        `settle`: waits until no copy of the device uses the host copy.
+        Raises OSError: the file cannot be written, or the kernel does not take the memory. The bytes are in host memory.
+        Raises Exception: `settle` failed."""
         slab, drops, num_uses = self._slab(), self.drops, self._num_uses
         if slab is None or not self.may_leave or slab.has_views:
             return False
@@ -282,12 +274,9 @@ class Keeper:
 
     def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
         """Tell what is needed when. The thread begins to work on it.
-
-        Args:
-            order: soonest needed first.
-            fixed_bytes: host memory that counts, beside the bytes of `order`.
-            wait: waits until no copy to or from the device is under way that was started before. Called before anything leaves.
-        """
+        `order`: soonest needed first.
+        `fixed_bytes`: host memory that counts, beside the bytes of `order`.
+        `wait`: waits until no copy to or from the device is under way that was started before. Called before anything leaves."""
         with self._changed:
             self._order, self._fixed_bytes, self._wait = order, fixed_bytes, wait
             for spill in order:

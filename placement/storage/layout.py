@@ -220,14 +220,9 @@ def move_out(
 
     If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a
     tensor that is not among them stays in the range.
-
-    Args:
-        now: the bytes, uint8, of the storage's size.
-        homes: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
-
-    Raises:
-        torch.OutOfMemoryError: no memory on the target; nothing changed.
-    """
+    `now`: the bytes, uint8, of the storage's size.
+    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
+    Raises torch.OutOfMemoryError: no memory on the target; nothing changed."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return

@@ -118,11 +118,8 @@ class ManagedStorage(AdoptedStorage):
         """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
 
         Before an offload the device has been waited for.
-
-        Raises:
-            HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
-            IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun.
-        """
+        Raises HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
+        Raises IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         for r in self.ranges:
@@ -249,12 +246,9 @@ class ManagedStorage(AdoptedStorage):
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
     ) -> MoveResult:
         """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray references and relocated storages.
-
-        Args:
-            fresh: ranges of the new storages.
-            prints: the new fingerprints of the slabs.
-            dropped: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved.
-        """
+        `fresh`: ranges of the new storages.
+        `prints`: the new fingerprints of the slabs.
+        `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
         before = self.ranges
         for r, now in prints:
             r.prints = now

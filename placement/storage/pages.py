@@ -78,13 +78,10 @@ class Page:
 
 class Pages:
     """The page table of one range.
-
-    Args:
-        addresses: the range's own.
-        sizes: bytes of each page's memory: full chunks, and a tail.
-        used_bytes: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
-        host: the host copy.
-    """
+    `addresses`: the range's own.
+    `sizes`: bytes of each page's memory: full chunks, and a tail.
+    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
+    `host`: the host copy."""
 
     def __init__(self, device: Device, addresses: Addresses, sizes: Sequence[int], used_bytes: int, host: HostSlab) -> None:
         self._device = device
@@ -266,10 +263,7 @@ class Pages:
 
         With `DEVICE`, all memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host copy has
         the newest bytes, or gets them: pages that were saved from aside, or prefetched, keep their memory there.
-
-        Raises:
-            DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then.
-        """
+        Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then."""
         if side is Side.DEVICE:
             if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
                 self._device.sync()
@@ -404,11 +398,8 @@ class ChunkPool:
 
     No chunk goes back to the driver before `release`, so a phase transition that fails asks the driver for nothing. There is one exception:
     for a size that the pool does not have, chunks of other sizes make room. Going back frees the chunk that took their room first.
-
-    Args:
-        room_bytes: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
-        left_by: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks.
-    """
+    `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
+    `left_by`: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks."""
 
     def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device

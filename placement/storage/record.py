@@ -141,12 +141,9 @@ class ChangeRecord:
 
     def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> bool:
         """Pages may be saved next: those whose fingerprints differ. Returns whether any of them will be compared.
-
-        Args:
-            first: the number of the first page.
-            old: the fingerprints of all pages in the host copy, on the CPU; None where they are unknown.
-            new: those of the pages from `first` on, on the device.
-        """
+        `first`: the number of the first page.
+        `old`: the fingerprints of all pages in the host copy, on the CPU; None where they are unknown.
+        `new`: those of the pages from `first` on, on the device."""
         for index, value in enumerate(new.tolist(), first):
             self._awaited.pop(index, None)
             since = self.since.get(index)

@@ -37,14 +37,9 @@ class Driver:
     """The driver for one device, with torch's (the primary) context.
 
     `with driver:` makes that context current on the calling thread. Reentrant.
-
-    Args:
-        peers: see `CudaDevice`.
-
-    Raises:
-        PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
-            management, or a peer cannot reach it.
-    """
+    `peers`: see `CudaDevice`.
+    Raises PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
+    management, or a peer cannot reach it."""
 
     def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
         refuse_rocm(f"cuda:{index}")

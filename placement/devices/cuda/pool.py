@@ -99,15 +99,10 @@ def _plugs(start: int, end: int) -> list[Place]:
 
 class PoolRange:
     """A range from which torch allocates.
-
-    Args:
-        addresses: at least as long as `plan(sizes)` says.
-        sizes: the bytes of each storage that will come.
-        owner: storages may still come as long as it lives.
-
-    Raises:
-        RegistrationError: the settings of torch's allocator do not work with a pool over a range.
-    """
+    `addresses`: at least as long as `plan(sizes)` says.
+    `sizes`: the bytes of each storage that will come.
+    `owner`: storages may still come as long as it lives.
+    Raises RegistrationError: the settings of torch's allocator do not work with a pool over a range."""
 
     def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
         _refuse_settings()

@@ -57,18 +57,13 @@ def check_directory(path: str | os.PathLike[str]) -> None:
 class DiskFile:
     """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
 
-    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed.
-    A checksum is a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words.
-    It needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day.
-    The standard library computes them at the speed of the memory, outside of Python's lock.
-
-    Args:
-        directory: an existing folder on a local disk.
-        name: what messages call the file.
-
-    Raises:
-        OSError: the file system refused (ENOSPC: the disk has no room for so many bytes).
-    """
+    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed. A checksum is
+    a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words. It needs
+    both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day. The standard
+    library computes them at the speed of the memory, outside of Python's lock.
+    `directory`: an existing folder on a local disk.
+    `name`: what messages call the file.
+    Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
         self.path = f"{os.fspath(directory)}/{name}"
@@ -195,10 +190,7 @@ def release(slab: Slab) -> None:
     """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned.
 
     The addresses stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
-
-    Raises:
-        OSError: the kernel refused. The bytes are still there.
-    """
+    Raises OSError: the kernel refused. The bytes are still there."""
     slab.unpin()
     if not _drop(slab):
         number = ctypes.get_errno()
@@ -209,14 +201,9 @@ def release(slab: Slab) -> None:
 
 def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
     """Have the memory back. It is pinned in the background, and device copies wait for that.
-
-    Args:
-        fill: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
-
-    Raises:
-        HostMemoryError: there is not enough memory now. The slab stays as it was.
-        Exception: `fill` failed. The slab stays as it was.
-    """
+    `fill`: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
+    Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
+    Raises Exception: `fill` failed. The slab stays as it was."""
     size = round_up(slab.nbytes, PAGE)
     available = max(0, available_bytes() - promised_bytes())
     if size > available:

@@ -45,14 +45,9 @@ def map_for_life(
     owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
 ) -> int:
     """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
-
-    Args:
-        pinned: functions to call before unmapping; the list is read when the owner dies.
-        file: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    `pinned`: functions to call before unmapping; the list is read when the owner dies.
+    `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
+    Raises OSError: the kernel refused."""
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()

@@ -92,17 +92,12 @@ class Slab(ReservedSlab):
 
     Without `register` the memory is touched before the constructor returns. With it the constructor returns at once, and the memory is
     touched and registered in the background.
-
-    Args:
-        nbytes: the exact size; 0 maps nothing.
-        register: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a
-            background thread. A slab that it refuses stays pageable.
-        unregister: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
-        place: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
-
-    Raises:
-        HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate.
-    """
+    `nbytes`: the exact size; 0 maps nothing.
+    `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
+    thread. A slab that it refuses stays pageable.
+    `unregister`: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
+    `place`: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
+    Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
     def __init__(
         self,

@@ -74,12 +74,9 @@ class Shares:
 
 class Ranks(abc.ABC):
     """The ranks of one machine that share host copies, and gather by a torch.distributed process group.
-
-    Args:
-        process_group: a group of the same ranks, in the same order.
-        shares: how bytes are divided among the ranks; it has this rank's number.
-        deadline_seconds: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead).
-    """
+    `process_group`: a group of the same ranks, in the same order.
+    `shares`: how bytes are divided among the ranks; it has this rank's number.
+    `deadline_seconds`: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead)."""
 
     def __init__(self, process_group: torch.distributed.ProcessGroup, shares: Shares, deadline_seconds: float) -> None:
         from torch._C._distributed_c10d import AllgatherOptions  # not in every build of torch
@@ -145,12 +142,9 @@ class Refusal(NamedTuple):
 
 class SharedCopy:
     """A host copy that ranks share, as one of them sees it. All methods but `leave` are for a rank that has not left it.
-
-    Args:
-        slab: with `extra_bytes` behind the copy.
-        change: returns the number of the group's present change, see `Ranks.change`.
-        is_over: returns whether that change has ended, because a rank has failed.
-    """
+    `slab`: with `extra_bytes` behind the copy.
+    `change`: returns the number of the group's present change, see `Ranks.change`.
+    `is_over`: returns whether that change has ended, because a rank has failed."""
 
     def __init__(self, slab: MappedSlab, shares: Shares, change: Callable[[], int], is_over: Callable[[], bool]) -> None:
         self.slab = slab

@@ -189,12 +189,9 @@ class Exchange:
 
         Returns when the offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the
         calling thread's current stream waits for them. After an error every storage is settled on one side or the other.
-
-        Raises:
-            DeviceMemoryError, HostMemoryError: no memory.
-            IntegrityError: the bytes that arrived are not those that were sent.
-            PhaseError: another thread is in a call of what leaves, and the deadline has passed.
-        """
+        Raises DeviceMemoryError, HostMemoryError: no memory.
+        Raises IntegrityError: the bytes that arrived are not those that were sent.
+        Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
         began = time.monotonic()
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
             holding.make_consistent(self.chunk_pool)

@@ -129,14 +129,11 @@ class Streamed(NamedTuple):
 @dataclass
 class StreamedStep:
     """One step of an optimizer whose state is on the host.
-
-    Args:
-        holding: the optimizer's storage.
-        pieces: the state of the parameters or their slices, in the order in which they are stepped.
-        bucket_bytes: device bytes of a bucket.
-        window_bytes: device bytes that all buckets on the device may have together. A single bucket may have more.
-        step: steps what pieces `first` up to `last` (not included) are the state of, on the current stream.
-    """
+    `holding`: the optimizer's storage.
+    `pieces`: the state of the parameters or their slices, in the order in which they are stepped.
+    `bucket_bytes`: device bytes of a bucket.
+    `window_bytes`: device bytes that all buckets on the device may have together. A single bucket may have more.
+    `step`: steps what pieces `first` up to `last` (not included) are the state of, on the current stream."""
 
     holding: ManagedStorage
     pieces: Sequence[Piece]
@@ -159,13 +156,11 @@ class StreamedStep:
 
     def run(self) -> Streamed:
         """Make the step. Returns when all state is complete on the host and its memory is given back.
-
-        Raises:
-            DeviceMemoryError: a bucket has no room although no other is on the device.
-            HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
-            IntegrityError: values of the state are lost. Nothing was stepped.
-            Exception: the step's or the device's error. What was stepped has its new state, everything else its old state, on the host.
-        """
+        Raises DeviceMemoryError: a bucket has no room although no other is on the device.
+        Raises HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
+        Raises IntegrityError: values of the state are lost. Nothing was stepped.
+        Raises Exception: the step's or the device's error. What was stepped has its new state, everything else its old state, on the
+        host."""
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
         for index, bucket in enumerate(self._buckets):

@@ -51,14 +51,9 @@ class Verifier:
 
     def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
-
-        Args:
-            spans: chunks that have arrived.
-            wanted: the fingerprints that the host copy of each range must have.
-
-        Raises:
-            IntegrityError: the bytes differ; those on the device are the good ones.
-        """
+        `spans`: chunks that have arrived.
+        `wanted`: the fingerprints that the host copy of each range must have.
+        Raises IntegrityError: the bytes differ; those on the device are the good ones."""
         for r, first, last in spans:
             bad = differing(wanted[r][first:last], _of_host(r, first, last), first)
             if bad:
