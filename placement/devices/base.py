@@ -221,12 +221,12 @@ class Device(abc.ABC):
         """Start bringing a small int64 tensor of this device to the host, beside copies in progress.
 
         Returns:
-            A function that waits for the values and returns them.
+            A function that waits for the values and returns them. It is called once.
         """
         return values.cpu
 
     def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Like `ask`, for an int32 tensor of up to some millions of numbers. The function is called once."""
+        """Like `ask`, for an int32 tensor of up to some millions of numbers."""
         return values.cpu
 
     @abc.abstractmethod
@@ -250,9 +250,9 @@ class Device(abc.ABC):
         The answer covers all work on the calling thread's current stream now, or at `compare_poison`. Each damage is reported once.
 
         Ranges may share one piece of poison (CUDA). Then a write shows in all of them, its target is unknown, and it is found by comparing
-        bytes. A write that leaves every byte unchanged is not found: a copy of poison, or a NaN passed on unchanged. On an NVIDIA GPU
-        clamp_ does that; its arithmetic changes the bytes in every float type. Or each range has poison pages of its own (the simulated
-        device, whose kernel records written pages). Then a write shows in its own range only, and is found whatever it wrote.
+        bytes: one that leaves every byte unchanged is not found (a copy of poison, or a NaN passed on unchanged, as by clamp_ on an NVIDIA
+        GPU). Or each range has poison pages of its own (the simulated device, whose kernel records written pages). Then a write shows in
+        its own range only, and is found whatever it wrote.
 
         Args:
             wait: whether to wait for the answer. If not, the call reports the earlier comparison if that is done, and begins the next one.

@@ -260,11 +260,9 @@ class CudaDevice(Device):
 
     def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._large_answers is None:
-            try:
+            with contextlib.suppress(HostMemoryError):
                 self._large_answers = Answers(self._words(MOST_BYTES), torch.int32)
-            except HostMemoryError:
-                return values.cpu
-        return self._large_answers.ask(values)
+        return values.cpu if self._large_answers is None else self._large_answers.ask(values)
 
     def memory(self) -> DeviceMemory:
         self._shared_tensors.collect()

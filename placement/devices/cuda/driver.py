@@ -110,9 +110,8 @@ class Driver:
 
     def _is_in_use(self, index: int) -> bool:
         """Whether this process has a context on a device. Does not create one."""
-        function = "cuDevicePrimaryCtxGetState"
-        outcome = getattr(self.api, function)(self.call("cuDeviceGet", index))
-        self.value(function, outcome)
+        outcome = self.api.cuDevicePrimaryCtxGetState(self.call("cuDeviceGet", index))
+        self.value("cuDevicePrimaryCtxGetState", outcome)
         return bool(outcome[2])
 
     @property

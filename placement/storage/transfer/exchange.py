@@ -78,12 +78,6 @@ class Leaving:
     chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
-    def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
-        """The part of `chosen` among neighbouring pages."""
-        _, first, last = self.chosen.get(r, (r, 0, 0))
-        first, last = max(first, indices[0]), min(last, indices[-1] + 1)
-        return [(r, first, last)] if first < last else []
-
 
 class Arrivals:
     """Pages on their way to the device. They wait for memory, in order, and then their copies start. `chunk_pool`: gives their memory."""
@@ -310,9 +304,11 @@ class Exchange:
         for those that are still being copied."""
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
-            if self.verifier is not None and (compared := leaving.compared(r, indices)):
+            _, first, last = leaving.chosen.get(r, (r, 0, 0))
+            compared = range(max(first, indices[0]), min(last, indices[-1] + 1))
+            if self.verifier is not None and compared:
                 r.pages.wait(indices)
-                self.verifier.check_host(leaving.holding, compared, leaving.on_host)
+                self.verifier.check_host(leaving.holding, (r, compared.start, compared.stop), leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
             if self.early_release and not self._arrivals:
                 self.chunk_pool.release()

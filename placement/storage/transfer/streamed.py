@@ -13,11 +13,10 @@ all are.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,7 +63,11 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
 
     A chunk that the bucket before has, too, counts for that one.
     """
-    order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
+    order = {r: number for number, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
+
+    def place(chunk: RangeChunk) -> tuple[int, int]:
+        return order[chunk[0]], chunk[1]
+
     found: list[Bucket] = []
     before: frozenset[RangeChunk] = frozenset()
     chunks: dict[RangeChunk, None] = {}
@@ -72,13 +75,13 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
         if index > first and used + more > bucket_bytes:
-            found.append(Bucket(first, index, _sorted(chunks, order), unborn))
+            found.append(Bucket(first, index, tuple(sorted(chunks, key=place)), unborn))
             before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
             more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
         chunks.update(dict.fromkeys(piece.chunks))
         unborn, used = unborn + piece.unborn_bytes, used + more
     if pieces:
-        found.append(Bucket(first, len(pieces), _sorted(chunks, order), unborn))
+        found.append(Bucket(first, len(pieces), tuple(sorted(chunks, key=place)), unborn))
     return found
 
 
@@ -104,10 +107,6 @@ def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
 def bytes_of(chunks: Iterable[RangeChunk]) -> int:
     """Device bytes of chunks."""
     return sum(r.chunk_sizes[index] for r, index in chunks)
-
-
-def _sorted(chunks: Iterable[RangeChunk], order: Mapping[Range, int]) -> tuple[RangeChunk, ...]:
-    return tuple(sorted(chunks, key=lambda each: (order[each[0]], each[1])))
 
 
 def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
@@ -278,16 +277,11 @@ class StreamedStep:
                     copied = {claim.storage._cdata for r in leaving for claim in r.moving_in or ()}
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
-            bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
+            # A chunk that is used again soon stays until that bucket leaves.
+            bucket.leaving = tuple(each for each in bucket.chunks if not any(index < later <= index + AHEAD for later in self._uses[each]))
             for r, run in page_runs(bucket.leaving):
                 self._to_host_bytes += r.pages.save(run)
             bucket.left = device.mark("to_host")
-
-    def _next_use(self, chunk: RangeChunk, index: int) -> float:
-        """The next bucket that has bytes in a chunk. A chunk that is used again soon stays until that bucket leaves."""
-        uses = self._uses[chunk]
-        later = bisect.bisect_right(uses, index)
-        return uses[later] if later < len(uses) else float("inf")
 
     def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
         """Wait until the buckets before `until` have left, and take their memory away."""
