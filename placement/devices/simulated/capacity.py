@@ -27,10 +27,7 @@ _EMPTY = _Record(0, 0, 0, 0, 0)
 
 class SharedCapacity:
     """This device's record in the file, and the sum of the other records. All processes must see each other's process numbers.
-
-    Raises:
-        ValueError: the file has another format, or a living process uses it with another capacity.
-    """
+    Raises ValueError: the file has another format, or a living process uses it with another capacity."""
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         self.path = path
