@@ -304,7 +304,7 @@ class AdoptedStorage(Storage):
         if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
             return None
         r, offset = place
-        r.wait_until_saved()
+        r.pages.wait_until_saved()
         # Not by `over_host`: what that makes counts as a user's view, which may be written and must follow the moves.
         address = r.host.address + offset
         if address not in storages:

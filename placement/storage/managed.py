@@ -165,9 +165,6 @@ class ManagedStorage(AdoptedStorage):
         """
         return fill(self.device, [(r.pages, indices)])
 
-    def move_together(self) -> None:
-        """Called before an offload that all ranks make in the same change of the group."""
-
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
 

@@ -166,7 +166,7 @@ class Range:
         """The host copy, complete: it stays in host memory until the next phase transition is over. Waits for bytes on their way there.
         Raises HostMemoryError: there is not enough memory for bytes that are on disk.
         Raises IntegrityError: values are lost."""
-        self.wait_until_saved()
+        self.pages.wait_until_saved()
         self.claim()
         return self.host
 
@@ -181,16 +181,12 @@ class Range:
         """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits as `slab` does.
         `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
         Raises HostMemoryError, IntegrityError: see `slab`."""
-        self.wait_until_saved()
+        self.pages.wait_until_saved()
         was_lost = self.spill is not None and self.spill.lost is not None
         view = self.host.view(offset, nbytes)
         if self.spill is not None and not (even_if_lost and was_lost):
             self.spill.require_values()
         return view
-
-    def wait_until_saved(self) -> None:
-        """Wait until every byte that is on its way from the device has arrived in the slab."""
-        self.pages.wait_until_saved()
 
     @property
     def has_early(self) -> bool:

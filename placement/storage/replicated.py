@@ -138,9 +138,6 @@ class ReplicatedStorage(ManagedStorage):
 
     # --- offloading
 
-    def move_together(self) -> None:
-        self.scanner.moves_together = True
-
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         if not isinstance(r, SharedRange) or r.copy is None:
             return changed

@@ -227,6 +227,7 @@ class StorageScanner:
         self.spare: HostSlab | None = None
         """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than
         copying to it."""
+        self.moves_together = False  # whether all ranks of a group are making the present move, in the same change of the group
         _SCANNERS.add(self)
 
     def lent_gradients(self) -> set[int]:

@@ -258,7 +258,7 @@ class StateDictTensors:
         return None if place is None else self._over_host(tensor, *place)
 
     def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
-        r.wait_until_saved()  # also where a tensor over the place is alive already
+        r.pages.wait_until_saved()  # also where a tensor over the place is alive already
         host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self._versions.counting(host, version_of(tensor))
 

@@ -17,16 +17,8 @@ from typing import Any
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.mapping import (
-    MADV_POPULATE_WRITE,
-    PAGE,
-    READ_WRITE,
-    available_bytes,
-    free_huge_bytes,
-    libc,
-    map_for_life,
-    round_up,
-)
+from placement.devices.host import mapping
+from placement.devices.host.mapping import MADV_POPULATE_WRITE, PAGE, READ_WRITE, available_bytes, libc, map_for_life, round_up
 from placement.devices.host.reserve import Register, Reservation, promised_bytes, wait_until_ready
 from placement.devices.memory import HostSlab
 
@@ -184,7 +176,7 @@ def _map(memory: Reservation, nbytes: int) -> int:
         address = map_for_life(memory, nbytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, memory.undo)
     except OSError as exc:
         raise HostMemoryError(f"host memory: {numbers}: {exc.strerror}") from exc
-    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory to make huge pages
+    if nbytes >= _HUGE_PAGE and mapping.free_huge_bytes() >= nbytes:  # else the kernel would move memory to make huge pages
         libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     return address
 

@@ -29,18 +29,8 @@ from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
-from placement.devices.host.mapping import (
-    MADV_POPULATE_WRITE,
-    MAP_FAILED,
-    MAP_NORESERVE,
-    NO_ACCESS,
-    PAGE,
-    READ_WRITE,
-    keep_from_children,
-    libc,
-    map_for_life,
-    round_up,
-)
+from placement.devices.host import mapping
+from placement.devices.host.mapping import MAP_NORESERVE, PAGE, READ_WRITE, keep_from_children, libc, map_for_life, round_up
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span, tensor_at
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
@@ -198,7 +188,7 @@ class SimulatedDevice(Device):
                 self._fixed(target.base + offset, chunk.nbytes, chunk.file_offset)
             keep_from_children(target.base + start, end - start)
             # This only saves page faults, so a kernel that refuses it is fine.
-            libc.madvise(target.base + start, end - start, MADV_POPULATE_WRITE)
+            libc.madvise(target.base + start, end - start, mapping.MADV_POPULATE_WRITE)
         except Exception:
             self.unmap(addresses, end - start, start)
             raise
@@ -217,7 +207,7 @@ class SimulatedDevice(Device):
 
     def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
         """Replace the mapping behind the addresses in one system call."""
-        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
+        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == mapping.MAP_FAILED:
             raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
     def release(self, *chunks: Chunk) -> None:
@@ -312,8 +302,7 @@ class SimulatedDevice(Device):
         return sum(self._held.values())
 
     def _free(self, file_offset: int) -> None:
-        nbytes = self._held.pop(file_offset, None)
-        if nbytes is not None:
+        if (nbytes := self._held.pop(file_offset, None)) is not None:
             libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
@@ -343,7 +332,7 @@ class SimulatedRange(Addresses):
         """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
         if nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, NO_ACCESS, flags), granularity)
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, mapping.NO_ACCESS, flags), granularity)
         self._vacant: tuple[dict[int, SimulatedChunk] | None, list[tuple[int, int]]] = None, []
         """The `chunks` at the last call of `vacant`, and its answer then."""
 

@@ -43,7 +43,6 @@ class SharedScanner(StorageScanner):
         super().__init__(device, adapter, name, owner)
         self._ranks = ranks
         self._readonly = readonly
-        self.moves_together = False  # whether all ranks are making the present move, in the same change of the group
         self.state: SharedCopy | None = None  # the host copy for state that is not created yet
 
     def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:

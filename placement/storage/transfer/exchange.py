@@ -193,8 +193,8 @@ class Exchange:
         into = [holding for holding in coming if not holding.on_device]
         if any(each.state_dict_tensors or each.state_dict_tensors.are_held for each in into):
             self.device.wait_for_work()  # a write into a state dict may be queued on the current stream, and loads wait for no stream
-        for holding in out if self.is_together else ():
-            holding.move_together()
+        for holding in out:
+            holding.scanner.moves_together = self.is_together
         try:
             self._begin(out, into)
             moving = [Leaving(each, aside_bytes=self._aside_bytes(each)) for each in out]
