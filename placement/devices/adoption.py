@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
+
+from placement.devices.memory import Addresses
 
 Way = Literal["swap", "pool", "rebind"]
 """How one storage gets to its place:
@@ -19,24 +21,6 @@ Way = Literal["swap", "pool", "rebind"]
 def can_swap() -> bool:
     """Whether this torch can exchange the memory of two storages."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-class AddressRange(Protocol):
-    """Device addresses, as `Device.reserve` gives them."""
-
-    base: int
-    nbytes: int
-
-
-class Pool(Protocol):
-    """Memory of torch's allocator over a range."""
-
-    @property
-    def offsets(self) -> Mapping[int, int]:
-        """Bytes from the start of the range, by the index of the size that the pool was made for. Empty storages have none."""
-
-    def take(self, index: int, storage: torch.UntypedStorage) -> None:
-        """Give a storage its place. Idempotent."""
 
 
 class Adopter:
@@ -60,8 +44,8 @@ class Adopter:
         """The length of a range for storages of these sizes that come by a pool; 0 where none do."""
         return 0
 
-    def pool(self, addresses: AddressRange, sizes: Sequence[int], owner: object) -> Pool:
-        """A pool over a range of `pooled_bytes(sizes)`. As long as `owner` lives, storages may still come.
+    def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> Any:
+        """A pool over a range of `pooled_bytes(sizes)`: see `PoolRange`. As long as `owner` lives, storages may still come.
 
         Raises:
             RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.

@@ -14,18 +14,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from placement.devices.adoption import Adopter
-from placement.devices.memory import (
-    Addresses,
-    Chunk,
-    Communicator,
-    Copy,
-    DeviceMemory,
-    Direction,
-    HostSlab,
-    Mark,
-    SharedSlab,
-    WrittenPoison,
-)
+from placement.devices.host.shared_slab import MappedSlab
+from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
 
 POISON_WORD = bytes.fromhex("ff ff ff ff ff ff f7 ff")
 """The bytes of poison, repeated: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
@@ -62,11 +52,6 @@ class Device(abc.ABC):
     """The most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
 
     @property
-    def adopter(self) -> Adopter:
-        """How storages get a place in this device's ranges."""
-        return Adopter(self.torch_device)
-
-    @property
     def uuid(self) -> str:
         """The accelerator's UUID as in `nvidia-smi -L`; empty without one. `cuda:0` of two processes may be two GPUs."""
         return ""
@@ -75,6 +60,11 @@ class Device(abc.ABC):
     def pci_address(self) -> str:
         """The accelerator's PCI address as the kernel names it ("0000:3b:00.0"); empty without one. It tells the NUMA node."""
         return ""
+
+    @property
+    def adopter(self) -> Adopter:
+        """How storages get a place in this device's ranges."""
+        return Adopter(self.torch_device)
 
     @abc.abstractmethod
     def host(self, nbytes: int) -> HostSlab:
@@ -85,14 +75,14 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
         """Map a memory file, which other processes map too, as the host copy of a range.
 
         Args:
             file: the file's descriptor; may be closed afterwards. The file has at least `round_up(nbytes, page) + extra_bytes` bytes.
             nbytes: the size of the copy, at the beginning of the file.
             own: (offset, bytes) of the runs that count for this process and are allocated now, in whole pages.
-            extra_bytes: the size of `SharedSlab.extra`, which begins after the copy's last page.
+            extra_bytes: the size of `MappedSlab.extra`, which begins after the copy's last page.
 
         Raises:
             HostMemoryError: there is not enough host memory.
@@ -231,12 +221,12 @@ class Device(abc.ABC):
         """Start bringing a small int64 tensor of this device to the host, beside copies in progress.
 
         Returns:
-            A function that waits for the values and returns them.
+            A function that waits for the values and returns them. It is called once.
         """
         return values.cpu
 
     def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Like `ask`, for an int32 tensor of up to some millions of numbers. The function is called once."""
+        """Like `ask`, for an int32 tensor of up to some millions of numbers."""
         return values.cpu
 
     @abc.abstractmethod
@@ -260,9 +250,9 @@ class Device(abc.ABC):
         The answer covers all work on the calling thread's current stream now, or at `compare_poison`. Each damage is reported once.
 
         Ranges may share one piece of poison (CUDA). Then a write shows in all of them, its target is unknown, and it is found by comparing
-        bytes. A write that leaves every byte unchanged is not found: a copy of poison, or a NaN passed on unchanged. On an NVIDIA GPU
-        clamp_ does that; its arithmetic changes the bytes in every float type. Or each range has poison pages of its own (the simulated
-        device, whose kernel records written pages). Then a write shows in its own range only, and is found whatever it wrote.
+        bytes: one that leaves every byte unchanged is not found (a copy of poison, or a NaN passed on unchanged, as by clamp_ on an NVIDIA
+        GPU). Or each range has poison pages of its own (the simulated device, whose kernel records written pages). Then a write shows in
+        its own range only, and is found whatever it wrote.
 
         Args:
             wait: whether to wait for the answer. If not, the call reports the earlier comparison if that is done, and begins the next one.

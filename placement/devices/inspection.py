@@ -11,7 +11,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -22,9 +21,9 @@ from placement.devices.base import Device
 from placement.devices.host import numa
 from placement.devices.host.mapping import available_bytes
 from placement.devices.memory import Communicator, Copy, DeviceMemory, Direction, HostSlab
+from placement.observe.nvml import OtherProcesses
 
-MEASURED_BYTES = 1 << 30
-"""The size of the buffers whose copies are timed, where the device and the host have room for two of them."""
+MEASURED_BYTES = 1 << 30  # the size of the buffers whose copies are timed, where the device and the host have room for two of them
 _TIMES = 5
 _MOST_TIMES = 30
 _MOST_SECONDS = 2.0
@@ -40,36 +39,28 @@ class Inspection(_Frozen):
     """One device, the host beside it, and what would slow moves down or stop them."""
 
     device: str
-    uuid: str
-    """As in `nvidia-smi -L`; empty without a GPU."""
+    uuid: str  # as in `nvidia-smi -L`; empty without a GPU
     total_bytes: int
     free_bytes: int
-    chunk_bytes: int
-    """The size in which device memory moves between handles."""
+    chunk_bytes: int  # the size in which device memory moves between handles
     link: LinkRates
-    host_available_bytes: int
-    """Host memory that this process can still take: the machine's, or what its control groups leave."""
+    host_available_bytes: int  # host memory that this process can still take: the machine's, or what its control groups leave
     disk_free_bytes: int | None = None
     """Free bytes of the disk that host copies leave for (`Settings.disk_directory`); None where none is set."""
     pageable_reason: str | None
     """Why host memory could not be page-locked, so that copies run at a fraction of the link's rate; None if it could."""
     numa_nodes: int
-    numa_node: int | None
-    """The device's node. None: the machine has one node, or does not say."""
+    numa_node: int | None  # the device's node. None: the machine has one node, or does not say.
     transitions: TransitionSeconds | None = None
     """The seconds that phase transitions take beside their copies; None where they were not measured."""
     versions: dict[str, str]
-    findings: tuple[str, ...]
-    """Sentences about what is not as it should be; empty if all is well."""
+    findings: tuple[str, ...]  # sentences about what is not as it should be; empty if all is well
 
 
 def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
     """Look at a device and time copies. Takes two buffers of `nbytes` on both sides, or less where there is no room for them.
-
-    Raises:
-        DeviceMemoryError: the device does not even have two free chunks.
-        HostMemoryError: there is not enough host memory for the buffers.
-    """
+    Raises DeviceMemoryError: the device does not even have two free chunks.
+    Raises HostMemoryError: there is not enough host memory for the buffers."""
     memory, available = device.memory(), available_bytes()
     room = min(nbytes, memory.free_bytes // 4, available // 4)
     buffers = _Buffers(device, max(device.chunk_bytes, room // device.chunk_bytes * device.chunk_bytes))
@@ -175,30 +166,18 @@ def _gib(nbytes: int) -> str:
 _OWNERS = "the driver's context and its kernels, libraries that allocate by themselves, communicators"
 
 
-class OtherProcesses(Protocol):
-    """Measures how many device bytes other processes hold."""
-
-    @property
-    def nbytes(self) -> int | None:
-        """The last measurement; None while unknown."""
-
-    def ask(self, then: Callable[[int | None], None]) -> None:
-        """Measure soon, on another thread, and call `then` there with the bytes."""
-
-
 class Outside:
     """The memory outside torch and placement, as of the last measurement, and who is known to hold it.
 
-    Not every library says how much its communicators hold. So the growth of this memory is noted whenever communicators have appeared
-    since the measurement before. That is an upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
+    Not every library says how much its communicators hold, so the growth of this memory is noted whenever some have appeared. That is an
+    upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
     """
 
     def __init__(self, device: Device, memory: DeviceMemory) -> None:
         self._device = device
         self.nbytes = memory.unaccounted_bytes
         self.communicators: tuple[Communicator, ...] = tuple(device.communicators())
-        self.grown_bytes = 0
-        """The growth of `nbytes` between measurements in which communicators appeared."""
+        self.grown_bytes = 0  # the growth of `nbytes` between measurements in which communicators appeared
         self._others: OtherProcesses | None = None
         self._own_bytes: int | None = None
         self._told = threading.Event()

@@ -146,16 +146,5 @@ class HostSlab(abc.ABC):
         """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size, that keeps the slab alive."""
 
 
-class SharedSlab(HostSlab):
-    """A host copy that several processes of one machine have mapped. Its memory is freed when the last of them has unmapped it."""
-
-    extra: torch.Tensor
-    """The bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive."""
-
-    @abc.abstractmethod
-    def pin(self) -> None:
-        """Pin all of it in the background, in this process; see `HostSlab.ready`. Call it once, when every process has taken its share."""
-
-
 class Mark:
     """A point in the copies of one direction, made by `Device.mark`. `Device.wait` waits for it, any number of times."""

@@ -23,10 +23,7 @@ _WITHOUT_ONE = (
 
 def name_or_device(given: object) -> str | Device:
     """The name or the `Device` that `Manager(device=...)` was given. A `torch.device` stands for its name, a number N for "cuda:N".
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    Raises TypeError: it is none of these."""
     if isinstance(given, str | Device):
         return given
     if isinstance(given, torch.device):
@@ -38,15 +35,10 @@ def name_or_device(given: object) -> str | Device:
 
 def select_device(name: str, *, is_tight: bool = False) -> Device:
     """Make the device called "auto", "cuda", "cuda:N" or "simulated:64MiB", or by an entry point of the group `placement.devices`.
-
-    Args:
-        is_tight: whether this process has only a share of the device's memory, so that a swap needs smaller chunks.
-
-    Raises:
-        ValueError: the name is unknown.
-        PlacementError: this process has no accelerator, an unsupported one, or one without virtual memory management; or an entry point
-            cannot be used.
-    """
+    `is_tight`: whether this process has only a share of the device's memory, so that a swap needs smaller chunks.
+    Raises ValueError: the name is unknown.
+    Raises PlacementError: this process has no accelerator, an unsupported one, or one without virtual memory management; or an entry point
+    cannot be used."""
     match = _NAME.fullmatch(name)
     kind, index = ("", None) if match is None else match.groups()
     if kind == "simulated":

@@ -25,8 +25,9 @@ from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.host.disk_file import BLOCK_BYTES
 from placement.devices.host.mapping import round_up
+from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab
-from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark
 from placement.engines.base import Engine
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
@@ -246,7 +247,7 @@ class SizesDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         return SizedSlab(nbytes, self._host_writes)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
         raise HostMemoryError("a device of sizes has no memory that processes could share")
 
     def reserve(self, nbytes: int) -> Addresses:

@@ -124,7 +124,7 @@ class DiskTier(HostTier):
         if not isinstance(storage, ManagedStorage):
             return HostShare(storage.mirror_bytes, storage.mirror_bytes, storage.mirror_bytes)
         ranges, aside = storage.ranges, storage.scanner.reserved
-        reserved = max(storage.reserved_bytes, 0 if aside is None else aside.nbytes)  # also while it is given back
+        reserved = max(storage.scanner.reserved_bytes, 0 if aside is None else aside.nbytes)  # also while it is given back
         reserved += sum(r.record_bytes for r in ranges)
         shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
         own = sum(r.host.nbytes for r in ranges if not r.is_replica)

@@ -31,8 +31,7 @@ from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
 from placement.tensors.plain import has_storage, is_plain_type
 
-_GLANCE_SECONDS = 0.1
-"""How often who waits for a reader looks for a Ctrl-C."""
+_GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class HostReadLocks:
@@ -61,13 +60,9 @@ class HostReadLocks:
 
 class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
+    `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
-    Args:
-        scanner: finds new storages and gives them places; None: in ranges of this process alone.
-    """
-
-    on_device = False
-    """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""
+    on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
     unborn_bytes = 0
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
@@ -84,21 +79,16 @@ class AdoptedStorage(Storage):
         self.calls = NO_CALLS
         """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
         self.host_read_locks = HostReadLocks()
-        self.offloaded_timestamp_seconds = time.time()
-        """When the host copy last became the authoritative one (Unix time)."""
+        self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
         self.is_consistent = True
         """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
-        self.is_stepping = False
-        """Whether a streamed step has begun and has not ended: see `StreamedStep`."""
-        self._is_vacating = False
-        """Whether an offload that is not committed yet may have taken memory from behind the object's addresses."""
-        self._is_hiding = False
-        """Whether such an offload may have put memory aside that it has not begun to save: the host copy lacks the newest values."""
-        self.has_newest = threading.Event()
-        """Cleared for the time of that. Other threads that are to be shown the host copy wait for it."""
+        self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
+        self._is_vacating = self._is_hiding = False
+        """Whether an offload that is not committed yet may have taken memory from behind the object's addresses, and whether it may have
+        put memory aside that it has not begun to save: the host copy lacks the newest values."""
+        self.has_newest = threading.Event()  # cleared while that is so. Other threads that are to be shown the host copy wait for it.
         self.has_newest.set()
-        self._unadopted_bytes = self._born_bytes = self._num_entries = 0
-        """As of the last look. `_num_entries` is the adapter's."""
+        self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
         self._moving_in: frozenset[int] = frozenset()
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
         self._relocated: Sequence[Relocated] = ()
@@ -159,13 +149,8 @@ class AdoptedStorage(Storage):
         return self._born_bytes if self.on_device else 0
 
     @property
-    def reserved_bytes(self) -> int:
-        """Host memory that is reserved for state that is not created yet."""
-        return self.scanner.reserved_bytes
-
-    @property
     def host_bytes(self) -> int:
-        return sum(r.held_host_bytes for r in self.ranges) + self.reserved_bytes
+        return sum(r.held_host_bytes for r in self.ranges) + self.scanner.reserved_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -206,14 +191,11 @@ class AdoptedStorage(Storage):
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 
     def follow_groups(self) -> bool:
-        """Update `unborn_bytes` if the object is an offloaded optimizer that steps other parameters than before. Returns whether it is.
-
-        On the device, the next `measure_unadopted` or offload does the same.
-        """
-        if self.on_device or not self.adapter.follow_groups():
-            return False
-        self.look_at_unborn()
-        return True
+        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one. On the
+        device, the next `measure_unadopted` or offload does the same."""
+        if is_changed := not self.on_device and self.adapter.follow_groups():
+            self.look_at_unborn()
+        return is_changed
 
     def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
         """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
@@ -228,8 +210,7 @@ class AdoptedStorage(Storage):
     def is_consistent_in(self, state: State) -> bool:
         return self.is_consistent and (self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state))
 
-    def _may_stream(self, state: State) -> bool:
-        """Whether a handle in this state may be used from its host copy: published, or stepped by an optimizer."""
+    def _may_stream(self, state: State) -> bool:  # from its host copy
         return state is State.SYNCING or (state is State.TRAINING and self.adapter.kind == "optimizer")
 
     def check(self, name: str, state: State) -> None:
@@ -262,13 +243,12 @@ class AdoptedStorage(Storage):
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
         born = self.scanner.rescan()  # relocated storages are in `found` already, by their addresses
-        new = [(adoptee.name, adoptee.nbytes) for adoptee in (born.stay if self.on_device else (*born.stay, *born.transient))]
         if not self.on_device:
-            return found + new
+            return found + [(adoptee.name, adoptee.nbytes) for adoptee in (*born.stay, *born.transient)]
         if self.adapter.kind == "optimizer":
             return found
         replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
-        return found + [each for each in new if each[0] in replaced]
+        return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.stay if adoptee.name in replaced]
 
     def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
         """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
@@ -310,10 +290,7 @@ class AdoptedStorage(Storage):
 
     def before_shown(self) -> None:
         """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`.
-
-        Raises:
-            HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`.
-        """
+        Raises HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`."""
         if not are_only_read.get():
             self.note_change()
 
@@ -327,7 +304,7 @@ class AdoptedStorage(Storage):
         if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
             return None
         r, offset = place
-        r.wait_until_saved()
+        r.pages.wait_until_saved()
         # Not by `over_host`: what that makes counts as a user's view, which may be written and must follow the moves.
         address = r.host.address + offset
         if address not in storages:
@@ -340,7 +317,7 @@ class AdoptedStorage(Storage):
         if owner.is_on_host:
             owner.before_shown()
         if self.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
-            tensor = tensor.detach()  # state that is a parameter; the live one is for a module's state_dict(keep_vars=True)
+            tensor = tensor.detach()  # the live one is for a module's state_dict(keep_vars=True)
         shown, num_pointings = owner.state_dict_tensors, -1
         while num_pointings != shown.num_pointings:
             num_pointings = shown.num_pointings
@@ -410,12 +387,11 @@ class AdoptedStorage(Storage):
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
+        """Reserve places for the new storages and start saving them, without gradients if the commit `drops` them.
 
-        Args:
-            drops: leave the gradients out: the commit drops them.
+        Returns their ranges, and whether any of them is not transient.
         """
-        fresh, stays = self._adopt_leaving(drops)  # in a call of its own, as above
+        fresh, stays = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
         return fresh, stays
@@ -437,10 +413,8 @@ class AdoptedStorage(Storage):
         return tuple(r for r in (first, second) if r is not None), bool(stay)
 
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
-        """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU).
-
-        The coming load loads them, too. Returns their ranges.
-        """
+        """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU): the coming
+        load loads them, too. Returns their ranges."""
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.stay), (True, born.transient)):
@@ -466,10 +440,7 @@ class AdoptedStorage(Storage):
         """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move.
 
         None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
-
-        Args:
-            besides: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use.
-        """
+        `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use."""
         try:
             return self._adopt_lasting(besides, in_parts=True)
         except HostMemoryError as error:
@@ -480,12 +451,11 @@ class AdoptedStorage(Storage):
 
     def dead(self) -> list[Range]:
         """The ranges that nobody uses: every adopted storage has died, and no state dict that was loaded back has left a tensor there."""
-        dead = [r for r in self.ranges if not r.is_alive]
-        if not dead:
-            return []
-        tensors = (*(owned.tensor for owned in self.adapter.owned()), *borrowed())
-        used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        return [r for r in dead if not r.has_any(used)]
+        if dead := [r for r in self.ranges if not r.is_alive]:
+            tensors = (*(owned.tensor for owned in self.adapter.owned()), *borrowed())
+            used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            dead = [r for r in dead if not r.has_any(used)]
+        return dead
 
     def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
         """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory behind it."""

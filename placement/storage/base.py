@@ -30,8 +30,7 @@ class Storage(abc.ABC):
 
     lost: str | None = None
     """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
-    is_leaving = False
-    """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
+    is_leaving = False  # whether an `unadopt` has begun and not ended. It must be called again before anything moves.
     kept_by_framework: tuple[tuple[str, int], ...] = ()
     """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload or audit."""
 
@@ -125,12 +124,9 @@ class Storage(abc.ABC):
 
     # --- tags, for engines that place their own memory
 
-    tags: tuple[str, ...] = ()
-    """The parts that can be loaded and offloaded independently."""
-    keeps_weights = True
-    """Whether the weights survive an offload."""
-    stale: str | None = None
-    """Why the weights are invalid until they are published again; None while they are valid."""
+    tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
+    keeps_weights = True  # whether the weights survive an offload
+    stale: str | None = None  # why the weights are invalid until they are published again; None while they are valid
 
     @property
     def resident_tags(self) -> frozenset[str]:
@@ -153,8 +149,7 @@ class Storage(abc.ABC):
         """The address ranges in which the object's tensors lie."""
         return ()
 
-    is_complete = True
-    """Whether every load is complete: none waits for the ranks of a group to finish it."""
+    is_complete = True  # whether every load is complete: none waits for the ranks of a group to finish it
 
     def has_place(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the ranges or in the host copy."""
@@ -195,10 +190,7 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def check(self, name: str, state: State) -> None:
         """Compare the declared state with what is measured.
-
-        Raises:
-            IntegrityError: the two disagree; the message has the numbers.
-        """
+        Raises IntegrityError: the two disagree; the message has the numbers."""
 
     @property
     def leftovers(self) -> str | None:
@@ -229,17 +221,11 @@ class NotBuilt(Storage):
 
 class ExternalStorage(Storage):
     """The bytes of an object whose framework places them (FSDP2's `CPUOffloadPolicy`, DeepSpeed, Megatron's hybrid optimizer).
+    `adapter`: finds the object's tensors; `adapter.external` says which feature of the framework places them."""
 
-    Args:
-        adapter: finds the object's tensors; `adapter.external` says which feature of the framework places them.
-    """
-
-    on_device = True
-    """Always true: the framework places the bytes. The handle's states say what the user may do, not where the bytes are."""
-    num_bytes = 0
-    """Always 0: placement does not have to free memory for the object."""
-    resident_bytes = 0
-    """Bytes of the object's tensors on the device, as of the last `measure`."""
+    on_device = True  # always true: the framework places the bytes. The handle's states say what the user may do, not where the bytes are.
+    num_bytes = 0  # always 0: placement does not have to free memory for the object
+    resident_bytes = 0  # bytes of the object's tensors on the device, as of the last `measure`
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter

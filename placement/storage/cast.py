@@ -4,12 +4,10 @@ While the optimizer is offloaded, its host copy has the weights, too. A load cas
 them there. Three things make sure of it:
 
 1. Before the masters leave the device, the fingerprints are computed that the weights' pages have if they are the cast (`note`). The
-   offload of the weights compares its own with these. Where any differs, whatever the reason, the weights are saved like any others.
-2. So are weights whose masters stay on the device.
-3. Before the masters' host copy changes, goes, or is shown to somebody who may write there, and before the masters are loaded without the
+   offload of the weights compares its own with these. Where any differs, or the masters stay, the weights are saved like any others.
+2. Before the masters' host copy changes, goes, or is shown to somebody who may write there, and before the masters are loaded without the
    weights, these get a host copy of their own (`masters_change`).
-
-NaN has many bit patterns, and a cast may choose another one on the device than on the host. So weights with NaN are always saved.
+3. NaN has many bit patterns, and a cast may choose another one on the device than on the host: weights with NaN are always saved.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import fingerprints
 
-STAGING_BYTES = 64 << 20
-"""The most bytes of masters on the device at a time while weights are cast from masters on the host."""
+STAGING_BYTES = 64 << 20  # the most bytes of masters on the device at a time while weights are cast from masters on the host
 
 
 class _Weight(NamedTuple):
@@ -52,21 +49,16 @@ class _Weight(NamedTuple):
 class CastRange(Range):
     """A range of 16-bit weights that may be the cast of masters. Its slab has memory only while they have a host copy of their own."""
 
-    is_replica = True
-    """As with a replica, all pages are compared before any is saved, and the host copy never leaves for a disk."""
+    is_replica = True  # as with a replica, all pages are compared before any is saved, and the host copy never leaves for a disk
     can_be_cast = True
-    is_cast = False
-    """Whether the values are the cast of what the masters' host copy has, and not those in the slab."""
+    is_cast = False  # whether the values are the cast of what the masters' host copy has, and not those in the slab
     expected: torch.Tensor | None = None
     """The fingerprints of the cast of what the masters' host copy has, or will have at the end of their offload; None if unknown."""
-    key = ""
-    """See `OptimizerAdapter.masters`."""
+    key = ""  # see `OptimizerAdapter.masters`
     weights: Sequence[_Weight] = ()
-    optimizer: ManagedStorage
-    """The storage of the masters. Set as long as `weights` are."""
+    optimizer: ManagedStorage  # the storage of the masters. Set as long as `weights` are.
     dtype: torch.dtype
-    is_told = False
-    """Whether the log has told that it can be no cast any more."""
+    is_told = False  # whether the log has told that it can be no cast any more
 
     def __init__(self, device: Device, *its: Any) -> None:
         super().__init__(device, *its)
@@ -87,10 +79,7 @@ class CastRange(Range):
 
     def have(self) -> None:
         """Have a host copy of their own from now on, until an offload finds them to be a cast. Any thread may call this.
-
-        Raises:
-            HostMemoryError, IntegrityError: there is no memory for it, or the masters' host copy cannot be read. No value is lost.
-        """
+        Raises HostMemoryError, IntegrityError: there is no memory for it, or the masters' host copy cannot be read. No value is lost."""
         with self.lock:
             if isinstance(self.host, Slab) and self.host.is_released:
                 renew(self.host)
@@ -142,11 +131,7 @@ class CastRange(Range):
 
 
 class CastStorage(ManagedStorage):
-    """The storage of a module with a `CastRange`.
-
-    Raises:
-        RegistrationError: the optimizer has no tensors that could be masters.
-    """
+    """The storage of a module with a `CastRange`. Raises RegistrationError: the optimizer has no tensors that could be masters."""
 
     can_prefetch = False
 
@@ -171,10 +156,7 @@ class CastStorage(ManagedStorage):
 
     def rest_on(self, optimizer: ManagedStorage) -> None:
         """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
-
-        Raises:
-            RegistrationError: they are not the cast of these.
-        """
+        Raises RegistrationError: they are not the cast of these."""
         if not any(optimizer.has_place(masters) for _, _, masters in self._masters.masters()):
             return
         for r in self._cast_ranges():
@@ -221,10 +203,7 @@ class CastStorage(ManagedStorage):
 
     def masters_change(self, coming: Collection[object]) -> None:
         """Called before the masters' host copy changes or goes, or may, and before they are loaded together with `coming`.
-
-        Raises:
-            HostMemoryError, IntegrityError: see `CastRange.have`.
-        """
+        Raises HostMemoryError, IntegrityError: see `CastRange.have`."""
         for r in self._cast_ranges():
             r.expected = None
             if self not in coming:

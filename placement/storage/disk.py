@@ -16,9 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple
 
 from placement.core import interrupts
 from placement.core.errors import HostMemoryError, IntegrityError
@@ -29,12 +27,9 @@ from placement.devices.host.disk_file import DiskFile, GoesOn, release, renew
 from placement.devices.host.slab import Slab
 
 _NAN = 0xFF
-_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)
-"""Errors of a read that tell of the kernel's memory, and nothing of the file."""
-_EXIT_SECONDS = 10.0
-"""How many seconds interpreter exit waits for the thread."""
-_GLANCE_SECONDS = 0.1
-"""How often who waits looks for a Ctrl-C."""
+_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)  # errors of a read that tell of the kernel's memory, and nothing of the file
+_EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for the thread
+_GLANCE_SECONDS = 0.1  # how often who waits looks for a Ctrl-C
 
 
 class Place(enum.Enum):
@@ -42,49 +37,24 @@ class Place(enum.Enum):
 
     MEMORY = enum.auto()
     DISK = enum.auto()
-    NOWHERE = enum.auto()
-    """Only on the device, whose next offload writes all of them."""
-
-
-class _Mirrored(Protocol):
-    """The part of a range that this needs."""
-
-    prints: torch.Tensor | None
-    spill: Spill | None
-
-
-class _Holder(Protocol):
-    """The part of a handle's storage that this needs."""
-
-    lost: str | None
-
-    @property
-    def ranges(self) -> Sequence[_Mirrored]: ...
+    NOWHERE = enum.auto()  # only on the device, whose next offload writes all of them
 
 
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
+    `slab`, `holder`: kept alive by others alone. The holder is an `AdoptedStorage`.
+    `name`: the handle's name.
+    `directory`: the folder of files; None: it leaves only where it `drops`."""
 
-    Args:
-        slab, holder: kept alive by others alone.
-        name: the handle's name.
-        directory: the folder of files; None: it leaves only where it `drops`.
-    """
-
-    def __init__(self, slab: Slab, holder: _Holder, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
+    def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
         self.is_claimed = False
         """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
-        self.is_used = False
-        """Whether anybody has used it since then."""
-        self.can_leave = False
-        """Whether nothing but a claim or a tensor over it speaks against leaving."""
-        self.drops = False
-        """Whether the device has the bytes, and its next offload copies all of them: nothing need be written."""
-        self.is_idle = False
-        """Whether it is to leave although there is room for it, because nobody is expected to need it."""
-        self.lost: str | None = None
-        """Which values are lost, and why; None while none is."""
+        self.is_used = False  # whether anybody has used it since then
+        self.can_leave = False  # whether nothing but a claim or a tensor over it speaks against leaving
+        self.drops = False  # whether the device has the bytes, and its next offload copies all of them: nothing need be written
+        self.is_idle = False  # whether it is to leave although there is room for it, because nobody is expected to need it
+        self.lost: str | None = None  # which values are lost, and why; None while none is
         self._slab, self._holder = weakref.ref(slab), weakref.ref(holder)
         self._name = name
         self._directory = directory
@@ -98,18 +68,15 @@ class Spill:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that it takes while it is there."""
-        slab = self._slab()
-        return 0 if slab is None else slab.nbytes
+        return 0 if (slab := self._slab()) is None else slab.nbytes
 
     @property
     def held_bytes(self) -> int:
-        slab = self._slab()
-        return 0 if slab is None else slab.held_bytes
+        return 0 if (slab := self._slab()) is None else slab.held_bytes
 
     @property
     def disk_bytes(self) -> int:
-        file = self._file
-        return 0 if file is None else file.nbytes
+        return 0 if (file := self._file) is None else file.nbytes
 
     @property
     def is_here(self) -> bool:
@@ -121,48 +88,36 @@ class Spill:
 
     def claim(self) -> None:
         """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread.
-
-        Raises:
-            HostMemoryError: there is not enough memory for them now.
-        """
-        if not self.claim_if_here():
-            self._keeper.bring(self)
+        Raises HostMemoryError: there is not enough memory for them now."""
+        self.is_claimed = True
+        self._use()
 
     def claim_if_here(self) -> bool:
         """Claim the bytes without waiting for them. Returns whether they are here."""
         self.is_claimed = True
-        return self._is_here_for_use()
+        return self._note_use()
 
     def _use(self) -> None:
         """Have the bytes in host memory, where they stay as long as a tensor over them lives, which must be there already."""
-        if not self._is_here_for_use():
+        if not self._note_use():
             self._keeper.bring(self)
 
-    def _is_here_for_use(self) -> bool:
+    def _note_use(self) -> bool:
         with self._keeper.lock:
             self._num_uses += 1
             self.is_used = True
             return self.is_here
 
     def require_values(self) -> None:
-        """Raise if values are lost.
-
-        Raises:
-            IntegrityError: they are.
-        """
+        """Raise if values are lost. Raises IntegrityError: they are."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
 
     def leave(self, goes_on: GoesOn, settle: Callable[[], object]) -> bool:
         """Free the host memory. Returns False if somebody wants the bytes, or it was stopped; they are in host memory then.
-
-        Args:
-            settle: waits until no copy of the device uses the host copy.
-
-        Raises:
-            OSError: the file cannot be written, or the kernel does not take the memory. The bytes are in host memory.
-            Exception: `settle` failed.
-        """
+        `settle`: waits until no copy of the device uses the host copy.
+        Raises OSError: the file cannot be written, or the kernel does not take the memory. The bytes are in host memory.
+        Raises Exception: `settle` failed."""
         slab, drops, num_uses = self._slab(), self.drops, self._num_uses
         if slab is None or not self.may_leave or slab.has_views:
             return False
@@ -188,10 +143,7 @@ class Spill:
 
     def come(self, goes_on: GoesOn) -> bool:
         """Bring the bytes back into host memory. Returns False if it was stopped. What cannot be read as it was written is lost.
-
-        Raises:
-            HostMemoryError: there is not enough memory now. The bytes are where they were.
-        """
+        Raises HostMemoryError: there is not enough memory now. The bytes are where they were."""
         slab = self._slab()
         if slab is not None and not self.is_here:
             if not self._renew(slab, None if self.place is Place.NOWHERE else functools.partial(self._read, slab, goes_on)):
@@ -265,21 +217,17 @@ class HostCopy(NamedTuple):
     """The facts about one host copy that decide its place."""
 
     nbytes: int
-    is_here: bool
-    """Whether it is in host memory now."""
+    is_here: bool  # whether it is in host memory now
     can_leave: bool = True
-    is_idle: bool = False
-    """Whether it leaves although there is room for it."""
+    is_idle: bool = False  # whether it leaves although there is room for it
 
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
-    """The position of the host copy that leaves or comes next; None when each is where it should be, as far as the limit allows.
+    """The position of the host copy, among `copies` (soonest needed first), that leaves or comes next; None when each is where it should
+    be, as far as the limit allows.
 
-    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle.
-
-    Args:
-        copies: soonest needed first.
-        fixed_bytes: host memory beside them that counts and cannot leave.
+    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle. `fixed_bytes`
+    is host memory beside them that counts and cannot leave.
     """
     held = fixed_bytes + sum(copy.nbytes for copy in copies if copy.is_here)
     leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
@@ -289,12 +237,12 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
     if idle:
         return idle[-1]
     for index, copy in enumerate(copies):
-        if copy.is_idle:
-            continue
         lacking = held + copy.nbytes - limit_bytes
-        if not copy.is_here and lacking <= 0:
+        if copy.is_idle or copy.is_here:
+            continue
+        if lacking <= 0:
             return index
-        if not copy.is_here and sum(copies[later].nbytes for later in leaving if later > index) >= lacking:
+        if sum(copies[later].nbytes for later in leaving if later > index) >= lacking:
             return leaving[-1]
     return None
 
@@ -308,35 +256,27 @@ class Keeper:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self.lock = threading.RLock()
-        """Held for a moment. No other is taken meanwhile."""
+        self.lock = threading.RLock()  # held for a moment. No other is taken meanwhile.
         self._changed = threading.Condition(self.lock)
-        self._disk = threading.RLock()
-        """Held while a host copy moves."""
+        self._disk = threading.RLock()  # held while a host copy moves
         self._order: Sequence[Spill] = ()
         self._fixed_bytes = 0
         self._wait: Callable[[], object] = lambda: None
-        self._waiting: list[Sequence[Spill]] = []
-        """The host copies of each caller that has the disk, or waits for it."""
+        self._waiting: list[Sequence[Spill]] = []  # the host copies of each caller that has the disk, or waits for it
         self._is_held = True
-        self._is_due = False
-        """Whether there may be something to do for what was arranged."""
+        self._is_due = False  # whether there may be something to do for what was arranged
         self._is_stopping = False
         self._warned: set[str] = set()
-        self.waited_seconds = 0.0
-        """Total time that callers have waited for the disk, or for memory to be freed."""
+        self.waited_seconds = 0.0  # total time that callers have waited for the disk, or for memory to be freed
         self._thread = BackgroundThread("placement-disk", self._work)
         _alive.add(self)
         self._thread.start()
 
     def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
         """Tell what is needed when. The thread begins to work on it.
-
-        Args:
-            order: soonest needed first.
-            fixed_bytes: host memory that counts, beside the bytes of `order`.
-            wait: waits until no copy to or from the device is under way that was started before. Called before anything leaves.
-        """
+        `order`: soonest needed first.
+        `fixed_bytes`: host memory that counts, beside the bytes of `order`.
+        `wait`: waits until no copy to or from the device is under way that was started before. Called before anything leaves."""
         with self._changed:
             self._order, self._fixed_bytes, self._wait = order, fixed_bytes, wait
             for spill in order:
@@ -349,11 +289,7 @@ class Keeper:
         self._is_held = True
 
     def bring(self, *spills: Spill) -> None:
-        """Have these host copies in host memory.
-
-        Raises:
-            HostMemoryError: the machine has not enough memory for them now.
-        """
+        """Have these host copies in host memory. Raises HostMemoryError: the machine has not enough memory for them now."""
         with self._in_front(spills):
             if not self._have_room(sum(spill.nbytes - spill.held_bytes for spill in spills)):
                 self._warn("limit", f"what is needed at once does not fit host_limit_bytes ({self._limit_bytes:,}), and goes over it")

@@ -1,28 +1,27 @@
 """Places of storages in a new range, and how tensors are pointed there and back.
 
 The unit is the storage: everything that points into it (views, tied weights, saved tensors of a live graph, references held in C++)
-follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator)
-gives each known tensor a new storage. A tensor that nobody named would stay behind with the old bytes, so it is refused. Everything here
-runs outside inference mode.
+follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator) gives
+each known tensor a new storage; a tensor that nobody named would stay behind, so it is refused. Everything here runs outside inference
+mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
-from placement.devices.adoption import Adopter, Pool, Way
+from placement.devices.adoption import Adopter, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
-ALIGNMENT = 512
-"""The alignment of storages, in bytes from the beginning of a range."""
+ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
 _SMALL_ALIGNMENT = 64
 """The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
 _SMALL = 4096
@@ -35,8 +34,7 @@ class Adoptee:
     name: str
     storage: torch.UntypedStorage
     aliases: tuple[torch.Tensor, ...]
-    owned: tuple[Owned, ...] = ()
-    """Those of the aliases that have a name."""
+    owned: tuple[Owned, ...] = ()  # those of the aliases that have a name
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:
@@ -78,42 +76,30 @@ class RangeLayout:
                 _refuse_unknown(adoptee)
         device.adopter.refuse([(adoptee.name, adoptee.storage) for adoptee in adoptees])
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
-        used = device.adopter.pooled_bytes([self._sizes[i] for i in pooled])
+        pooled_sizes = [self._sizes[i] for i in pooled]
+        used = device.adopter.pooled_bytes(pooled_sizes)
         places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
         self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
-        self._pool: Pool | None = None
+        self._pool: Any = None
         self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
         if pooled:
-            sizes = [self._sizes[i] for i in pooled]
-            self._pool = device.adopter.pool(self.addresses, sizes, self)
+            self._pool = device.adopter.pool(self.addresses, pooled_sizes, self)
             for i, index in self._pool_index.items():
                 places[i] = self._pool.offsets.get(index, 0)
         self.offsets: tuple[int, ...] = tuple(places)
 
-    def is_in(self, index: int) -> bool:
-        """Whether adoptee `index` and all its tensors lie at its place. True for an empty storage."""
-        nbytes, target = self._sizes[index], self.addresses.base + self.offsets[index]
-        if nbytes == 0:
-            return True
-        if self.ways[index] == "rebind":
-            return all(alias.untyped_storage().data_ptr() == target for alias in self._adoptees[index].aliases)
-        storage = self._adoptees[index].storage
-        return storage.data_ptr() == target and storage.nbytes() == nbytes
-
     def move_in(self, index: int) -> None:
         """Point adoptee `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
-        if self._sizes[index] == 0:
-            return
-        adoptee = self._adoptees[index]
-        if self._pool is not None and self.ways[index] == "pool":
+        adoptee, way, nbytes = self._adoptees[index], self.ways[index], self._sizes[index]
+        if nbytes and self._pool is not None and way == "pool":
             self._pool.take(self._pool_index[index], adoptee.storage)
-        elif not self.is_in(index):
-            home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
-            if self.ways[index] == "swap":
-                adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
-            else:
+        elif nbytes:
+            home = self._device.view(self.addresses, self.offsets[index], nbytes).untyped_storage()
+            if way == "rebind":
                 point_all((*adoptee.bases, *adoptee.aliases), home)
+            elif (adoptee.storage.data_ptr(), adoptee.storage.nbytes()) != (home.data_ptr(), nbytes):
+                adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
     def forget_adoptees(self) -> None:
         """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
@@ -180,8 +166,7 @@ def _refuse_unknown(adoptee: Adoptee) -> None:
 # --- pointing tensors and storages to memory
 
 
-Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-"""Dtype, storage offset, size and strides of a tensor."""
+Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # dtype, storage offset, size and strides of a tensor
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -228,34 +213,28 @@ def move_out(
     storage: torch.UntypedStorage,
     aliases: Sequence[torch.Tensor],
     target: torch.device,
-    fill: Callable[[torch.Tensor], None],
-    homes: dict[int, torch.UntypedStorage] | None = None,
+    now: torch.Tensor,
+    homes: dict[int, torch.UntypedStorage],
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
 
     If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a
     tensor that is not among them stays in the range.
-
-    Args:
-        fill: writes the bytes into a uint8 tensor of the storage's size on `target`.
-        homes: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
-
-    Raises:
-        torch.OutOfMemoryError: no memory on the target; nothing changed.
-    """
+    `now`: the bytes, uint8, of the storage's size.
+    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
+    Raises torch.OutOfMemoryError: no memory on the target; nothing changed."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return
     follows = storage.device == target == device.torch_device
     if follows and device.adopter.way(storage) == "pool":
         device.adopter.reallocate(storage)
-        fill(byte_view(storage))
+        byte_view(storage).copy_(now)
         return
-    homes = {} if homes is None else homes
     home = homes.get(storage.data_ptr())
     if home is None:
         home = torch.UntypedStorage(nbytes, device=target)
-        fill(byte_view(home))
+        byte_view(home).copy_(now)
     if not (follows and exchange(storage, home)):
         homes[storage.data_ptr()] = home
         point_all(aliases, home)

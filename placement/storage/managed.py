@@ -31,17 +31,12 @@ class MoveResult:
     seconds: float = 0.0
     copied_bytes: int = 0
     skipped_bytes: int = 0
-    prefetched_bytes: int = 0
-    """Bytes of a load that had arrived before it."""
-    rewritten_chunks: int = 0
-    """Chunks of a readonly object whose bytes changed on the device."""
+    prefetched_bytes: int = 0  # bytes of a load that had arrived before it
+    rewritten_chunks: int = 0  # chunks of a readonly object whose bytes changed on the device
     stray_references: int = 0
     stray_names: str = ""
-    """Names of the tensors to which there are stray references."""
-    brought_back: str = ""
-    """Names of the relocated tensors, which the offload has given new places."""
-    nan: str = ""
-    """Words for tensors that were numbers before and were found to be NaN."""
+    brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
+    nan: str = ""  # see `NanCheck.take`
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
         """Errors about what was found wrong with a handle, to be raised once its phase transition is complete."""
@@ -61,8 +56,7 @@ class MoveResult:
             )
 
 
-_SAVED_TOGETHER = 4
-"""The number of pages that are saved by one copy call, and known to be saved together."""
+_SAVED_TOGETHER = 4  # the number of pages that are saved by one copy call, and known to be saved together
 
 
 class ManagedStorage(AdoptedStorage):
@@ -70,10 +64,7 @@ class ManagedStorage(AdoptedStorage):
 
     def end_calls(self, since_seconds: float) -> None:
         """Wait for the calls that other threads are in (see `CallGuard.wait`), and then refuse new ones until `make_consistent` is done.
-
-        Raises:
-            PhaseError: a call does not end. The object is as it was.
-        """
+        Raises PhaseError: a call does not end. The object is as it was."""
         self.calls.wait(since_seconds)
         try:
             self.is_consistent = False
@@ -88,11 +79,8 @@ class ManagedStorage(AdoptedStorage):
 
     def adopt(self) -> None:
         """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place.
-
-        Raises:
-            RegistrationError: a storage belongs to another handle, or a tensor that nobody named uses it; nothing changed.
-            DeviceMemoryError, HostMemoryError: no addresses or no host memory; nothing changed.
-        """
+        Raises RegistrationError: a storage belongs to another handle, or a tensor that nobody named uses it; nothing changed.
+        Raises DeviceMemoryError, HostMemoryError: no addresses or no host memory; nothing changed."""
         try:
             was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
             self.look_at_framework_memory()
@@ -110,9 +98,7 @@ class ManagedStorage(AdoptedStorage):
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
-            return
-        fresh = self._adopt_lasting()
-        if fresh is not None:
+        elif (fresh := self._adopt_lasting()) is not None:
             self.device.sync()
             self.is_consistent = False
             self.keep((*self.ranges, fresh))
@@ -132,11 +118,8 @@ class ManagedStorage(AdoptedStorage):
         """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
 
         Before an offload the device has been waited for.
-
-        Raises:
-            HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
-            IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun.
-        """
+        Raises HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
+        Raises IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         for r in self.ranges:
@@ -182,26 +165,16 @@ class ManagedStorage(AdoptedStorage):
         """
         return fill(self.device, [(r.pages, indices)])
 
-    def move_together(self) -> None:
-        """Called before an offload that all ranks make in the same change of the group."""
-
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
 
-        Args:
-            prints: the fingerprints of the range's pages, on the CPU; of a replica all of them.
-
-        Raises:
-            HostMemoryError: see `make_host_copy_own`.
+        `prints` are the fingerprints of the range's pages, on the CPU; of a replica all of them. Raises what `make_host_copy_own` raises.
         """
         return changed
 
     def make_host_copy_own(self, r: Range) -> None:
         """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
-
-        Raises:
-            HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write.
-        """
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy.
@@ -253,11 +226,8 @@ class ManagedStorage(AdoptedStorage):
         return given
 
     def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided.
-
-        Raises:
-            RuntimeError: the device failed. The host copy is complete.
-        """
+        """Start the missing transfers of an incomplete load, once its phase transition is decided. The host copy is complete all the
+        time."""
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
@@ -273,12 +243,9 @@ class ManagedStorage(AdoptedStorage):
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
     ) -> MoveResult:
         """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray references and relocated storages.
-
-        Args:
-            fresh: ranges of the new storages.
-            prints: the new fingerprints of the slabs.
-            dropped: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved.
-        """
+        `fresh`: ranges of the new storages.
+        `prints`: the new fingerprints of the slabs.
+        `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
         before = self.ranges
         for r, now in prints:
             r.prints = now
@@ -384,8 +351,7 @@ class ManagedStorage(AdoptedStorage):
     def _end_step(self) -> None:
         """Take in what a streamed step has created, wherever it stopped. Its pages are on the host."""
         with without_modes():
-            fresh = self.adopt_created()
-            if fresh is not None:
+            if (fresh := self.adopt_created()) is not None:
                 self.device.sync()
                 self.keep((*self.ranges, fresh))
                 fresh.move_in()
@@ -413,8 +379,7 @@ class ManagedStorage(AdoptedStorage):
 
     def warn_of_views(self) -> bool:
         """Log a warning if views show the host copy of the loaded object. Returns whether there are any."""
-        names = self.views_left_on_host()
-        if names:
+        if names := self.views_left_on_host():
             logger.warning(
                 "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
                 "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "

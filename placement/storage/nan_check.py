@@ -1,8 +1,8 @@
 """Find tensors that were numbers and are NaN throughout, before they replace the last good values in the host copy.
 
-Whatever is computed from a tensor of an offloaded handle is computed from poison, which is NaN. A training that diverges gives the same.
-A few elements of every tensor show whether it may be NaN; only such a tensor and its host copy are looked at in full. Gradients are left
-out, because a loss scaler makes them NaN and then skips the step.
+Whatever is computed from a tensor of an offloaded handle is computed from poison, which is NaN; a training that diverges gives the same. A
+few elements of every tensor show whether it may be NaN; only such a tensor and its host copy are looked at in full. Gradients are left out,
+because a loss scaler makes them NaN and then skips the step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ _NUMBERS = sorted(
 )
 """The signed integers that poison reads as, in every width, and as which they come out of a conversion (to a narrower type: -1)."""
 _SAMPLES = 8
-_PIECE = 1 << 24
-"""The elements that are looked at together. It bounds the memory that a look in full takes."""
-_ALLOCATION = 1 << 20
-"""The bytes above which torch's allocator takes 20 MiB of the device at once."""
+_PIECE = 1 << 24  # the elements that are looked at together. It bounds the memory that a look in full takes.
+_ALLOCATION = 1 << 20  # the bytes above which torch's allocator takes 20 MiB of the device at once
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _CAUSES = (
     "Either they were computed from a tensor of an offloaded handle, which reads NaN (an average of weights, an anchor to another model or "
@@ -69,10 +67,8 @@ def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
     """
     if not tensor.numel():
         return False
-    nan = are_nan(tensor)
-    if throughout:
-        return tensor.numel() - int(nan.sum().item()) <= (tensor.numel() + 1) // 8
-    return bool(nan.any().item())
+    num_nan, count = int(are_nan(tensor).sum().item()), tensor.numel()
+    return count - num_nan <= (count + 1) // 8 if throughout else num_nan > 0
 
 
 def are_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,14 +94,12 @@ class Samples:
         alike = {(entry.offset, form): (name, entry, form) for name, (_, entry, form) in places.items() if 0 not in form[2]}
         tensors = sorted(alike.values(), key=lambda each: str(each[2][0]))
         self._groups = [(_REAL.get(dtype, dtype), [*those]) for dtype, those in itertools.groupby(tensors, key=lambda each: each[2][0])]
-        self.places = {name: (entry, form) for name, entry, form in tensors}
-        """Without the range, which is the key in a weak table of these."""
+        self.places = {name: (entry, form) for name, entry, form in tensors}  # without the range, which is the key in a weak table of these
         offsets = torch.tensor([_spots(*each) for each in self.places.values()], dtype=torch.int64, device="cpu").view(-1, _SAMPLES)
         sizes = torch.tensor([dtype.itemsize for dtype, those in self._groups for _ in those], dtype=torch.int64, device="cpu")
         self._elements = (torch.arange(0, 8 * _SAMPLES, 8, device="cpu") + offsets % 8) // sizes.view(-1, 1)
         """The place of each sample among the elements of its tensor's words."""
-        self.words = [part.to(device) for part in (offsets // 8).flatten().split(_ALLOCATION // 8)]
-        """The words' indices in the range."""
+        self.words = [part.to(device) for part in (offsets // 8).flatten().split(_ALLOCATION // 8)]  # the words' indices in the range
 
     def suspects(self, words: torch.Tensor) -> Iterator[str]:
         """The names of the tensors that may be NaN throughout, by what the device has in their words."""
@@ -125,22 +119,16 @@ Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
 
 class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
-
-    Args:
-        kind: the object's kind.
-        readonly: whether the host copy is never replaced.
-    """
+    `kind`: the object's kind.
+    `readonly`: whether the host copy is never replaced."""
 
     def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool) -> None:
         self._ranges, self._device, self._kind, self._readonly = ranges, device, kind, readonly
-        self.is_on = True
-        """Whether anything is looked at (`Settings.nan_check`)."""
+        self.is_on = True  # whether anything is looked at (`Settings.nan_check`)
         self._samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
         self._put_right: list[str] = []
-        self._left: list[str] = []
-        """Tensors without earlier values."""
-        self._known: frozenset[str] = frozenset()
-        """Tensors in place that were left at the last look. They are told once."""
+        self._left: list[str] = []  # tensors without earlier values
+        self._known: frozenset[str] = frozenset()  # tensors in place that were left at the last look. They are told once.
 
     def ask(self) -> Asked:
         """Have the device read the samples of everything in place. Nothing waits for it."""
@@ -201,10 +189,9 @@ class NanCheck:
         owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
         places = self._ranges.named_places() if owned else {}
         for each in owned:
-            place = places.get(each.name)
-            is_told = each.tensor.untyped_storage()._cdata in self._ranges.told
-            if place is not None or (self._kind == "optimizer" and not is_told):
-                now = over(each.tensor.untyped_storage(), form_of(each.tensor))
+            place, storage = places.get(each.name), each.tensor.untyped_storage()
+            if place is not None or (self._kind == "optimizer" and storage._cdata not in self._ranges.told):
+                now = over(storage, form_of(each.tensor))
                 if _is_gone(now) and (place is None or _was_numbers(place)):
                     self._go_back(each.name, now, place)
 

@@ -1,8 +1,8 @@
 """The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it.
 
 A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses (`OWN`), or behind addresses aside
-(`ASIDE`), while poison is behind its own. For a moment between two mappings, or after one that failed, memory is behind no address
-(`POISON` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
+(`ASIDE`), while poison is behind its own. Between two mappings, or after one that failed, memory is behind no address (`POISON` with
+memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
 * `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
@@ -11,12 +11,12 @@ A page is a chunk-sized piece of a range. Its memory is nowhere, behind the rang
 * `settle`: from any state to one side.
 
 A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory
-may stay and be saved under the next phase. A swap puts what is vacated behind what comes. A prefetch puts and fills aside. A streamed step
-puts and fills two buckets ahead of the one that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
+may stay and be saved under the next phase. A prefetch puts and fills aside. A streamed step puts and fills two buckets ahead of the one
+that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
 
-Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device.
-The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's
-mark tells when that is so in fact, and everything here waits for the mark before it takes memory away.
+Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device. The
+table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's mark
+tells when that is so in fact, and everything here waits for the mark before it takes memory away.
 
 Who may change a page: the thread of a phase transition or of a streamed step, and while a phase computes the thread of a prefetch, which
 `stop` makes end. Other threads read the host copy, and call `wait_until_saved` before.
@@ -50,8 +50,7 @@ class Side(enum.Flag):
 class Behind(enum.Enum):
     """Where the memory of a page shows."""
 
-    POISON = enum.auto()
-    """Nowhere: poison is behind its own addresses."""
+    POISON = enum.auto()  # nowhere: poison is behind its own addresses
     OWN = enum.auto()
     ASIDE = enum.auto()
 
@@ -63,10 +62,8 @@ class Page:
     memory: Chunk | None = None
     behind: Behind = Behind.POISON
     newest: Side = Side.HOST
-    copied: Direction | None = None
-    """The direction of the last copy since the page has its memory."""
-    mark: Mark | None = None
-    """Tells when that copy is complete; None while it is being started, or if starting it failed."""
+    copied: Direction | None = None  # the direction of the last copy since the page has its memory
+    mark: Mark | None = None  # tells when that copy is complete; None while it is being started, or if starting it failed
 
     @property
     def lacks_bytes(self) -> bool:
@@ -81,13 +78,10 @@ class Page:
 
 class Pages:
     """The page table of one range.
-
-    Args:
-        addresses: the range's own.
-        sizes: bytes of each page's memory: full chunks, and a tail.
-        used_bytes: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
-        host: the host copy.
-    """
+    `addresses`: the range's own.
+    `sizes`: bytes of each page's memory: full chunks, and a tail.
+    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
+    `host`: the host copy."""
 
     def __init__(self, device: Device, addresses: Addresses, sizes: Sequence[int], used_bytes: int, host: HostSlab) -> None:
         self._device = device
@@ -98,19 +92,15 @@ class Pages:
         self.used_sizes = (*sizes[:-1], used_bytes - sum(sizes[:-1]))
         self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
         self.table = [Page() for _ in sizes]
-        self.own_bytes = 0
-        """Bytes of memory behind the own addresses, or in hand between two mappings."""
+        self.own_bytes = 0  # bytes of memory behind the own addresses, or in hand between two mappings
         self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
         """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
         self.is_stale = False
         """Whether the host copy may have been written since the first of the copies to pages that are aside. A load discards these."""
-        self.is_receiving = False
-        """Whether the thread of a prefetch may put memory aside for more pages at any time."""
-        self._stop: Callable[[int], object] = lambda _: None
-        """See `reserve_aside`."""
-        self.record: ChangeRecord | None = None
-        """Compares what is saved with what the host copy had."""
+        self.is_receiving = False  # whether the thread of a prefetch may put memory aside for more pages at any time
+        self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
+        self.record: ChangeRecord | None = None  # compares what is saved with what the host copy had
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -165,14 +155,10 @@ class Pages:
     def put(self, indices: Sequence[int], chunk_pool: ChunkPool, behind: Behind = Behind.OWN) -> None:
         """Put memory behind pages (ascending) that have none.
 
-        Any thread may read a handle's own addresses at any time. From the driver a chunk comes with zeros, from another handle with that
-        one's values: numbers like any others, which a checkpoint or a loss would take in unnoticed. Wiping behind the addresses would leave
-        them readable until then, and copying before the mapping would make every load wait for its last byte. So a chunk is wiped before it
-        is mapped there: it is poison until bytes arrive. That is done while earlier chunks are copied. Of 12 GiB a load takes 254 to 260 ms
-        and a swap 239 to 252 ms, with it and without it (H100, twelve runs each).
-
-        Raises:
-            DeviceMemoryError, RuntimeError: the driver refused. Memory that is behind no address has gone to the chunk pool.
+        Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or another handle's values, which a checkpoint
+        or a loss would take in unnoticed. So a chunk is wiped before it is mapped there: it is poison until bytes arrive. That is done
+        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If the driver refuses, memory that is behind no address
+        goes to the chunk pool.
         """
         chunks = chunk_pool.take([self.sizes[index] for index in indices])
         try:
@@ -190,31 +176,20 @@ class Pages:
             raise
 
     def show(self, indices: Iterable[int]) -> int:
-        """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes.
-
-        Raises:
-            DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
-        """
+        """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes."""
         away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.POISON)))
         self.wait(away)
         self._place(away, Behind.OWN)
         return self.used_bytes_of(away)
 
     def hide(self, indices: Sequence[int]) -> None:
-        """Put memory that is behind the own addresses aside. `save` can copy it from there.
-
-        Raises:
-            DeviceMemoryError, RuntimeError: the driver refused, or the device failed.
-        """
+        """Put memory that is behind the own addresses aside. `save` can copy it from there."""
         if not self.aside_bytes:
             self.is_stale = False
         self._place(indices, Behind.ASIDE)
 
     def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
-        """Take away the memory of pages, once their copies are complete. The host copy has their bytes, or nobody needs them.
-
-        Returns the device bytes.
-        """
+        """Take away the memory of pages whose bytes the host copy has, or nobody needs, once they are copied. Returns its size."""
         held = sorted(index for index in indices if self.table[index].memory is not None)
         vain = [index for index in held if self.table[index].behind is Behind.ASIDE and self.table[index].copied == "to_device"]
         self.wait(held)
@@ -266,17 +241,13 @@ class Pages:
                 page.copied = page.mark = None
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Wait for the copies from and to these pages.
-
-        Raises:
-            RuntimeError: the device reports an error.
-        """
+        """Wait for the copies from and to these pages."""
         marks = dict.fromkeys(self.table[index].mark for index in indices if self.table[index].copied is not None)
         if None in marks:
             self._device.sync()
-            return
-        for mark in filter(None, marks):
-            self._device.wait(mark)
+        else:
+            for mark in filter(None, marks):
+                self._device.wait(mark)
 
     def wait_until_saved(self) -> None:
         """Wait until the host copy has every byte that is on its way there. Any thread may call this."""
@@ -292,11 +263,7 @@ class Pages:
 
         With `DEVICE`, all memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host copy has
         the newest bytes, or gets them: pages that were saved from aside, or prefetched, keep their memory there.
-
-        Raises:
-            DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then.
-            RuntimeError: the device failed. The call can be repeated.
-        """
+        Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then."""
         if side is Side.DEVICE:
             if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
                 self._device.sync()
@@ -316,14 +283,8 @@ class Pages:
 
     def reserve_aside(self, stop: Callable[[int], object]) -> None:
         """Reserve addresses aside.
-
-        Args:
-            stop: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes
-                that were copied to the device in vain.
-
-        Raises:
-            DeviceMemoryError: no addresses are left.
-        """
+        `stop`: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes that
+        were copied to the device in vain."""
         if self._aside is None:
             self._aside = self._device.reserve(sum(self.sizes))
             self._stop = stop
@@ -348,13 +309,11 @@ class Pages:
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
         page = self.table[index]
-        for each, place, sign in ((page.memory, page.behind, -1), (memory, behind, 1)):
-            if each is None:
-                continue
-            if place is Behind.ASIDE:
-                self.aside_bytes += sign * self.sizes[index]
-            else:
-                self.own_bytes += sign * self.sizes[index]
+        for each, place, nbytes in ((page.memory, page.behind, -self.sizes[index]), (memory, behind, self.sizes[index])):
+            if each is not None and place is Behind.ASIDE:
+                self.aside_bytes += nbytes
+            elif each is not None:
+                self.own_bytes += nbytes
         page.memory, page.behind = memory, behind
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
@@ -397,31 +356,23 @@ class Pages:
             yield self.table[run[0]].behind, run
 
 
-Part = tuple[Pages, Sequence[int]]
-"""Pages of one range, ascending."""
+Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending
 Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
-    """Start copying those of these pages to the device that have memory and are newest in the host copy. Returns the bytes to copy.
+    """Start copying those of these pages to the device that have memory and are newest in the host copy, by one call and with one mark.
 
-    All are copied by one call, and share a mark.
+    Returns the bytes to copy.
     """
-    wanted, nbytes = list[Part](), 0
-    for pages, those in parts:
-        if lacking := [index for index in those if pages.table[index].lacks_bytes]:
-            wanted.append((pages, lacking))
-            nbytes += pages.used_bytes_of(lacking)
-    _copy(device, wanted, "to_device")
-    return nbytes
+    lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
+    _copy(device, [part for part in lacking if part[1]], "to_device")
+    return sum(pages.used_bytes_of(those) for pages, those in lacking)
 
 
 def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None) -> None:
     """Start copying pages that have memory. Both sides count as newest from now on, and the mark tells when they are.
-
-    Args:
-        start: starts the copies; None: `Device.copy`.
-    """
+    `start`: starts the copies; None: `Device.copy`."""
     if not parts:
         return
     moving = [pages.table[index] for pages, those in parts for index in those]
@@ -438,27 +389,17 @@ def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: St
 
 def runs(indices: Iterable[int]) -> Iterator[list[int]]:
     """Runs of neighbours among ascending indices."""
-    run: list[int] = []
-    for index in indices:
-        if run and index != run[-1] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
+    for _, run in itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0]):
+        yield [index for _, index in run]
 
 
 class ChunkPool:
     """The chunk pool of one phase transition.
 
-    No chunk goes back to the driver before `release`, so a phase transition that fails maps back the chunks that were given up and asks the
-    driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back then
-    frees the chunk that took their room before it asks the driver for theirs.
-
-    Args:
-        room_bytes: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
-        left_by: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks.
-    """
+    No chunk goes back to the driver before `release`, so a phase transition that fails asks the driver for nothing. There is one exception:
+    for a size that the pool does not have, chunks of other sizes make room. Going back frees the chunk that took their room first.
+    `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
+    `left_by`: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks."""
 
     def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device
@@ -495,10 +436,7 @@ class ChunkPool:
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
         """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
-
-        Raises:
-            DeviceMemoryError: the driver has too little memory. The chunks that were taken are in the pool again.
-        """
+        Raises DeviceMemoryError: the driver has too little memory. The chunks that were taken are in the pool again."""
         taken: list[Chunk] = []
         try:
             for size in sizes:
@@ -511,7 +449,6 @@ class ChunkPool:
     def _one(self, size: int) -> Chunk:
         if held := self._chunks.get(size):
             return held.popleft()
-        # Chunks of other sizes may hold the memory that is needed. Going back frees the chunk made here before it needs theirs again.
         while self and self.room_bytes < size:
             self._make_way()
         try:
@@ -527,12 +464,10 @@ class ChunkPool:
 
     def release(self) -> None:
         """Return all chunks to the driver, because the phase transition is committed."""
-        if not self._chunks:
-            return
-        chunks = list(self)
-        self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
-        self.room_bytes += sum([chunk.nbytes for chunk in chunks])
-        self._device.release(*chunks)
+        if chunks := list(self):
+            self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
+            self.room_bytes += sum([chunk.nbytes for chunk in chunks])
+            self._device.release(*chunks)
 
     def _make_way(self) -> None:
         """Return one chunk of the most frequent size to the driver. Tails are single, and needed for going back."""

@@ -68,18 +68,15 @@ class PlacedStorage:
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
-    is_replica = False
-    """Whether ranks share the host copy, or may share it again. It stays in host memory."""
-    can_be_cast = False
-    """Whether an offload may leave the bytes to master weights: see `CastRange`."""
+    is_replica = False  # whether ranks share the host copy, or may share it again. It stays in host memory.
+    can_be_cast = False  # whether an offload may leave the bytes to master weights: see `CastRange`
     _pages_class = Pages
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
-        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
-        """See `layout.chunk_sizes`."""
+        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)  # see `layout.chunk_sizes`
         self.device_bytes = sum(self.chunk_sizes)
         self.pages = self._pages_class(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
@@ -92,10 +89,8 @@ class Range:
         """The storages (`_cdata`) of `placed` and their `use_count`, once all of them have been counted."""
         self.without_stray_references: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases, and the reference counts of then."""
-        self.is_shown = False
-        """Whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date."""
-        self.spill: Spill | None = None
-        """The way of the slab's bytes to a disk and back; None where they never leave host memory."""
+        self.is_shown = False  # whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date.
+        self.spill: Spill | None = None  # the way of the slab's bytes to a disk and back; None where they never leave host memory
 
     @property
     def host(self) -> HostSlab:
@@ -118,7 +113,7 @@ class Range:
 
     @property
     def held_host_bytes(self) -> int:
-        """Bytes of host memory that it holds in this process: its slab, or this process's share of that, and the record of changes."""
+        """Bytes of host memory that it holds in this process: its share of the slab, and the record of changes."""
         return self.host.held_bytes + self.record_bytes
 
     @property
@@ -130,10 +125,9 @@ class Range:
         """Give every storage its place. The slab has their bytes already. Idempotent."""
         if self.moving_in is None:
             return
-        for index in range(len(self.moving_in)):
-            self.layout.move_in(index)
         placed = []
-        for each, offset in zip(self.moving_in, self.layout.offsets, strict=True):
+        for index, (each, offset) in enumerate(zip(self.moving_in, self.layout.offsets, strict=True)):
+            self.layout.move_in(index)
             ref = StorageWeakRef(each.aliases[0].untyped_storage())  # not each.storage: rebinding has given the aliases another one
             placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
         self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
@@ -170,44 +164,29 @@ class Range:
     @property
     def slab(self) -> HostSlab:
         """The host copy, complete: it stays in host memory until the next phase transition is over. Waits for bytes on their way there.
-
-        Raises:
-            HostMemoryError: there is not enough memory for bytes that are on disk.
-            IntegrityError: values are lost.
-        """
-        self.wait_until_saved()
+        Raises HostMemoryError: there is not enough memory for bytes that are on disk.
+        Raises IntegrityError: values are lost."""
+        self.pages.wait_until_saved()
         self.claim()
         return self.host
 
     def claim(self) -> None:
         """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
-
-        Raises:
-            HostMemoryError, IntegrityError: see `slab`.
-        """
+        Raises HostMemoryError, IntegrityError: see `slab`."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()
 
     def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
         """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits as `slab` does.
-
-        Args:
-            even_if_lost: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
-
-        Raises:
-            HostMemoryError, IntegrityError: see `slab`.
-        """
-        self.wait_until_saved()
+        `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
+        Raises HostMemoryError, IntegrityError: see `slab`."""
+        self.pages.wait_until_saved()
         was_lost = self.spill is not None and self.spill.lost is not None
         view = self.host.view(offset, nbytes)
         if self.spill is not None and not (even_if_lost and was_lost):
             self.spill.require_values()
         return view
-
-    def wait_until_saved(self) -> None:
-        """Wait until every byte that is on its way from the device has arrived in the slab."""
-        self.pages.wait_until_saved()
 
     @property
     def has_early(self) -> bool:
@@ -230,8 +209,7 @@ class Range:
         return [entry for entry, storage in alive if storage is not None and storage.data_ptr() != base + entry.offset]
 
 
-RangeChunk = tuple[Range, int]
-"""A chunk of a range, by its index."""
+RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
 
 
 # --- who owns an address
@@ -322,10 +300,8 @@ class Places:
     """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
 
     def __init__(self) -> None:
-        self._forms: dict[str, tuple[int, Form]] = {}
-        """The address of the storage, and the form, by the tensor's name."""
-        self._outlines: dict[str, Outline] = {}
-        """The outlines of wrappers, by the names of their parts."""
+        self._forms: dict[str, tuple[int, Form]] = {}  # the address of the storage, and the form, by the tensor's name
+        self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
         self._other_names: Mapping[str, str] = {}
 
     def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:

@@ -1,9 +1,9 @@
 """Record what changes in a range after a publication, while offloads overwrite the host copy.
 
 Where the host copy has the values that receivers have, an offload overwrites just what a later publication would compare with. So the old
-bytes of each page come to the device, slice by slice, before the new ones go: both directions of the link are busy. There the two are
-compared in the published dtype. Positions are kept, not values: the newest values are in the host copy or on the device when they are
-published. A position whose value has come back is sent again.
+bytes of each page come to the device, slice by slice, before the new ones go, and are compared there in the published dtype. Positions are
+kept, not values: the newest values are in the host copy or on the device when they are published. A position whose value has come back is
+sent again.
 
 The proof is by fingerprints, page by page. `since` has that of the version up to which the positions of a page are complete. An offload is
 recorded where the host copy has it. Where it has another (values were written there, an offload failed, a step was mirrored unseen) the
@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from placement.devices.base import Device
 from placement.devices.host.slab import upload
-from placement.devices.memory import Copy, Direction, HostSlab
+from placement.devices.memory import Copy, Direction
 
 SLICE_BYTES = 64 << 20
 """Bytes that are compared at once. The first slice is the only one whose new bytes wait while the link carries nothing to the host. To
@@ -37,18 +37,15 @@ MOST = 8
 class Piece:
     """A published tensor in a range, contiguous."""
 
-    start: int
-    """In bytes, from the range's beginning."""
+    start: int  # in bytes, from the range's beginning
     num_elements: int
     dtype: torch.dtype
-    published: torch.dtype
-    """The dtype in which it is compared."""
+    published: torch.dtype  # the dtype in which it is compared
     found: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; a position may be in
     several."""
     num_found: int = 0
-    is_dropped: bool = False
-    """Whether more has changed than is recorded."""
+    is_dropped: bool = False  # whether more has changed than is recorded
 
     @property
     def end(self) -> int:
@@ -74,8 +71,7 @@ class Piece:
         self.num_found = 0
 
 
-_Run = list[Piece]
-"""Neighbouring pieces that are compared alike."""
+_Run = list[Piece]  # neighbouring pieces that are compared alike
 
 
 class _Slice(NamedTuple):
@@ -85,10 +81,8 @@ class _Slice(NamedTuple):
     start: int
     end: int
     old: torch.Tensor
-    differs: torch.Tensor
-    """Whether each element differs, on the device."""
-    asked: Callable[[], torch.Tensor]
-    """The number of those that do, once the device has it."""
+    differs: torch.Tensor  # whether each element differs, on the device
+    asked: Callable[[], torch.Tensor]  # the number of those that do, once the device has it
 
     def inside(self) -> list[tuple[Piece, int, int]]:
         """The pieces in the slice, and the elements of the slice at which each begins and ends."""
@@ -101,19 +95,10 @@ class _Slice(NamedTuple):
         return torch.nonzero_static(self.differs[first:last], size=count).view(-1).add_(first).to(torch.int32)
 
 
-class _Pages(Protocol):
-    host: HostSlab
-
-    def on_device(self, copy: Copy) -> torch.Tensor: ...
-
-
 class ChangeRecord:
     """The record of one range, whose `Pages` hold it, and which it does not hold.
-
-    Args:
-        pieces: what was published. Pieces that overlap one before them are not recorded.
-        prints: the fingerprints of the published version, on the CPU.
-    """
+    `pieces`: what was published. Pieces that overlap one before them are not recorded.
+    `prints`: the fingerprints of the published version, on the CPU."""
 
     def __init__(self, device: Device, pieces: Iterable[Piece], prints: torch.Tensor) -> None:
         self._device = device
@@ -129,15 +114,11 @@ class ChangeRecord:
                 self._runs.append([])
             self._runs[-1].append(piece)
             self._pieces[piece.start] = last = piece
-        self._awaited: dict[int, int] = {}
-        """The new fingerprints of pages to compare when they are saved."""
+        self._awaited: dict[int, int] = {}  # the new fingerprints of pages to compare when they are saved
         self._comparing: deque[_Slice] = deque()
-        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()
-        """Slices whose positions are on their way to the host."""
-        self._saved: dict[int, int] = {}
-        """The new fingerprints of pages whose slices are in `_comparing` and `_sent`."""
-        self._free: list[torch.Tensor] = []
-        """Device memory for old bytes."""
+        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()  # slices whose positions are on their way to the host
+        self._saved: dict[int, int] = {}  # the new fingerprints of pages whose slices are in `_comparing` and `_sent`
+        self._free: list[torch.Tensor] = []  # device memory for old bytes
         torch_device = device.torch_device
         self._module: Any = None if torch_device.type == "cpu" else torch.get_device_module(torch_device)
         self._stream: Any = None if self._module is None else self._module.Stream(torch_device)
@@ -160,12 +141,9 @@ class ChangeRecord:
 
     def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> bool:
         """Pages may be saved next: those whose fingerprints differ. Returns whether any of them will be compared.
-
-        Args:
-            first: the number of the first page.
-            old: the fingerprints of all pages in the host copy, on the CPU; None where they are unknown.
-            new: those of the pages from `first` on, on the device.
-        """
+        `first`: the number of the first page.
+        `old`: the fingerprints of all pages in the host copy, on the CPU; None where they are unknown.
+        `new`: those of the pages from `first` on, on the device."""
         for index, value in enumerate(new.tolist(), first):
             self._awaited.pop(index, None)
             since = self.since.get(index)
@@ -177,8 +155,8 @@ class ChangeRecord:
                 del self.since[index]
         return bool(self._awaited)
 
-    def save(self, pages: _Pages, copies: Sequence[Copy], direction: Direction) -> None:
-        """`Device.copy` to the host copy that compares the pages of `expect`."""
+    def save(self, pages: Any, copies: Sequence[Copy], direction: Direction) -> None:
+        """`Device.copy` to the host copy of these `Pages`, which compares those of `expect`."""
         rest = list[Copy]()
         for copy in copies:
             base = copy.host_address - pages.host.address
@@ -186,8 +164,10 @@ class ChangeRecord:
                 part = Copy(copy.device_address + start - base, copy.host_address + start - base, end - start)
                 if run is None:
                     rest.append(part)
-                else:
-                    self._save_slice(pages, part, start, run)
+                    continue
+                with self._unless_out_of_memory():  # compare first: who has waited for the copy may take the memory that was compared
+                    self._compare(pages.on_device(part), start, run, self._bring_old(pages.host.view(start, part.nbytes)))
+                self._device.copy([part], "to_host")  # behind the current stream, which waits for the old bytes
         self._device.copy(rest, direction)
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[int, int, _Run | None]]:
@@ -209,12 +189,6 @@ class ChangeRecord:
             if new is not None:
                 self._saved[page] = new
             first = end
-
-    def _save_slice(self, pages: _Pages, copy: Copy, start: int, run: _Run) -> None:
-        """Compare first: who has waited for the copy may take the memory that was compared."""
-        with self._unless_out_of_memory():
-            self._compare(pages.on_device(copy), start, run, self._bring_old(pages.host.view(start, copy.nbytes)))
-        self._device.copy([copy], "to_host")  # behind the current stream, which waits for the old bytes
 
     @contextmanager
     def _unless_out_of_memory(self) -> Iterator[None]:
@@ -268,12 +242,9 @@ class ChangeRecord:
             self._collect()
 
     def _collect(self) -> None:
+        """Give the positions in the first slice that was sent to the pieces there."""
         each, arrived = self._sent.popleft()
-        self._keep(each, arrived())
-
-    def _keep(self, each: _Slice, found: torch.Tensor) -> None:
-        """Give positions in a slice to the pieces there."""
-        inside = each.inside()
+        found, inside = arrived(), each.inside()
         edges = torch.tensor([(first, last) for _, first, last in inside], dtype=torch.int32, device="cpu")
         for (piece, _, _), (begin, end) in zip(inside, torch.searchsorted(found, edges).tolist(), strict=True):
             piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)

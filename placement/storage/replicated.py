@@ -1,13 +1,11 @@
 """The storage of an object that has the same bytes on every rank of one machine. The ranks share its host copy and load it together.
 
 `shared.copy` says how they write the host copy. To load it, each rank copies its parts over its own link, chunk by chunk. The rest comes by
-all-gather, over NVLink where there is one. No rank may wait in a collective for another one that may still fail for lack of memory. So a
-load has two halves:
-
-* In the phase transition's move, each rank maps all chunks, and enqueues the copies of its own parts with an event behind each chunk's.
-  The load is not committed yet. If the transition fails, the memory is taken away again; the host copy was authoritative all the time.
-* `complete` gets the rest. Where the ranks have agreed on the change for which they prepared the load, they all-gather chunk by chunk,
-  each behind its event. Everywhere else (going back after a failure, a rank that is alone) the rest comes over the rank's own link.
+all-gather, over NVLink where there is one. No rank may wait in a collective for another one that may still fail for lack of memory, so a
+load has two halves. In the phase transition's move, each rank maps all chunks, and enqueues the copies of its own parts with an event
+behind each chunk's. The load is not committed yet: if the transition fails, the host copy was authoritative all the time. Then `complete`
+gets the rest. Where the ranks have agreed on the change for which they prepared the load, they all-gather, each chunk behind its event.
+Everywhere else (going back after a failure, a rank that is alone) the rest comes over the rank's own link.
 
 Before it votes, every rank writes into the shared memory for which change it has prepared a load. After the vote all ranks read the same
 words, so all of them gather or none does. A rank that has left, or whose collective failed, writes that there for good.
@@ -27,9 +25,8 @@ from placement.ownership.adapter import Adapter
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
-from placement.storage.shared.copy import ALONE, LEFT, Refusal, SharedCopy
+from placement.storage.shared.copy import ALONE, LEFT, Ranks, Refusal, SharedCopy
 from placement.storage.shared.ranges import SharedRange
-from placement.storage.shared.ranks import Ranks
 from placement.storage.shared.scanner import SharedScanner
 from placement.storage.state_dicts import are_only_read
 
@@ -39,10 +36,7 @@ _logger = logging.getLogger("placement")
 
 class ReplicatedStorage(ManagedStorage):
     """The storage of an object of which every rank has the same bytes, but for what is each rank's own (buffers, gradients).
-
-    Args:
-        ranks: the ranks that share it. All of them register it in the same change of the group.
-    """
+    `ranks`: the ranks that share it. All of them register it in the same change of the group."""
 
     scanner: SharedScanner
 
@@ -51,13 +45,10 @@ class ReplicatedStorage(ManagedStorage):
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
-        self._prepared = 0
-        """The number of the group's change for which this rank has last prepared a load."""
+        self._prepared = 0  # the number of the group's change for which this rank has last prepared a load
 
     @property
-    def can_prefetch(self) -> bool:
-        """Whether bytes can arrive early: those of this rank alone. A load gathers what other ranks copy, so all ranks would have to bring
-        the same chunks of the shared range early."""
+    def can_prefetch(self) -> bool:  # what other ranks copy cannot come early: all ranks would have to bring the same chunks early
         return any(not r.is_replica for r in self.ranges)
 
     @property
@@ -147,9 +138,6 @@ class ReplicatedStorage(ManagedStorage):
 
     # --- offloading
 
-    def move_together(self) -> None:
-        self.scanner.moves_together = True
-
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         if not isinstance(r, SharedRange) or r.copy is None:
             return changed
@@ -213,31 +201,25 @@ class ReplicatedStorage(ManagedStorage):
 
     def _make_own(self, r: SharedRange) -> None:
         """Use a host copy of this rank's own, with what the shared one has."""
-        prints = r.prints
-        own = self.device.host(r.nbytes)
+        prints, own = r.prints, self.device.host(r.nbytes)
         own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
         self._use(r, own)
         r.prints = prints
 
-    def _use(self, r: SharedRange, own: HostSlab) -> None:
-        r.use(own)
+    def _use(self, r: SharedRange, slab: HostSlab) -> None:
+        r.pages.host, r.pages.prints = slab, None
         self.by_address.set(self.ranges)
 
     def before_forced_offload(self, r: Range) -> None:
         if not isinstance(r, SharedRange) or not r.is_shared:
             return
         held = r.pages.at(Behind.OWN)
-        if not self.readonly and self._has_changed(r):
+        prints = None if r.prints is None else r.prints.cpu()
+        if not self.readonly and (prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)):
             self._make_own(r)
             r.pages.note_changed(held)
         else:
             r.pages.note_clean(held)
-
-    def _has_changed(self, r: Range) -> bool:
-        """Whether any chunk that a range has on the device differs from the host copy."""
-        prints = None if r.prints is None else r.prints.cpu()
-        held = r.pages.at(Behind.OWN)
-        return prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)
 
     # --- who takes part
 

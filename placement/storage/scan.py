@@ -50,8 +50,7 @@ class Scan(NamedTuple):
     stay: list[Adoptee]
     transient: list[Adoptee]
     relocated: list[Relocated]
-    in_place: Sequence[Owned] | None = None
-    """The tensors that are at their places; None where a quick look has shown that nothing changed."""
+    in_place: Sequence[Owned] | None = None  # the tensors that are at their places; None where a quick look has shown that nothing changed
 
     def __bool__(self) -> bool:
         return bool(self.stay or self.transient or self.relocated)
@@ -125,8 +124,7 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
 class Versions(NamedTuple):
     """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
 
-    storages: Sequence[int] = ()
-    """The storage (`_cdata`) of each tensor."""
+    storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
     versions: Sequence[int] = ()
 
     def but(self, other: Versions, *, among: Collection[int]) -> Versions:
@@ -175,18 +173,12 @@ class _Walk:
         addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
         places = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         # There may be tens of thousands of tensors, so the loop has local names.
-        self.storages = storages = list[int]()
-        """The storage of each tensor, in the adapter's order."""
-        self.in_place = in_place = list[Owned]()
-        """The tensors whose storages are adopted and at their places."""
-        self.elsewhere = elsewhere = dict[int, _Found]()
-        """Adopted storages that are not at their places."""
-        self.new = new = dict[int, _Found]()
-        """Storages that are not adopted and not empty."""
-        self.aliases = aliases = dict[int, int]()
-        """How many tensors use each storage."""
-        self.references = references = [entry.ref for r in ranges for entry in r.placed]
-        """Weak references to the keys of `aliases`."""
+        self.storages = storages = list[int]()  # the storage of each tensor, in the adapter's order
+        self.in_place = in_place = list[Owned]()  # the tensors whose storages are adopted and at their places
+        self.elsewhere = elsewhere = dict[int, _Found]()  # adopted storages that are not at their places
+        self.new = new = dict[int, _Found]()  # storages that are not adopted and not empty
+        self.aliases = aliases = dict[int, int]()  # how many tensors use each storage
+        self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to the keys of `aliases`
         self.versions = Versions(placed_at := list[int](), versions := list[int]())
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
@@ -208,10 +200,7 @@ class _Walk:
 
 class StorageScanner:
     """Knows the storages of one object: its ranges, what lies in them, and what lies outside. Makes ranges for new storages.
-
-    Args:
-        owner: the owner of the ranges in the process's table (`RANGES`).
-    """
+    `owner`: the owner of the ranges in the process's table (`RANGES`)."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
         self._device = device
@@ -220,8 +209,7 @@ class StorageScanner:
         self._owner = weakref.ref(owner)
         self.ranges = ObjectRanges(name)
         self.state_dict_tensors = StateDictTensors(device, adapter, self.ranges)
-        self.versions = Versions()
-        """The counters of the adopted storages, as of the last look. A write raises them."""
+        self.versions = Versions()  # the counters of the adopted storages, as of the last look. A write raises them.
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
         self._alive: list[StorageWeakRef] = []
@@ -234,12 +222,12 @@ class StorageScanner:
         """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
         self.classes: Mapping[int, type[Range]] = {}
         """The class of the first range of storages (`_cdata`) that are to be in one of their own."""
-        self.reserved: HostSlab | None = None
-        """Host memory reserved for storages that are not created yet."""
+        self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
         self.spare: HostSlab | None = None
         """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than
         copying to it."""
+        self.moves_together = False  # whether all ranks of a group are making the present move, in the same change of the group
         _SCANNERS.add(self)
 
     def lent_gradients(self) -> set[int]:
@@ -258,10 +246,7 @@ class StorageScanner:
 
     def rescan(self, *, movable: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
-
-        Args:
-            movable: give sparse gradients storages that nothing else uses, so that everything new can be moved.
-        """
+        `movable`: give sparse gradients storages that nothing else uses, so that everything new can be moved."""
         last = self._last if self._last is not None and self._last[0] is self.ranges.all else None
         if last is not None and (seen := self.adapter.unchanged()) is not None and self._is_as_before(seen, *last[1:]):
             return Scan([], [], [])
@@ -375,17 +360,13 @@ class StorageScanner:
 
     def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
-
-        Args:
-            in_parts: more will come (bucket by bucket), so only a part of the reserved host memory is taken.
-        """
+        `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is taken."""
         if not adoptees:
             return None
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         nbytes = used_bytes(layout.nbytes)
-        spare: HostSlab | None = None
-        if transient:
-            spare, self.spare = self.spare, None
+        spare = self.spare if transient else None
+        self.spare = None if transient else self.spare
         if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
             slab = spare
         elif self.reserved is None or self.reserved.nbytes < nbytes:
@@ -397,9 +378,9 @@ class StorageScanner:
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:
-                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.storage.nbytes()))
+                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.nbytes))
             else:
-                fresh.view(offset, adoptee.storage.nbytes()).copy_(byte_view(adoptee.storage))
+                fresh.view(offset, adoptee.nbytes).copy_(byte_view(adoptee.storage))
         if copies:
             self._device.copy(copies, "to_host")
         return fresh
@@ -419,10 +400,7 @@ class StorageScanner:
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
-
-        Raises:
-            HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
-        """
+        Raises HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses."""
         if sizes:
             nbytes = self.host_bytes_for(sizes, parts)
             self._reserved_addresses = self._device.reserve(nbytes)
@@ -455,10 +433,7 @@ def count_uses(ranges: Iterable[Range]) -> None:
 
 def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
-
-    Args:
-        lasting: storages (`_cdata`) that a framework may hold as often as it likes.
-    """
+    `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
     found: dict[str, int] = {}
     tables = alias_tables()
     for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work

@@ -1,13 +1,12 @@
 """Tensors of state dicts that placement handed out. They follow the handle, and what is written into them is counted.
 
 A state dict's tensors alias the live ones, so after the next offload they would read poison. Instead, those that are still alive are
-pointed to the host copy when the bytes go there, and back to the device when the bytes return. So the holder of a state dict always
-reads the object's values. The parts of a wrapper (a DTensor) follow, and its device is corrected. A forked child has neither memory:
-there such tensors raise at every use.
+pointed to the host copy when the bytes go there, and back to the device when the bytes return. The parts of a wrapper (a DTensor) follow,
+and its device is corrected. A forked child has neither memory: there such tensors raise at every use.
 
-Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look at it, and so does a backward, which
-must not use values that changed after its forward. A tensor over the host copy has a counter of its own: were it that of the object's
-tensor, a legitimate write there could not be told from a wrong one into poison. So a load raises the counters of what was written.
+Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look at it, and so does a backward, which must
+not use values that changed after its forward. A tensor over the host copy has a counter of its own, because a legitimate write there must
+be told from a wrong one into poison. So a load raises the counters of what was written.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from placement.tensors.plain import align, has_storage, is_plain_type, is_sparse
 
 are_only_read: ContextVar[bool] = ContextVar("are_only_read", default=False)
 """Whether the tensors that are handed out now are only read, and not for long: by a checkpoint that is being saved."""
-_Span = tuple[int, int]
-"""Addresses in host memory, from the first up to the last (not included)."""
+_Span = tuple[int, int]  # addresses in host memory, from the first up to the last (not included)
 
 
 class HostVersions:
@@ -47,8 +45,7 @@ class HostVersions:
         """An empty tensor by the bytes that are shown, with the counter of the tensors over them, and its version at the last load."""
         self._wrappers: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]] = {}
         """Wrappers by identity, whose writes do not count in their parts; each with a tensor that has only its counter, and its parts."""
-        self._written: set[_Span] = set()
-        """The bytes that were written through wrappers, as far as that has been noticed."""
+        self._written: set[_Span] = set()  # the bytes that were written through wrappers, as far as that has been noticed
 
     def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
         """The same tensor, with the counter of the bytes that it shows. It begins at the version of the object's own tensor."""
@@ -78,10 +75,7 @@ class HostVersions:
 
     def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
         """Raise the counters of the object's tensors whose bytes in the host copy were written since the last load.
-
-        Args:
-            are_held: whether anybody still has a tensor that shows the host copy, and may write again.
-        """
+        `are_held`: whether anybody still has a tensor that shows the host copy, and may write again."""
         self._forget_dead()
         counters = [*self._tensors.items()]
         written, self._written = sorted(self._written.union(s for s, (counter, noted) in counters if counter._version != noted)), set()
@@ -115,8 +109,7 @@ class StateDictTensors:
         self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
         """Plain tensors: those that were handed out themselves, and the parts of wrappers."""
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._storages: dict[int, StorageWeakRef] = {}
-        """The storage over each address that was handed out, while anybody holds it."""
+        self._storages: dict[int, StorageWeakRef] = {}  # the storage over each address that was handed out, while anybody holds it
         self._versions = HostVersions()
         self.num_pointings = 0
         """How often all tensors were pointed elsewhere. What was being handed out meanwhile may have been missed: see `hand_out`."""
@@ -157,10 +150,6 @@ class StateDictTensors:
                 if not own.isdisjoint((id(each), *_parts(each))):
                     known.discard(each)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, or a wrapper, was handed out here."""
-        return tensor in self._tensors or tensor in self._wrappers
-
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
@@ -172,7 +161,7 @@ class StateDictTensors:
     @property
     def are_held(self) -> bool:
         """Whether anybody has a tensor that was handed out, or a view of one, and could write there."""
-        return any(not storage.expired() for storage in [*self._storages.values()])
+        return bool(self._held())
 
     def _held(self) -> dict[int, StorageWeakRef]:
         """The storages that were made for such tensors, on either side, as far as anybody holds them, by address."""
@@ -211,7 +200,7 @@ class StateDictTensors:
         return shown
 
     def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
-        """A copy of a sparse tensor's part with its present values: a sparse tensor cannot be pointed elsewhere, so it cannot follow."""
+        """A copy of a sparse tensor's part with its present values. It cannot follow, because it cannot be pointed elsewhere."""
         host = self.over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
@@ -229,10 +218,7 @@ class StateDictTensors:
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, even if it was relocated. None where it has no place.
-
-        Raises:
-            IntegrityError: the tensor was put in place of a registered one, with values computed from poison.
-        """
+        Raises IntegrityError: the tensor was put in place of a registered one, with values computed from poison."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -272,17 +258,9 @@ class StateDictTensors:
         return None if place is None else self._over_host(tensor, *place)
 
     def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
-        r.wait_until_saved()  # also where a tensor over the place is alive already
+        r.pages.wait_until_saved()  # also where a tensor over the place is alive already
         host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self._versions.counting(host, version_of(tensor))
-
-    def _over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""
-        place = self._ranges.find(tensor)
-        if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
-            return None
-        addresses, offset = place[0].layout.addresses, place[1]
-        return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
     def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that holders of these tensors can write into the host copy from now on."""
@@ -315,7 +293,12 @@ class StateDictTensors:
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
                 return torch.empty_like(tensor, device=self._device.torch_device)
-            return self._over_device(tensor)
+            if (place := self._ranges.find(tensor)) is None:
+                return None
+            addresses, offset, storage = place[0].layout.addresses, place[1], tensor.untyped_storage()
+            if storage.data_ptr() == addresses.base + offset:
+                return None
+            return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, storage.nbytes()))
 
         self._point_to(find)
 
@@ -360,8 +343,8 @@ def handed_out() -> list[StateDictTensors]:
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was handed out, by whichever object."""
-    return any(each.knows(tensor) for each in _IN_USE)
+    """Whether a tensor, or a wrapper, was handed out, by whichever object."""
+    return any(tensor in each._tensors or tensor in each._wrappers for each in _IN_USE)
 
 
 def _parts(wrapper: torch.Tensor) -> list[int]:

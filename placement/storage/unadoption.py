@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -28,15 +27,11 @@ class Unadoption:
         self._device = device
         self._on_device = on_device
         self._target = device.torch_device if on_device else torch.device("cpu")
-        self._homes: dict[int, torch.UntypedStorage] = {}
-        """The new memory of storages, by their old addresses."""
+        self._homes: dict[int, torch.UntypedStorage] = {}  # the new memory of storages, by their old addresses
 
     def run(self) -> None:
         """Move everything out. The ranges stay, empty. Idempotent, so that a call that failed can be repeated.
-
-        Raises:
-            torch.OutOfMemoryError: no memory for a storage. Storages that left before it stay outside.
-        """
+        Raises torch.OutOfMemoryError: no memory for a storage. Storages that left before it stay outside."""
         scanner = self._scanner
         scanner.state_dict_tensors.leave()
         for r in scanner.ranges.all:  # first, because a registration that broke off may have tensors to point to other storages
@@ -70,7 +65,7 @@ class Unadoption:
             nbytes, base = storage.nbytes(), r.layout.addresses
             bytes_now = self._device.view(base, offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
             users = [*aliases.get(storage._cdata, {}).values()]
-            move_out(self._device, storage, users, self._target, partial(_fill, bytes_now), self._homes)
+            move_out(self._device, storage, users, self._target, bytes_now, self._homes)
 
     def _placed(self) -> list[_InRange]:
         """The adopted storages that are alive and at their places."""
@@ -86,10 +81,6 @@ class Unadoption:
     def _in_range(self, storages: Iterable[torch.UntypedStorage]) -> list[_InRange]:
         places = [(storage, *place) for storage in storages if (place := self._scanner.ranges.at(storage.data_ptr())) is not None]
         return [(s, r, offset) for s, r, offset in places if s.data_ptr() == r.layout.addresses.base + offset]
-
-
-def _fill(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def _users_in_the_process(storages: Collection[int]) -> list[Owned]:

@@ -1,9 +1,9 @@
 """The gradients of an object, and changes to its tensors while it is offloaded: written in place, replaced, added, moved to other memory.
 
-Such values cannot be kept, because the host copy has the object's values and would be dropped if it belonged to nobody. Writes in place
-show in version counters. `half()`, `to()`, `resize_token_embeddings()` or `.data =` read poison and put new tensors in place of the
-registered ones; poison spreads as NaN, so a NaN in a tensor that is new since the offload gives it away. `share_memory()` takes storages
-away from their places, with poison for values. All is reported once, and every registered tensor points to its place again.
+Such values cannot be kept, because the host copy has the object's values. Writes in place show in version counters. `half()`, `to()`,
+`resize_token_embeddings()` or `.data =` read poison and put new tensors in place of the registered ones; poison spreads as NaN, so a NaN in
+a tensor that is new since the offload gives it away. `share_memory()` takes storages away from their places, with poison for values. All is
+reported once, and every registered tensor points to its place again.
 
 A tensor is known by the name under which its object owns it, because nothing else of it may be left: `to()` on a DTensor exchanges the
 tensor inside, `half()` every dtype.
@@ -33,15 +33,11 @@ from placement.tensors.plain import Outline, is_sparse, parts_of, restore, spars
 class Changes:
     """The changes that were found in one offloaded object."""
 
-    replaced: Sequence[Adoptee] = ()
-    """Tensors that were computed from poison and put in place of registered ones."""
-    added: Sequence[Adoptee] = ()
-    """Tensors that were computed from poison, under names that no registered tensor had."""
+    replaced: Sequence[Adoptee] = ()  # tensors that were computed from poison and put in place of registered ones
+    added: Sequence[Adoptee] = ()  # tensors that were computed from poison, under names that no registered tensor had
     gradients: Sequence[Adoptee] = ()
-    moved: Sequence[Adoptee] = ()
-    """Storages that were taken away from their places."""
-    lost: str | None = None
-    """Words for what could not be undone, and what to do; None where everything could."""
+    moved: Sequence[Adoptee] = ()  # storages that were taken away from their places
+    lost: str | None = None  # words for what could not be undone, and what to do; None where everything could
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.added or self.gradients or self.moved)
@@ -110,11 +106,11 @@ class Gradients:
         sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in dense_parts(owner.grad)]
         theirs = {part.untyped_storage()._cdata for part in sparse}
         lent = lent_gradients()
-        return [
-            c
-            for c in adoptees
-            if c.storage._cdata in lent or (c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases))
-        ]
+
+        def is_more(each: Adoptee) -> bool:
+            return each.storage._cdata not in theirs and not all(id(alias) in dead for alias in each.aliases)
+
+        return [each for each in adoptees if each.storage._cdata in lent or is_more(each)]
 
     def lasting(self) -> set[int]:
         """The storages (`_cdata`) that the framework goes on using when the gradients are dropped."""
@@ -128,10 +124,7 @@ class Gradients:
 
     def drop(self, *, zero_buffers: bool) -> None:
         """Set every gradient to None. Ranges that this empties are dropped at the next move.
-
-        Args:
-            zero_buffers: also zero the framework's gradient buffers, which it keeps. Only while they are on the device.
-        """
+        `zero_buffers`: also zero the framework's gradient buffers, which it keeps. Only while they are on the device."""
         for owner in self._adapter.with_gradients():
             owner.grad = None
         for framework in self._adapter.frameworks:
@@ -176,10 +169,8 @@ class WritesWhileOffloaded:
         self._scanner = scanner
         self._gradients = gradients
         self._device = device
-        self._noted = Versions()
-        """The version counters as of the offload."""
-        self._is_allowed = False
-        """Whether values may be written, though not gradients: tensors of a state dict share the counters."""
+        self._noted = Versions()  # the version counters as of the offload
+        self._is_allowed = False  # whether values may be written, though not gradients: tensors of a state dict share the counters
 
     # --- writes in place
 
@@ -227,10 +218,8 @@ class WritesWhileOffloaded:
 
     def new_unless_changed(self) -> Scan:
         """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
-
-        Raises:
-            IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised once.
-        """
+        Raises IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised
+        once."""
         scanner = self._scanner
         born = scanner.rescan()
         names = self._written(transient=False)
@@ -315,8 +304,8 @@ def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee],
     """Find out which of these tensors, all new since the offload, were computed from poison. The transient ones are gradients."""
     placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
     # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
-    values = [adoptee for adoptee in stay if _has_nan(adoptee, throughout=not placed[id(adoptee)])]
-    gradients = [adoptee for adoptee in transient if _has_nan(adoptee, throughout=False)]
+    values = [c for c in stay if has_nan(c.aliases[0].detach(), throughout=not placed[id(c)])]
+    gradients = [c for c in transient if has_nan(c.aliases[0].detach(), throughout=False)]
     # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
     values += [
         c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and is_poison(c.aliases[0].detach())
@@ -325,10 +314,6 @@ def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee],
         known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
     return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
-
-
-def _has_nan(adoptee: Adoptee, *, throughout: bool) -> bool:
-    return has_nan(adoptee.aliases[0].detach(), throughout=throughout)
 
 
 def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -306,7 +305,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     for claim in claims_of(tensors):
         offset = claim.storage.data_ptr() - placed.layout.addresses.base
         source = placed.slab.view(offset, claim.nbytes)
-        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source))
+        range_layout.move_out(device, claim.storage, claim.aliases, where, source, {})
     del claim
     addresses = weakref.ref(placed.layout.addresses)
     assert not any(placed.contains(t) for t in tensors.values())
@@ -317,10 +316,6 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     assert addresses() is None
     assert all(t.device.type == target and torch.equal(t.cpu(), expected[name]) for name, t in tensors.items())
     assert tensors["view"].untyped_storage()._cdata == tensors["t0"].untyped_storage()._cdata
-
-
-def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    return lambda target: target.copy_(source)
 
 
 def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from placement import Manager, PlacementError, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.memory import DeviceMemory
-from placement.devices.simulated.device import _LAYOUT, _Record, _start_time
+from placement.devices.simulated.capacity import _LAYOUT, _Record, _start_time
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.group.lease import Ledger

@@ -44,7 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=value: answer)
     monkeypatch.setattr(cuda, "Poison", UnwatchedPoison)
     monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
-    monkeypatch.setattr(CudaDevice, "_words", lambda self, nbytes: None)
+    monkeypatch.setattr(CudaDevice, "_words", lambda self, nbytes: SimpleNamespace(host=torch.empty(0), device=None))
     monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
     monkeypatch.setattr(pool, "reap", lambda: None)
     return fake

@@ -5,7 +5,6 @@ A copy to the host would wait behind the copy engine's queue, which may hold gig
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -14,11 +13,8 @@ from placement.core import interrupts
 from placement.devices.host.reserve import wait_until_ready
 from placement.devices.memory import HostSlab
 
-_PAGE = 1024
-"""The words of one answer: enough for the fingerprints of 128 GiB in chunks of 128 MiB."""
-_PAGES = 16
-NUM_BYTES = 8 * _PAGE * _PAGES
-OUTBOX_BYTES = 16 << 20
+NUM_BYTES = 128 << 10  # the memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks of 128 MiB
+MOST_BYTES = 16 << 20  # that of large ones
 
 
 class _Exported:
@@ -48,60 +44,17 @@ class HostWords:
 
 
 class _Answer:
-    """A pending answer in one page. If it is dropped unread (the phase transition failed), the page is free once it is written."""
-
-    def __init__(self, host: torch.Tensor) -> None:
-        self._host = host
-        self.written: torch.cuda.Event | None = None
-
-    def __call__(self) -> torch.Tensor:
-        assert self.written is not None
-        self.written.synchronize()
-        interrupts.check()
-        return self._host.clone()
-
-
-class Answers:
-    """Brings small int64 tensors to the host."""
-
-    def __init__(self, words: HostWords) -> None:
-        self._words = words
-        self._pages: dict[int, tuple[weakref.ref[_Answer], torch.cuda.Event | None]] = {}
-        """For each page's first word: the answer that reads it, and the event of its writing. A page without an entry was never used."""
-
-    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `Device.ask`."""
-        count = values.numel()
-        if self._words.device is None or not 0 < count <= _PAGE or (start := self._free_page()) is None:
-            return values.cpu
-        answer = _Answer(self._words.host[start : start + count])
-        me = weakref.ref(answer)
-        self._pages[start] = me, None
-        torch.add(values, 0, out=self._words.device[start : start + count])
-        answer.written = torch.cuda.current_stream(values.device).record_event()
-        self._pages[start] = me, answer.written
-        return answer
-
-    def _free_page(self) -> int | None:
-        for start in range(0, self._words.host.numel(), _PAGE):
-            answer, written = self._pages.get(start, (None, None))
-            if answer is None or (answer() is None and written is not None and written.query()):
-                return start
-        return None
-
-
-class _Letter:
-    """A larger result. It stays in the outbox until it is read, or its place is needed."""
+    """A result on its way. It stays in the memory of `Answers` until it is read, or its place is needed."""
 
     def __init__(self, host: torch.Tensor, written: torch.cuda.Event) -> None:
         self._host, self._written = host, written
         self._copy: torch.Tensor | None = None
-        self.is_away = False
+        self._is_away = False
 
     def take_away(self) -> None:
-        if not self.is_away:
+        if not self._is_away:
             self._written.synchronize()
-            self._copy, self.is_away = self._host.clone(), True
+            self._copy, self._is_away = self._host.clone(), True
 
     def __call__(self) -> torch.Tensor:
         """Called once."""
@@ -112,26 +65,26 @@ class _Letter:
         return copy
 
 
-class Outbox:
-    """Brings larger int32 tensors to the host, one behind the other in memory that is used again when it is full."""
+class Answers:
+    """Brings tensors of one integer type to the host, one behind the other in memory that is used again when it is full."""
 
-    def __init__(self, words: HostWords) -> None:
-        self._host = words.host.view(torch.int32)
-        self._device = None if words.device is None else words.device.view(torch.int32)
-        self._letters: list[_Letter] = []
+    def __init__(self, words: HostWords, dtype: torch.dtype) -> None:
+        self._host = words.host.view(dtype)
+        self._device = None if words.device is None else words.device.view(dtype)
+        self._waiting: list[_Answer] = []
         self._used = 0
 
-    def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `Device.send`."""
+    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """See `Device.ask` and `Device.send`."""
         count = values.numel()
-        if self._device is None or count > len(self._host):
+        if self._device is None or not 0 < count <= len(self._host):
             return values.cpu
         if self._used + count > len(self._host):
-            for letter in self._letters:
-                letter.take_away()
-            self._letters, self._used = [], 0
+            for answer in self._waiting:
+                answer.take_away()
+            self._waiting, self._used = [], 0
         place = slice(self._used, self._used + count)
         torch.add(values, 0, out=self._device[place])
-        self._letters.append(_Letter(self._host[place], torch.cuda.current_stream(values.device).record_event()))
+        self._waiting.append(_Answer(self._host[place], torch.cuda.current_stream(values.device).record_event()))
         self._used += count
-        return self._letters[-1]
+        return self._waiting[-1]

@@ -1,14 +1,12 @@
 """NCCL communicators of this process and their device memory, which the driver counts and torch's allocator does not know.
 
 A process group makes its communicator at the first collective, or with `init_process_group(device_id=...)`. It may hold hundreds of
-megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend
-and resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
+megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend and
+resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
 
-`SharedTensors` takes back memory of tensors that other processes have opened by CUDA IPC and dropped. torch keeps it until somebody looks.
-
-When a shared tensor dies here while another process still has it, torch puts its memory aside. It looks through what lies there only
-when another shared tensor dies, or when its allocator finds no free block. Until then the memory counts as allocated, and
-`empty_cache()` cannot return it to the driver: after a weight sync in buckets, the last buckets stay for the whole next phase.
+`SharedTensors` takes back memory of tensors that other processes have opened by CUDA IPC and dropped. When such a tensor dies here while
+another process still has it, torch puts its memory aside, and looks there only when another shared tensor dies, or when its allocator finds
+no free block. Until then it counts as allocated: after a weight sync in buckets, the last buckets would stay for the whole next phase.
 """
 
 from __future__ import annotations
@@ -84,17 +82,13 @@ def _has_statistics() -> bool:
 
 class SharedTensors:
     """Takes back what other processes have dropped, and counts its bytes.
-
-    Args:
-        is_capturing: whether the current stream is capturing a graph.
-        allocated_bytes: measures the bytes that torch's allocator has given out.
-    """
+    `is_capturing`: whether the current stream is capturing a graph.
+    `allocated_bytes`: measures the bytes that torch's allocator has given out."""
 
     def __init__(self, is_capturing: Callable[[], bool], allocated_bytes: Callable[[], int]) -> None:
         self._is_capturing = is_capturing
         self._allocated_bytes = allocated_bytes
-        self.collected_bytes = 0
-        """About the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too."""
+        self.collected_bytes = 0  # about the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too
 
     def collect(self) -> None:
         """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured.

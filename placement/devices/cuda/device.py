@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
 from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
-from placement.devices.cuda.answers import NUM_BYTES, OUTBOX_BYTES, Answers, HostWords, Outbox
+from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, HostWords
 from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.cuda.driver import Driver, Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
@@ -25,14 +25,12 @@ from placement.devices.host import numa
 from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span
-from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20
 """The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
-_WIPED_TOGETHER = 16
-"""The most chunks to wipe with one call of each function of the driver."""
-TIGHT_CHUNK_BYTES = 128 << 20
-"""The chunk size where device memory is short: a swap needs room for two chunks."""
+_WIPED_TOGETHER = 16  # the most chunks to wipe with one call of each function of the driver
+TIGHT_CHUNK_BYTES = 128 << 20  # the chunk size where device memory is short: a swap needs room for two chunks
 
 
 class _Addresses(Addresses):
@@ -78,16 +76,12 @@ class CudaDevice(Device):
         self._ranges = Lives()
         self._poison: Poison | None = None
         self._answers: Answers | None = None
-        self._outbox: Outbox | None = None
+        self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
         self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
-        self._place = numa.placing(self.name, self._driver.pci_address)
-        self._streams: dict[Direction, Any] = {
-            "to_device": torch.cuda.Stream(self.torch_device),
-            "to_host": torch.cuda.Stream(self.torch_device),
-        }
-        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
-        """The addresses and the stream of `wipe`."""
+        self._place = numa.placing(self.name, self.pci_address)
+        self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
+        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
         self._following = torch.cuda.Stream(self.torch_device)
         """The stream for work that follows copies, chunk by chunk, while later copies are in progress."""
 
@@ -109,7 +103,7 @@ class CudaDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         return Slab(nbytes, self._pin, self._pinning.unpin, self._place)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
         return MappedSlab(file, nbytes, own, extra_bytes, self._pin, self._pinning.unpin, self._place)
 
     def _words(self, nbytes: int) -> HostWords:
@@ -162,22 +156,20 @@ class CudaDevice(Device):
         return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> DriverChunk:
-        chunk = DriverChunk(int(self._driver.call("cuMemCreate", nbytes, self._driver.property, 0)), nbytes)
-        self._chunks.add(chunk, nbytes, functools.partial(self._release_dead, chunk.handle))
+        handle = int(self._driver.call("cuMemCreate", nbytes, self._driver.property, 0))
+        chunk = DriverChunk(handle, nbytes)
+        self._chunks.add(chunk, nbytes, lambda life: self._release({life: handle}))
         return chunk
 
     def release(self, *chunks: Chunk) -> None:
         self._release({weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)})
 
-    def _release(self, handles: Mapping[Life, int]) -> None:
+    def _release(self, handles: Mapping[Life, int]) -> bool:
         if self._driver.usable:
             # Out of the ledger first, because other threads may look while the driver works, and no number may be released twice.
             held = [handle for life, handle in handles.items() if self._chunks.owned.pop(life, None) is not None]
             for handle in held:
                 self._driver.api.cuMemRelease(handle)
-
-    def _release_dead(self, handle: int, life: Life) -> bool:
-        self._release({life: handle})
         return True
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -222,11 +214,9 @@ class CudaDevice(Device):
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
         if direction == "to_device":
-            function = "cuMemcpyHtoDAsync"
-            calls = [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies]
+            function, calls = "cuMemcpyHtoDAsync", [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies]
         else:
-            function = "cuMemcpyDtoHAsync"
-            calls = [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
+            function, calls = "cuMemcpyDtoHAsync", [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with self._driver:
             self._driver.batch(function, calls)
@@ -269,12 +259,10 @@ class CudaDevice(Device):
         return values.cpu if self._answers is None else self._answers.ask(values)
 
     def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if self._outbox is None:
-            try:
-                self._outbox = Outbox(self._words(OUTBOX_BYTES))
-            except HostMemoryError:
-                return values.cpu
-        return self._outbox.send(values)
+        if self._large_answers is None:
+            with contextlib.suppress(HostMemoryError):
+                self._large_answers = Answers(self._words(MOST_BYTES), torch.int32)
+        return values.cpu if self._large_answers is None else self._large_answers.ask(values)
 
     def memory(self) -> DeviceMemory:
         self._shared_tensors.collect()
@@ -295,8 +283,7 @@ class CudaDevice(Device):
         return self._torch_bytes("allocated_bytes") - pool.allocated_bytes(self.torch_device)
 
     def _torch_bytes(self, what: str) -> int:
-        """One of torch's statistics, including the ranges that torch's pools allocate from."""
-        # torch's own functions for a single value compute, flatten and sort all of them first.
+        """One of torch's statistics, with the ranges that its pools allocate from. Its own functions for a single value sort all first."""
         stats: dict[str, Any] = torch._C._cuda_memoryStats(self.torch_device.index)
         return int(stats[what]["all"]["current"])
 
@@ -304,7 +291,7 @@ class CudaDevice(Device):
         if self._poison is None:
             self._poison = self._make_poison()
             with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
-                self._answers = Answers(self._words(NUM_BYTES))
+                self._answers = Answers(self._words(NUM_BYTES), torch.int64)
         return self._poison
 
     def _make_poison(self) -> Poison:
@@ -356,7 +343,7 @@ class CudaDevice(Device):
         pool.reap()
         self._collect()
         if len(self._ranges.owned) <= 1 + (self._wiping is not None):  # only the poison's own range, and that of `wipe`
-            self._poison = self._answers = self._outbox = self._wiping = None
+            self._poison = self._answers = self._large_answers = self._wiping = None
             self._collect()
 
 

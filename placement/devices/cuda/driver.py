@@ -24,10 +24,7 @@ atexit.register(_exiting.set)
 
 def refuse_rocm(name: str) -> None:
     """Raise where torch was built for AMD GPUs, which it also calls CUDA devices, so that no advice for CUDA is given there.
-
-    Raises:
-        PlacementError: torch was built for ROCm.
-    """
+    Raises PlacementError: torch was built for ROCm."""
     if torch.version.hip is not None:
         raise PlacementError(
             f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, and placement does not support AMD GPUs "
@@ -40,14 +37,9 @@ class Driver:
     """The driver for one device, with torch's (the primary) context.
 
     `with driver:` makes that context current on the calling thread. Reentrant.
-
-    Args:
-        peers: see `CudaDevice`.
-
-    Raises:
-        PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
-            management, or a peer cannot reach it.
-    """
+    `peers`: see `CudaDevice`.
+    Raises PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
+    management, or a peer cannot reach it."""
 
     def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
         refuse_rocm(f"cuda:{index}")
@@ -118,9 +110,8 @@ class Driver:
 
     def _is_in_use(self, index: int) -> bool:
         """Whether this process has a context on a device. Does not create one."""
-        function = "cuDevicePrimaryCtxGetState"
-        outcome = getattr(self.api, function)(self.call("cuDeviceGet", index))
-        self.value(function, outcome)
+        outcome = self.api.cuDevicePrimaryCtxGetState(self.call("cuDeviceGet", index))
+        self.value("cuDevicePrimaryCtxGetState", outcome)
         return bool(outcome[2])
 
     @property
@@ -136,11 +127,8 @@ class Driver:
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a driver function once. Returns its value, or None if it has none.
-
-        Raises:
-            DeviceMemoryError: out of memory in a function that takes device memory or addresses.
-            RuntimeError: any other error; the message names it.
-        """
+        Raises DeviceMemoryError: out of memory in a function that takes device memory or addresses.
+        Raises RuntimeError: any other error; the message names it."""
         return self.batch(function, [arguments])[0]
 
     def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -179,8 +167,7 @@ class Driver:
         return None
 
 
-Life = weakref.ref[Any]
-"""A weak reference to an object that owns a driver resource."""
+Life = weakref.ref[Any]  # a weak reference to an object that owns a driver resource
 End = Callable[[Life], bool]
 
 
@@ -192,8 +179,7 @@ class Lives:
     """
 
     def __init__(self) -> None:
-        self.owned: dict[Life, int] = {}
-        """Bytes by object. Who removes an entry releases the bytes."""
+        self.owned: dict[Life, int] = {}  # bytes by object. Who removes an entry releases the bytes.
         self._later: list[tuple[Life, End]] = []
 
     def add(self, thing: object, nbytes: int, end: End) -> None:

@@ -18,8 +18,7 @@ from placement.devices.cuda.driver import Driver
 from placement.devices.host.slab import check_span
 from placement.devices.memory import Chunk
 
-Mapping = tuple[int, int, int, int, int]
-"""Arguments of cuMemMap: address, bytes, 0, handle, 0."""
+Mapping = tuple[int, int, int, int, int]  # arguments of cuMemMap: address, bytes, 0, handle, 0
 
 
 class DriverChunk(Chunk):
@@ -30,8 +29,7 @@ class DriverChunk(Chunk):
 
 class PoisonChunks(NamedTuple):
     full: DriverChunk
-    tail: DriverChunk
-    """A chunk with the size of the granularity."""
+    tail: DriverChunk  # a chunk with the size of the granularity
 
 
 class Slot(NamedTuple):
@@ -40,8 +38,7 @@ class Slot(NamedTuple):
     chunk: DriverChunk | None
     """The slot's chunk. The reference keeps memory that may be mapped in the ledger, even when all others have dropped it."""
     mappings: tuple[Mapping, ...]
-    nbytes: int
-    """The number of covered bytes, from the slot's start."""
+    nbytes: int  # the number of covered bytes, from the slot's start
 
 
 _EMPTY = Slot(None, (), 0)
@@ -56,20 +53,14 @@ class Extent:
     def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
         self._driver = driver
         self._base = base
-        self._nbytes = nbytes
-        """The used length; the addresses extend to the end of the last slot."""
+        self._nbytes = nbytes  # the used length; the addresses extend to the end of the last slot
         self._chunk_bytes = chunk_bytes
-        self._slots: dict[int, Slot] = {}
-        """Slots by index. Nothing is behind a slot without an entry."""
-        self._doubtful: set[int] = set()
-        """Slots in doubt: each of their mappings may exist or not."""
+        self._slots: dict[int, Slot] = {}  # slots by index. Nothing is behind a slot without an entry.
+        self._doubtful: set[int] = set()  # slots in doubt: each of their mappings may exist or not
 
     def plan(self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None) -> dict[int, Slot]:
         """Compute the new content of the slots of `[start, start + nbytes)`: chunks from the start on, then poison.
-
-        Raises:
-            ValueError: see `Device.map` and `Device.unmap`.
-        """
+        Raises ValueError: see `Device.map` and `Device.unmap`."""
         size = self._chunk_bytes
         check_slots(chunks, start, size)
         check_span(start, nbytes, self._nbytes)
@@ -103,11 +94,8 @@ class Extent:
 
     def apply(self, planned: dict[int, Slot]) -> None:
         """Change slots to the content that `plan` computed: one unmap, the maps, one call for access rights.
-
-        Raises:
-            DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind the slots then.
-            RuntimeError: any other error of the driver.
-        """
+        Raises DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind the slots then.
+        Raises RuntimeError: any other error of the driver."""
         if not planned:
             return
         first, last = min(planned), max(planned)
@@ -127,11 +115,7 @@ class Extent:
         self._doubtful.difference_update(planned)
 
     def end(self) -> None:
-        """Unmap everything.
-
-        Raises:
-            RuntimeError: the driver refused. The slots count as unmapped all the same.
-        """
+        """Unmap everything. Raises RuntimeError: the driver refused. The slots count as unmapped all the same."""
         outcomes = self._driver.outcomes("cuMemUnmap", self._runs(sorted(self._slots)))
         self._slots.clear()
         self._doubtful.clear()

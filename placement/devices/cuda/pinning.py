@@ -15,8 +15,7 @@ class Pinning:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._pinned: dict[int, int] = {}  # length by address
-        self._uncounted: dict[int, int] = {}
-        """Registered memory that does not count against the limit."""
+        self._uncounted: dict[int, int] = {}  # registered memory that does not count against the limit
         self._turn = threading.Lock()
 
     @property

@@ -19,12 +19,9 @@ class Poison:
     """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere.
 
     They are compared at every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
-
-    Args:
-        view: all bytes of both chunks, on the device.
-        answer: two words for the result. Not a pinned tensor of torch's: when such a tensor dies in a forked child, it calls the
-            device there, which kills the child.
-    """
+    `view`: all bytes of both chunks, on the device.
+    `answer`: two words for the result. Not a pinned tensor of torch's: when such a tensor dies in a forked child, it calls the device
+    there, which kills the child."""
 
     def __init__(self, driver: Driver, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostWords) -> None:
         self.chunks = PoisonChunks(full, tail)
@@ -51,8 +48,7 @@ class Poison:
             finally:
                 self._comparison.capture_end()
         self._is_comparing = False
-        self._is_ahead = False
-        """Whether the comparison in progress was begun for the next `heal` that waits."""
+        self._is_ahead = False  # whether the comparison in progress was begun for the next `heal` that waits
         self.heal(wait=True)
 
     def begin(self) -> None:

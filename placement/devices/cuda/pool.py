@@ -1,7 +1,7 @@
 """Put torch storages at chosen addresses where torch cannot swap a storage's pointer (before 2.13): a `MemPool` over a range.
 
-A storage that is resized to nothing and back takes its memory from the active pool. The pool asks a custom allocator for segments,
-and this module answers with addresses of the range. Two facts shape the module:
+A storage that is resized to nothing and back takes its memory from the active pool. The pool asks a custom allocator for segments, and this
+module answers with addresses of the range. Two facts shape the module:
 
 * The allocator calls back with its own lock held. A callback in Python needs the interpreter lock. Another thread may hold that
   while it waits for the allocator: a deadlock. So no callback runs Python code. The one for memory is `deque.popleft` itself. It is
@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +32,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
-from placement.devices.adoption import AddressRange, Adopter, Pool, Way
+from placement.devices.adoption import Adopter, Way
+from placement.devices.memory import Addresses
 
 # The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `PoolRange` checks every address.
 _ROUND = 512
-_SMALL = 1 << 20
-"""Requests up to this size share segments of `_SMALL_SEGMENT`. A remainder longer than this is split off a larger block."""
+_SMALL = 1 << 20  # requests up to this size share segments of `_SMALL_SEGMENT`. A remainder longer than this is split off a larger block.
 _SMALL_SEGMENT = 2 << 20
 _ARENA_STEP = 2 << 20
-_ARENA_LEAST = 10 << 20
-"""From this size on a request gets a segment of its own, rounded to `_ARENA_STEP`."""
+_ARENA_LEAST = 10 << 20  # from this size on a request gets a segment of its own, rounded to `_ARENA_STEP`
 
 
 _next_address: collections.deque[int] = collections.deque()
@@ -61,12 +60,9 @@ class Place:
     """One block, with its offset from the start of the range."""
 
     offset: int
-    nbytes: int
-    """The size of the request to torch."""
-    index: int | None
-    """The index of the block's storage; None for a plug."""
-    opens: int = 0
-    """The length of the segment that torch requests for this block; 0 if the block lies in the segment before."""
+    nbytes: int  # the size of the request to torch
+    index: int | None  # the index of the block's storage; None for a plug
+    opens: int = 0  # the length of the segment that torch requests for this block; 0 if the block lies in the segment before
 
 
 def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
@@ -103,17 +99,12 @@ def _plugs(start: int, end: int) -> list[Place]:
 
 class PoolRange:
     """A range from which torch allocates.
+    `addresses`: at least as long as `plan(sizes)` says.
+    `sizes`: the bytes of each storage that will come.
+    `owner`: storages may still come as long as it lives.
+    Raises RegistrationError: the settings of torch's allocator do not work with a pool over a range."""
 
-    Args:
-        addresses: at least as long as `plan(sizes)` says.
-        sizes: the bytes of each storage that will come.
-        owner: storages may still come as long as it lives.
-
-    Raises:
-        RegistrationError: the settings of torch's allocator do not work with a pool over a range.
-    """
-
-    def __init__(self, device: torch.device, addresses: AddressRange, sizes: Sequence[int], owner: object) -> None:
+    def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
         _refuse_settings()
         self._device = device
         self._owner = weakref.ref(owner)
@@ -200,10 +191,6 @@ class PoolRange:
         self._allocate(plug, nbytes)
         return plug
 
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """Record that a storage has ordinary memory again."""
-        self._storages.pop(storage._cdata, None)
-
     @property
     def is_over(self) -> bool:
         """Whether no storage lies in the range any more, and none will come."""
@@ -225,12 +212,6 @@ def reap() -> None:
     for pool_range in [r for r in _ranges if r.is_over]:
         pool_range.end()
         _ranges.remove(pool_range)
-
-
-def leave(storage: torch.UntypedStorage) -> None:
-    """Record that a storage has ordinary memory again, so that it no longer keeps its range alive."""
-    for pool_range in _ranges:
-        pool_range.leave(storage)
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -266,18 +247,15 @@ def _the_allocator() -> Any:
     return torch._C._cuda_customAllocator(_function_address(_take), _function_address(_ignore))
 
 
-def _on_one_stream(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def _on_one_stream(device: torch.device) -> Iterator[None]:
     """Use the default stream, because torch gives a block back only to the stream on which it was allocated."""
     default = torch.cuda.default_stream(device)
     if torch.cuda.current_device() == device.index and torch.cuda.current_stream(device) == default:
-        return nullcontext()
-    return _switched(device, default)
-
-
-@contextmanager
-def _switched(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
-    with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
+    else:
+        with torch.cuda.device(device), torch.cuda.stream(default):
+            yield
 
 
 @atexit.register
@@ -304,14 +282,13 @@ class CudaAdopter(Adopter):
 
     def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
         """Refuse storages in a memory pool of somebody's own: a captured graph, buffers that NCCL has registered."""
-        on_device = [(name, storage) for name, storage in storages if storage.device.type == "cuda"]
-        if on_device:
+        if on_device := [(name, storage) for name, storage in storages if storage.device.type == "cuda"]:
             refuse_private(on_device)
 
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
         return 0 if adoption.can_swap() else plan(sizes)[1]
 
-    def pool(self, addresses: AddressRange, sizes: Sequence[int], owner: object) -> Pool:
+    def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> PoolRange:
         return PoolRange(self.device, addresses, sizes, owner)
 
     def reallocate(self, storage: torch.UntypedStorage) -> None:
@@ -321,4 +298,5 @@ class CudaAdopter(Adopter):
         storage.resize_(0)
         reserved.resize_(0)
         storage.resize_(nbytes)
-        leave(storage)
+        for pool_range in _ranges:  # it no longer keeps its range alive
+            pool_range._storages.pop(storage._cdata, None)

@@ -24,23 +24,18 @@ from placement.devices.host.mapping import PAGE, available_bytes, libc, round_up
 from placement.devices.host.reserve import promised_bytes
 from placement.devices.host.slab import Slab
 
-BLOCK_BYTES = 4 << 20
-"""The bytes of one request, and of one checksum."""
-DEPTH = 8
-"""The number of requests in flight. Each has a thread, which is outside of Python while the disk works."""
-_CHECKING = 2
-"""The threads beside these that compute checksums, so that the disk has its requests meanwhile."""
+BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
+DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.
+_CHECKING = 2  # the threads beside these that compute checksums, so that the disk has its requests meanwhile
 
-GoesOn = Callable[[], bool]
-"""Whether to go on; asked on the calling thread between blocks."""
+GoesOn = Callable[[], bool]  # whether to go on; asked on the calling thread between blocks
 
 logger = logging.getLogger("placement")
 _MADV_DONTNEED = 4
 _fallocate = libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_warning = threading.Lock()
-"""Taken by the first warning of the cache, for good."""
+_warning = threading.Lock()  # taken by the first warning of the cache, for good
 
 
 def always() -> bool:
@@ -49,11 +44,7 @@ def always() -> bool:
 
 
 def check_directory(path: str | os.PathLike[str]) -> None:
-    """Raise unless a `DiskFile` can be made in a folder.
-
-    Raises:
-        ValueError: the message says what to do.
-    """
+    """Raise unless a `DiskFile` can be made in a folder. Raises ValueError: the message says what to do."""
     advice = "set disk_directory to a folder on a local disk that this process may write"
     if not os.path.isdir(path):
         raise ValueError(f"disk_directory {os.fspath(path)!r} is no folder; {advice}")
@@ -66,18 +57,13 @@ def check_directory(path: str | os.PathLike[str]) -> None:
 class DiskFile:
     """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
 
-    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed.
-    A checksum is a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words.
-    It needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day.
-    The standard library computes them at the speed of the memory, outside of Python's lock.
-
-    Args:
-        directory: an existing folder on a local disk.
-        name: what messages call the file.
-
-    Raises:
-        OSError: the file system refused (ENOSPC: the disk has no room for so many bytes).
-    """
+    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed. A checksum is
+    a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words. It needs
+    both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day. The standard
+    library computes them at the speed of the memory, outside of Python's lock.
+    `directory`: an existing folder on a local disk.
+    `name`: what messages call the file.
+    Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
         self.path = f"{os.fspath(directory)}/{name}"
@@ -100,8 +86,7 @@ class DiskFile:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
             if _warning.acquire(blocking=False):
                 logger.warning("%s: no direct IO here, so spilled bytes go through the page cache, which is slower", self.path)
-        self._checksums: list[tuple[int, int] | None] = []
-        """The checksum of each block's content; None where the content means nothing."""
+        self._checksums: list[tuple[int, int] | None] = []  # the checksum of each block's content; None where the content means nothing
         self.forget()
 
     def forget(self) -> None:
@@ -115,10 +100,7 @@ class DiskFile:
 
     def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
         """Write the blocks at `address` that differ from the file's. Returns how many bytes that were, and whether it was not stopped.
-
-        Raises:
-            OSError: a write failed. Use the file no more.
-        """
+        Raises OSError: a write failed. Use the file no more."""
         requests = threading.Semaphore(DEPTH)
         written: list[int] = []
 
@@ -138,10 +120,7 @@ class DiskFile:
 
     def read(self, address: int, goes_on: GoesOn = always) -> list[int] | None:
         """Read the file into the memory at `address`. Returns the blocks that are not as they were written; None if it was stopped.
-
-        Raises:
-            OSError: a read failed, or the file is too short.
-        """
+        Raises OSError: a read failed, or the file is too short."""
         requests = threading.Semaphore(DEPTH)
         damaged: list[int] = []
 
@@ -175,13 +154,9 @@ def _checksum(address: int, nbytes: int) -> tuple[int, int]:
 
 def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) -> bool:
     """Do `work` for every block on several threads, this one among them. Returns False if it was stopped.
-
-    Raises:
-        OSError, Exception: the first error. No thread works any more then.
-    """
+    Raises OSError, Exception: the first error. No thread works any more then."""
     blocks = iter(range(num_blocks))  # shared: each step of it is one, whichever thread takes it
-    ends: list[Exception | None] = []
-    """Why no further block is begun: errors, and None where it was stopped."""
+    ends: list[Exception | None] = []  # why no further block is begun: errors, and None where it was stopped
 
     def take(goes_on: GoesOn) -> None:
         for index in blocks:
@@ -215,10 +190,7 @@ def release(slab: Slab) -> None:
     """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned.
 
     The addresses stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
-
-    Raises:
-        OSError: the kernel refused. The bytes are still there.
-    """
+    Raises OSError: the kernel refused. The bytes are still there."""
     slab.unpin()
     if not _drop(slab):
         number = ctypes.get_errno()
@@ -229,14 +201,9 @@ def release(slab: Slab) -> None:
 
 def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
     """Have the memory back. It is pinned in the background, and device copies wait for that.
-
-    Args:
-        fill: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
-
-    Raises:
-        HostMemoryError: there is not enough memory now. The slab stays as it was.
-        Exception: `fill` failed. The slab stays as it was.
-    """
+    `fill`: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
+    Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
+    Raises Exception: `fill` failed. The slab stays as it was."""
     size = round_up(slab.nbytes, PAGE)
     available = max(0, available_bytes() - promised_bytes())
     if size > available:

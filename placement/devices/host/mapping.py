@@ -1,12 +1,9 @@
-"""Mappings of memory that belong to an owner and to this process alone.
+"""Mappings of memory that belong to an owner and to this process alone, and how much of the machine's memory is left for this process.
 
 They are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
 
 A forked child gets none of the memory, because a child that touches it should crash instead of reading old bytes. It does keep the
-addresses taken. Everything of the parent's that it inherits names values by their addresses, so memory of its own at the same addresses
-would be mistaken for the parent's.
-
-`available_bytes` says how much of the machine's memory is left for this process.
+addresses taken: what it inherits names values by their addresses, so memory of its own there would be mistaken for the parent's.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
 MAP_NORESERVE = 0x4000
-_MAP_FIXED_NOREPLACE = 0x100000
-"""Only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint."""
+_MAP_FIXED_NOREPLACE = 0x100000  # only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint.
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -37,8 +33,7 @@ libc.mmap.restype = ctypes.c_void_p
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-_mapped: dict[int, int] = {}
-"""Bytes by first address: what this process has mapped and its children will not have."""
+_mapped: dict[int, int] = {}  # bytes by first address: what this process has mapped and its children will not have
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -50,14 +45,9 @@ def map_for_life(
     owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
 ) -> int:
     """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
-
-    Args:
-        pinned: functions to call before unmapping; the list is read when the owner dies.
-        file: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    `pinned`: functions to call before unmapping; the list is read when the owner dies.
+    `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
+    Raises OSError: the kernel refused."""
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()
@@ -97,8 +87,7 @@ def _take_addresses() -> None:
 os.register_at_fork(after_in_child=_take_addresses)
 
 
-_HUGE_ORDER = 9
-"""Free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB."""
+_HUGE_ORDER = 9  # free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB
 
 
 def available_bytes() -> int:

@@ -18,30 +18,22 @@ from placement.devices.host.slab import Place
 _logger = logging.getLogger("placement")
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 """The number of the system call, from the kernel's tables of system calls; the C library has no function for it."""
-_MPOL_PREFERRED = 1
-"""Take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead."""
-_BITS = 1024
-"""The length of the mask of nodes, which is what the kernel is built for at most."""
+_MPOL_PREFERRED = 1  # take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead.
+_BITS = 1024  # the length of the mask of nodes, which is what the kernel is built for at most
 _SYSTEM = Path("/sys")
 
 
 def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
     """A function that places host memory on a GPU's node, see `prefer`. None: the machine has one node, or does not say.
-
-    Args:
-        name: the device, for the log.
-        pci_address: domain, bus, device and function, such as "0000:3b:00.0".
-    """
-    count = nodes(system)
-    if count < 2:
-        _logger.info("%s: the machine has one NUMA node, so host memory has no choice", name)
-        return None
-    node = node_of(pci_address, system)
-    if node is None:
-        _logger.info("%s: the kernel does not say on which of %d NUMA nodes it is; host memory has no preference", name, count)
-        return None
-    _logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, count)
-    return functools.partial(prefer, node=node)
+    `name`: the device, for the log.
+    `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
+    count, node = nodes(system), node_of(pci_address, system)
+    if count >= 2 and node is not None:
+        _logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, count)
+        return functools.partial(prefer, node=node)
+    why = "the machine has one NUMA node" if count < 2 else f"the kernel does not say on which of {count} NUMA nodes it is"
+    _logger.info("%s: %s, so host memory has no preference", name, why)
+    return None
 
 
 def nodes(system: Path = _SYSTEM) -> int:

@@ -1,11 +1,10 @@
 """Prepare host memory in the background: a few threads touch it piece by piece, and the last one registers it with the driver.
 
-A slab is registered in one call, because the driver refuses a copy across two registrations ("invalid argument"), and anybody may copy
-any part of a slab: a tensor of a state dict lies where its range has it. The other calls of the driver wait for a registration, about
-1 s for 16 GB (H100), once.
+A slab is registered in one call, because the driver refuses a copy across two registrations ("invalid argument"), and anybody may copy any
+part of a slab. The other calls of the driver wait for a registration, about 1 s for 16 GB (H100), once.
 
 A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
-the memory is registered. That is faster than a copy from untouched pageable memory, which pays for page faults on one thread.
+the memory is registered: faster than a copy from untouched pageable memory, which pays for page faults on one thread.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ from placement.core import interrupts
 from placement.core.weak_set import WeakIdSet
 from placement.devices.background import BackgroundThread
 
-PIECE_BYTES = 128 << 20
-"""The unit of work of a thread."""
+PIECE_BYTES = 128 << 20  # the unit of work of a thread
 _MOST_THREADS = 8
-_EXIT_SECONDS = 10.0
-"""How many seconds interpreter exit waits for a thread that is inside the kernel or the driver."""
-_LOOK_SECONDS = 0.1
-"""How often a waiting thread looks for a noted interrupt."""
+_EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for a thread that is inside the kernel or the driver
+_LOOK_SECONDS = 0.1  # how often a waiting thread looks for a noted interrupt
 
-Register = Callable[[int, int], str | None]
-"""(address, bytes) -> None, or the reason why the registration failed."""
+Register = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why the registration failed
 Touch = Callable[[int, int, Callable[[int], bool]], str | None]
 """(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each step; stops when it returns False."""
 
@@ -60,8 +55,7 @@ class Reservation:
         self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
         self.ready = threading.Event()
         self.undo: list[Callable[[], None]] = []
-        self.untouched = [nbytes]
-        """Bytes that are promised but not yet allocated, for each piece. Each entry has one writer."""
+        self.untouched = [nbytes]  # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
         self.pinned: bool | None = None
         self.reason: str | None = None
         self._address = self._nbytes = 0
@@ -70,11 +64,8 @@ class Reservation:
 
     def begin(self, address: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
         """Hand the memory over to the threads.
-
-        Args:
-            touch: allocates memory; None if it is allocated already.
-            unregister: undoes `register`; called for a successful registration, and for one that raised.
-        """
+        `touch`: allocates memory; None if it is allocated already.
+        `unregister`: undoes `register`; called for a successful registration, and for one that raised."""
         self._touch, self._register, self._unregister = touch, register, unregister
         self.ready.clear()
         self.pinned = self.reason = None
@@ -118,11 +109,10 @@ class Reservation:
             return self.is_wanted
 
         try:
-            nbytes = min(PIECE_BYTES, self._nbytes - start)
-            reason = self._touch(self._address + start, nbytes, progress) if self._touch else None
+            if self._touch:
+                self.reason = self._touch(self._address + start, min(PIECE_BYTES, self._nbytes - start), progress) or self.reason
         except Exception as exc:  # the reason is stored, because nobody could catch an exception of this thread
-            reason = f"{type(exc).__name__}: {exc}"
-        self.reason = reason or self.reason
+            self.reason = f"{type(exc).__name__}: {exc}"
         if next(self._touched) == len(self.untouched) and self.is_wanted:
             self._pin()
 
@@ -200,9 +190,8 @@ class _Pool:
     def stop(self) -> None:
         """Stop at interpreter exit: a thread that returned from the kernel later would crash the process."""
         self.stopping.set()
-        for thread in [*self._threads]:
-            if thread.is_alive():
-                thread.join(_EXIT_SECONDS)
+        for thread in filter(threading.Thread.is_alive, [*self._threads]):
+            thread.join(_EXIT_SECONDS)
 
 
 _pool = _Pool()

@@ -17,35 +17,26 @@ import torch
 from placement.core.errors import HostMemoryError
 from placement.devices.host.mapping import PAGE, READ_WRITE, available_bytes, map_for_life, round_up
 from placement.devices.host.reserve import Register, Reservation, promised_bytes
-from placement.devices.host.slab import Place, check_span, populate, tensor_at
-from placement.devices.memory import SharedSlab
+from placement.devices.host.slab import Place, ReservedSlab, check_span, populate, tensor_at
 
 
 @contextmanager
 def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
     """Make a memory file. Yields its descriptor, and a text with which another process of this machine can open it during the context.
-
-    Raises:
-        HostMemoryError: the kernel refused.
-    """
+    Raises HostMemoryError: the kernel refused."""
     name = f"placement-{secrets.token_hex(8)}"
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError as error:
         raise HostMemoryError(f"host memory: cannot make a memory file: {error.strerror}") from error
-    try:
+    with _closing(file):
         os.ftruncate(file, nbytes)
         yield file, f"{os.getpid()}:{file}:{name}"
-    finally:
-        os.close(file)
 
 
 def opened_file(words: str) -> AbstractContextManager[int]:
     """The descriptor of a memory file that another process made, open during the context.
-
-    Raises:
-        OSError: there is no such process or file: the process is on another machine, or in another container.
-    """
+    Raises OSError: there is no such process or file: the process is on another machine, or in another container."""
     pid, number, name = words.split(":")
     path = f"/proc/{int(pid)}/fd/{int(number)}"
     # Checked first, because the number may belong to any other file by now. Each file has a random name.
@@ -62,11 +53,14 @@ def _closing(file: int) -> Iterator[int]:
         os.close(file)
 
 
-class MappedSlab(SharedSlab):
-    """A shared host copy, see `Device.shared_host`.
+class MappedSlab(ReservedSlab):
+    """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it.
 
     Args:
         register, unregister, place: see `Slab`. Each process places its own share.
+
+    Attributes:
+        extra: the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive.
 
     Raises:
         HostMemoryError: the machine or the control group does not have this process's share.
@@ -106,8 +100,11 @@ class MappedSlab(SharedSlab):
             self.ready.set()
 
     def pin(self) -> None:
-        # All of it, not only this process's share. Otherwise torch could not copy a state dict's tensor that crosses two ranks' shares,
-        # and a rank that must load alone would do so at a quarter of the link's speed.
+        """Pin all of it in the background, in this process, once every process has taken its share.
+
+        With its own share alone torch could not copy a state dict's tensor that crosses two ranks' shares, and a rank that must load alone
+        would do so at a quarter of the link's speed.
+        """
         if self._register is not None and self.nbytes:
             self._memory.untouched = [self._size]  # the length for `begin`; nothing more is allocated
             self._memory.begin(self.address, None, self._register, self._unregister)
@@ -115,18 +112,6 @@ class MappedSlab(SharedSlab):
     @property
     def held_bytes(self) -> int:
         return self._own_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned else 0
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self._own_bytes if self._memory.pinned is False else 0
-
-    @property
-    def pageable_reason(self) -> str | None:
-        return self._memory.reason
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)

@@ -17,26 +17,16 @@ from typing import Any
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.mapping import (
-    MADV_POPULATE_WRITE,
-    PAGE,
-    READ_WRITE,
-    available_bytes,
-    free_huge_bytes,
-    libc,
-    map_for_life,
-    round_up,
-)
+from placement.devices.host import mapping
+from placement.devices.host.mapping import MADV_POPULATE_WRITE, PAGE, READ_WRITE, available_bytes, libc, map_for_life, round_up
 from placement.devices.host.reserve import Register, Reservation, promised_bytes, wait_until_ready
 from placement.devices.memory import HostSlab
 
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
-_TOUCH_STEP = 32 << 20
-"""The bytes touched in one call. During it no other thread of the process can map or unmap memory."""
+_TOUCH_STEP = 32 << 20  # the bytes touched in one call. During it no other thread of the process can map or unmap memory.
 
-Place = Callable[[int, int], object]
-"""(address, bytes) -> ignored."""
+Place = Callable[[int, int], object]  # (address, bytes) -> ignored
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,22 +61,35 @@ def check_span(offset: int, nbytes: int, size: int) -> None:
         raise ValueError(f"[{offset}, {offset + nbytes}) is not within {size} bytes")
 
 
-class Slab(HostSlab):
+class ReservedSlab(HostSlab):
+    """Host memory with a `Reservation` of its own."""
+
+    _memory: Reservation
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.nbytes if self._memory.pinned else 0
+
+    @property
+    def pageable_bytes(self) -> int:
+        return self.held_bytes if self._memory.pinned is False else 0
+
+    @property
+    def pageable_reason(self) -> str | None:
+        return self._memory.reason
+
+
+class Slab(ReservedSlab):
     """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`.
 
     Without `register` the memory is touched before the constructor returns. With it the constructor returns at once, and the memory is
     touched and registered in the background.
-
-    Args:
-        nbytes: the exact size; 0 maps nothing.
-        register: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a
-            background thread. A slab that it refuses stays pageable.
-        unregister: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
-        place: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
-
-    Raises:
-        HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate.
-    """
+    `nbytes`: the exact size; 0 maps nothing.
+    `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
+    thread. A slab that it refuses stays pageable.
+    `unregister`: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
+    `place`: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
+    Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
     def __init__(
         self,
@@ -100,14 +103,10 @@ class Slab(HostSlab):
         self.nbytes = nbytes
         self.address = 0
         self._register, self._unregister = register, unregister
-        self.is_released = False
-        """Whether the memory was given back: see `disk_file.release`."""
-        self.before_use: Callable[[], object] = _nothing
-        """Called for each new view, once it counts: brings back what was released."""
-        self.on_claim: Callable[[], object] = _nothing
-        """Does the work of `claim`."""
-        self._uses = object()
-        """Every view refers to it, so that its references count the views."""
+        self.is_released = False  # whether the memory was given back: see `disk_file.release`
+        self.before_use: Callable[[], object] = _nothing  # called for each new view, once it counts: brings back what was released
+        self.on_claim: Callable[[], object] = _nothing  # does the work of `claim`
+        self._uses = object()  # every view refers to it, so that its references count the views
         size = round_up(nbytes, PAGE)
         self._memory = memory = Reservation(self, size)  # promised before the check, so that two slabs made at once count each other
         self.ready = memory.ready
@@ -132,18 +131,6 @@ class Slab(HostSlab):
             raise
 
     @property
-    def pinned_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned else 0
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned is False else 0
-
-    @property
-    def pageable_reason(self) -> str | None:
-        return self._memory.reason
-
-    @property
     def held_bytes(self) -> int:
         return 0 if self.is_released else self.nbytes
 
@@ -166,11 +153,7 @@ class Slab(HostSlab):
         self._memory.unpin()
 
     def pin_again(self, *, is_touched: bool) -> None:
-        """Undo `unpin`, in the background.
-
-        Args:
-            is_touched: whether all of the memory is allocated already.
-        """
+        """Undo `unpin`, in the background. `is_touched`: whether all of the memory is allocated already."""
         size = round_up(self.nbytes, PAGE)
         if self._register is not None and size:
             self._memory.untouched = [size]
@@ -193,32 +176,24 @@ def _map(memory: Reservation, nbytes: int) -> int:
         address = map_for_life(memory, nbytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, memory.undo)
     except OSError as exc:
         raise HostMemoryError(f"host memory: {numbers}: {exc.strerror}") from exc
-    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory to make huge pages
+    if nbytes >= _HUGE_PAGE and mapping.free_huge_bytes() >= nbytes:  # else the kernel would move memory to make huge pages
         libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     return address
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Allocate the memory of a mapping, before anything is written there.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Allocate the memory of a mapping, before anything is written there. Raises OSError: the kernel refused."""
     for start, step in _steps(address, nbytes):
-        _populate(start, step)
+        if libc.madvise(start, step, MADV_POPULATE_WRITE):
+            number = ctypes.get_errno()
+            if number != errno.EINVAL:
+                raise OSError(number, os.strerror(number))
+            ctypes.memset(start, 0, step)
 
 
 def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     for start in range(address, address + nbytes, _TOUCH_STEP):
         yield start, min(_TOUCH_STEP, address + nbytes - start)
-
-
-def _populate(address: int, nbytes: int) -> None:
-    if libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
-        number = ctypes.get_errno()
-        if number != errno.EINVAL:
-            raise OSError(number, os.strerror(number))
-        ctypes.memset(address, 0, nbytes)
 
 
 def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
@@ -277,10 +252,7 @@ class SlabPart(HostSlab):
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
     """A part of `nbytes` from the beginning of a slab, and what follows it from the next cache line on; None where nothing does.
-
-    Raises:
-        ValueError: the slab is shorter.
-    """
+    Raises ValueError: the slab is shorter."""
     start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     rest = SlabPart(whole, start, whole.nbytes - start) if start < whole.nbytes else None
     return SlabPart(whole, 0, nbytes), rest

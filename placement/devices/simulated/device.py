@@ -6,28 +6,21 @@ The same piece of the file, its first, is the poison: it is mapped privately beh
 and the kernel reports which pages are such copies (`/proc/self/pagemap`). So every write is found together with its place, even one that
 leaves the bytes unchanged: poison in float32 is a quiet NaN, whose bits survive x86 arithmetic. Where the kernel reports no copies (gVisor,
 no /proc), poison is as on a real device: one shared piece, compared by its bytes.
-
-Simulated devices of several processes may share one capacity through another file (`SharedCapacity`): an array of fixed-size records. One
-call writes a whole record, so a process killed at any moment leaves the file intact. A record counts only while the process that wrote it
-lives.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import mmap
 import os
 import re
-import struct
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -36,33 +29,21 @@ from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
-from placement.devices.host.mapping import (
-    MADV_POPULATE_WRITE,
-    MAP_FAILED,
-    MAP_NORESERVE,
-    NO_ACCESS,
-    PAGE,
-    READ_WRITE,
-    keep_from_children,
-    libc,
-    map_for_life,
-    round_up,
-)
+from placement.devices.host import mapping
+from placement.devices.host.mapping import MAP_NORESERVE, PAGE, READ_WRITE, keep_from_children, libc, map_for_life, round_up
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span, tensor_at
-from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
+from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
+from placement.devices.simulated.capacity import SharedCapacity
 
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_FILE_BYTES = 1 << 60
-"""The size of the memory file. File offsets are never reused, so no pattern of releases fragments it."""
-_OTHER_MAPPINGS = 4096
-"""The number of the process's memory mappings that the device leaves to all other code."""
+_FILE_BYTES = 1 << 60  # the size of the memory file. File offsets are never reused, so no pattern of releases fragments it.
+_OTHER_MAPPINGS = 4096  # the number of the process's memory mappings that the device leaves to all other code
 _MADV_DONTNEED = 4
 _ENTRY_BYTES = 8
-_TOP_BYTE = 7 if sys.byteorder == "little" else 0
-"""The index of the byte with the flags in an entry of the page map."""
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0  # the index of the byte with the flags in an entry of the page map
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
 _IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
 """For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
@@ -72,8 +53,7 @@ _PAGES_AT_ONCE = 1 << 18
 
 class _Time(Mark):
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        """The time on the monotonic clock when the simulated link has finished the copies."""
+        self.seconds = seconds  # the time on the monotonic clock when the simulated link has finished the copies
 
 
 class SimulatedDevice(Device):
@@ -141,7 +121,7 @@ class SimulatedDevice(Device):
         self._check_process()
         return Slab(nbytes)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
         self._check_process()
         return MappedSlab(file, nbytes, own, extra_bytes)
 
@@ -182,9 +162,7 @@ class SimulatedDevice(Device):
         return chunk
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
-                raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
+        for chunk in map(self._held_here, chunks):
             os.pwrite(self._file, poison_bytes(0, chunk.nbytes), chunk.file_offset)
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
@@ -193,9 +171,7 @@ class SimulatedDevice(Device):
         check_slots(chunks, start, self.chunk_bytes)
         placed: dict[int, SimulatedChunk] = {}
         end = start
-        for chunk in chunks:
-            if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
-                raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
+        for chunk in map(self._held_here, chunks):
             if chunk.is_mapped() and target.chunks.get(end) is not chunk:
                 raise ValueError("the chunk is already behind other addresses: unmap those first")
             placed[end] = chunk
@@ -208,11 +184,11 @@ class SimulatedDevice(Device):
                 chunk.place = (weakref.ref(target), offset)
             self._poison.note(target, start, end)
             target.chunks = beside | placed  # before the pages are mapped, so that none can be released while it is behind an address
-            for offset, nbytes, file_offset in _runs(placed):
-                self._fixed(target.base + offset, nbytes, file_offset)
+            for offset, chunk in placed.items():
+                self._fixed(target.base + offset, chunk.nbytes, chunk.file_offset)
             keep_from_children(target.base + start, end - start)
             # This only saves page faults, so a kernel that refuses it is fine.
-            libc.madvise(target.base + start, end - start, MADV_POPULATE_WRITE)
+            libc.madvise(target.base + start, end - start, mapping.MADV_POPULATE_WRITE)
         except Exception:
             self.unmap(addresses, end - start, start)
             raise
@@ -231,7 +207,7 @@ class SimulatedDevice(Device):
 
     def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
         """Replace the mapping behind the addresses in one system call."""
-        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
+        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == mapping.MAP_FAILED:
             raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
     def release(self, *chunks: Chunk) -> None:
@@ -248,10 +224,8 @@ class SimulatedDevice(Device):
         self._check_process()
         begin = max(time.monotonic(), self._link_free_at[direction])
         for run in copies:
-            if direction == "to_device":
-                ctypes.memmove(run.device_address, run.host_address, run.nbytes)
-            else:
-                ctypes.memmove(run.host_address, run.device_address, run.nbytes)
+            ends = (run.device_address, run.host_address) if direction == "to_device" else (run.host_address, run.device_address)
+            ctypes.memmove(*ends, run.nbytes)
         self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
 
     def order(self, direction: Direction | None = None) -> None:
@@ -315,6 +289,11 @@ class SimulatedDevice(Device):
         alive = self._alive.get(chunk.file_offset)
         return alive is not None and alive() is chunk and chunk.file_offset in self._held
 
+    def _held_here(self, chunk: Chunk) -> SimulatedChunk:
+        if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
+            raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
+        return chunk
+
     def _held_bytes(self) -> int:
         for file_offset in [*self._dead]:
             self._free(file_offset)
@@ -323,8 +302,7 @@ class SimulatedDevice(Device):
         return sum(self._held.values())
 
     def _free(self, file_offset: int) -> None:
-        nbytes = self._held.pop(file_offset, None)
-        if nbytes is not None:
+        if (nbytes := self._held.pop(file_offset, None)) is not None:
             libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
@@ -354,19 +332,16 @@ class SimulatedRange(Addresses):
         """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
         if nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, NO_ACCESS, flags), granularity)
-        self._vacant: tuple[dict[int, SimulatedChunk], list[tuple[int, int]]] | None = None
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, mapping.NO_ACCESS, flags), granularity)
+        self._vacant: tuple[dict[int, SimulatedChunk] | None, list[tuple[int, int]]] = None, []
         """The `chunks` at the last call of `vacant`, and its answer then."""
 
     def vacant(self) -> list[tuple[int, int]]:
         """The addresses without a chunk behind them, as ascending [start, end)."""
-        if self._vacant is None or self._vacant[0] is not self.chunks:
-            chunks, spans, end = self.chunks, [], 0
-            for offset in sorted(chunks):
-                spans.append((end, offset))
-                end = offset + chunks[offset].nbytes
-            spans.append((end, self.nbytes))
-            self._vacant = chunks, [(start, end) for start, end in spans if start < end]
+        chunks = self.chunks
+        if self._vacant[0] is not chunks:
+            edges = [0, *(edge for offset in sorted(chunks) for edge in (offset, offset + chunks[offset].nbytes)), self.nbytes]
+            self._vacant = chunks, [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
         return self._vacant[1]
 
 
@@ -385,23 +360,10 @@ class SimulatedChunk(Chunk):
 def _around(target: SimulatedRange, start: int, end: int) -> dict[int, SimulatedChunk]:
     """The chunks mapped outside of [start, end). Raises ValueError if the end would split a chunk."""
     check_span(start, end - start, target.nbytes)
-    found = {offset: chunk for offset, chunk in target.chunks.items() if not start <= offset < end}
     for offset, chunk in target.chunks.items():
         if offset < end < offset + chunk.nbytes:
             raise ValueError(f"[{start}, {end}) cuts the chunk at {offset} in two")
-    return found
-
-
-def _runs(placed: dict[int, SimulatedChunk]) -> list[tuple[int, int, int]]:
-    """(offset, bytes, file offset) of runs that one call can map: chunks that are neighbours in the file need one mapping together."""
-    joined: list[tuple[int, int, int]] = []
-    for offset, chunk in placed.items():
-        start, nbytes, file_offset = joined[-1] if joined else (0, 0, -1)
-        if chunk.file_offset == file_offset + nbytes:
-            joined[-1] = (start, nbytes + chunk.nbytes, file_offset)
-        else:
-            joined.append((offset, chunk.nbytes, chunk.file_offset))
-    return joined
+    return {offset: chunk for offset, chunk in target.chunks.items() if not start <= offset < end}
 
 
 class SharedPoison:
@@ -411,23 +373,18 @@ class SharedPoison:
     """The flags with which it is mapped."""
 
     def __init__(self, file: int, nbytes: int) -> None:
-        self._file, self._nbytes = file, nbytes
+        self._file, self._bytes = file, poison_bytes(0, nbytes)
         self.written: Sequence[WrittenPoison] = ()
         """The places of the damage that the last `heal` reported, where they are known."""
-        self._fill()
-
-    def _fill(self) -> None:
-        os.pwrite(self._file, poison_bytes(0, self._nbytes), 0)
+        os.pwrite(file, self._bytes, 0)
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
         """Remember writes to these addresses for the next `heal`, before their mapping is replaced. Here they stay where they are."""
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
-        """See `Device.heal_poison`."""
-        if os.pread(self._file, self._nbytes, 0) == poison_bytes(0, self._nbytes):
-            return False
-        self._fill()
-        return True
+        if is_damaged := os.pread(self._file, len(self._bytes), 0) != self._bytes:
+            os.pwrite(self._file, self._bytes, 0)
+        return is_damaged
 
 
 class PrivatePoison(SharedPoison):
@@ -465,13 +422,13 @@ class PrivatePoison(SharedPoison):
 
 def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:
     """Make the poison of a device at the beginning of its memory file. Files that this opens are closed when the device dies."""
+    poison = SharedPoison(file, nbytes)
     with suppress(OSError):
         page_map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(device, os.close, page_map).atexit = False  # like the memory file
-        poison = PrivatePoison(file, nbytes, page_map)
         if _tells_copies(page_map, file):
-            return poison
-    return SharedPoison(file, nbytes)
+            poison = PrivatePoison(file, nbytes, page_map)
+    return poison
 
 
 def _tells_copies(page_map: int, file: int) -> bool:
@@ -489,97 +446,9 @@ def _tells_copies(page_map: int, file: int) -> bool:
 
 
 def _flags_of(page_map: int, address: int, count: int) -> bytearray:
-    """One byte of flags for each page, beginning at an address.
-
-    Raises:
-        OSError: the kernel does not report them.
-    """
+    """One byte of flags for each page, beginning at an address. Raises OSError where the kernel does not report them."""
     entries = bytearray(count * _ENTRY_BYTES)
     found = os.preadv(page_map, [entries], address // PAGE * _ENTRY_BYTES)
     if found != len(entries):
         raise OSError(f"the page map has {found} bytes for {count} pages")
     return entries[_TOP_BYTE::_ENTRY_BYTES]
-
-
-# --- a capacity that processes share
-
-
-class _Record(NamedTuple):
-    pid: int
-    start: int
-    """The process's start time in clock ticks since boot. The process number alone would not do, because the kernel reuses it."""
-    token: int
-    """Distinguishes the devices of one process."""
-    capacity_bytes: int
-    held_bytes: int
-
-
-_LAYOUT = struct.Struct("<5q")
-_EMPTY = _Record(0, 0, 0, 0, 0)
-
-
-class SharedCapacity:
-    """This device's record in the file, and the sum of the other records. All processes must see each other's process numbers.
-
-    Raises:
-        ValueError: the file has another format, or a living process uses it with another capacity.
-    """
-
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        self.path = path
-        self.capacity_bytes = capacity_bytes
-        self._token = int.from_bytes(os.urandom(7), "little")
-        self._pid = os.getpid()
-        self._start = _start_time(self._pid) or 0
-        path.touch(0o600)
-        self.claim(0, 0)
-
-    def leave(self) -> None:
-        """Record that this device holds nothing. Does nothing if the file is locked or gone: then the end of the process does the same."""
-        # Must not wait: it is called when a device dies, perhaps during another device's claim on this thread.
-        if os.getpid() == self._pid and self.path.exists():
-            with suppress(BlockingIOError):
-                self.claim(0, 0, wait=False)
-
-    def claim(self, held_bytes: int, more_bytes: int, *, wait: bool = True) -> int:
-        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others leave that much.
-
-        Returns:
-            The bytes that the other devices hold. The claim for more was granted if the total is within the capacity.
-        """
-        # A new file object in each call, whose end releases the lock.
-        with open(self.path, "r+b", buffering=0) as records_file:
-            fcntl.flock(records_file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = records_file.read()
-            if len(content) % _LAYOUT.size:
-                raise ValueError(f"{self.path} is not a file of shared capacity: it has {len(content)} bytes")
-            records = [_Record(*fields) for fields in _LAYOUT.iter_unpack(content)]
-            mine, others, slot = None, 0, len(records)
-            for index, record in reversed([*enumerate(records)]):
-                if record[:3] == (self._pid, self._start, self._token):
-                    mine = index
-                elif record.held_bytes == 0 or _start_time(record.pid) != record.start:
-                    slot = index
-                else:
-                    others += record.held_bytes
-                    if record.capacity_bytes != self.capacity_bytes:
-                        raise ValueError(
-                            f"{self.path} is used with a capacity of {record.capacity_bytes:,} bytes, not {self.capacity_bytes:,}"
-                        )
-            granted = more_bytes if held_bytes + more_bytes + others <= self.capacity_bytes else 0
-            place = slot if mine is None else mine
-            held = held_bytes + granted
-            record = _Record(self._pid, self._start, self._token, self.capacity_bytes, held) if held else _EMPTY
-            if mine is not None or held:
-                os.pwrite(records_file.fileno(), _LAYOUT.pack(*record), place * _LAYOUT.size)
-            return others
-
-
-def _start_time(pid: int) -> int | None:
-    """The start time of a living process; None for one that is dead, or was killed and not yet reaped by its parent."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            state, *fields = stat.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in (b"Z", b"X") else int(fields[18])

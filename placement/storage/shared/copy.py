@@ -13,10 +13,9 @@ in the same change of the group and it has the same bytes on all of them. Each r
 So what is lost with a rank is on the device of each of the others, until it is in the host copy. Where step 1 does not succeed, nothing was
 written and nobody has given up memory: a rank whose pages changed gets a host copy of its own, and saves all of them there.
 
-The shared copy is only written between the time when all ranks have left the same number and the time when each leaves its next one.
-By leaving a number a rank also says that it needs nothing that the copy has, and that nothing of its own is on the way there any more. So
-a rank that was stopped in step 2 and goes on later writes the bytes that belong there: until it comes to the next meeting, nobody
-can have written others. And a copy that was torn by failures in step 2 is read by nobody: all who wrote have their values on the device.
+The shared copy is only written between the time when all ranks have left the same number and the time when each leaves its next one, by
+which it also says that it needs nothing that the copy has, and that nothing of its own is on the way there any more. So a rank that was
+stopped in step 2 and goes on later writes the bytes that belong there, and a copy that was torn by failures in step 2 is read by nobody.
 
 A rank that has got a host copy of its own comes to the next meeting, too. If all are equal there, every rank uses the shared copy again.
 Only where the values of ranks differ, or a rank has gone, it leaves the shared copy for good, and says so in its last word.
@@ -24,6 +23,7 @@ Only where the values of ranks differ, or a rank has gone, it leaves the shared 
 
 from __future__ import annotations
 
+import abc
 import os
 import select
 import time
@@ -32,40 +32,30 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 
 from placement.core import interrupts
 from placement.devices.host.mapping import PAGE
-from placement.devices.memory import SharedSlab
+from placement.devices.host.shared_slab import MappedSlab
 
-_PAUSE_SECONDS = (0.00005, 0.005)
-"""Pause between two looks at what the others say: the first one, and the longest."""
-_LOOK_SECONDS = 0.2
-"""How often a rank that waits looks whether the change has ended without it."""
-_PATIENCE_SECONDS = 10.0
-"""How long a rank waits for another's share that gets no further, before it copies it itself."""
+_PAUSE_SECONDS = (0.00005, 0.005)  # pause between two looks at what the others say: the first one, and the longest
+_LOOK_SECONDS = 0.2  # how often a rank that waits looks whether the change has ended without it
+_PATIENCE_SECONDS = 10.0  # how long a rank waits for another's share that gets no further, before it copies it itself
 _NUM_WORDS = 5
-ALONE, LEFT = -1, -2
-"""Last words: this rank loads by itself from now on, or has unregistered the object."""
-_ON_DEVICE, _GONE = 1, -1
-"""Words for where a rank has its values. 0: in a host copy."""
-_FAILED = 1
-"""Beside the number of a change: what is missing of this rank's share does not come."""
+ALONE, LEFT = -1, -2  # last words: this rank loads by itself from now on, or has unregistered the object
+_ON_DEVICE, _GONE = 1, -1  # words for where a rank has its values. 0: in a host copy.
+_FAILED = 1  # beside the number of a change: what is missing of this rank's share does not come
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a run of bytes is divided among ranks: one equal part of whole pages for each, in rank order, and then an undivided rest.
+    """How a run of bytes is divided among ranks: one equal part of whole pages for each, in rank order, and then an undivided rest."""
 
-    Attributes:
-        rank: the place of this rank among them.
-        members: the number of each rank in the manager's group, by which messages call it.
-    """
-
-    rank: int
-    members: tuple[int, ...]
+    rank: int  # the place of this rank among them
+    members: tuple[int, ...]  # the number of each rank in the manager's group, by which messages call it
 
     @property
     def world_size(self) -> int:
@@ -82,24 +72,81 @@ class Shares:
         return start, nbytes - start if rank == self.world_size - 1 else part
 
 
+class Ranks(abc.ABC):
+    """The ranks of one machine that share host copies, and gather by a torch.distributed process group.
+    `process_group`: a group of the same ranks, in the same order.
+    `shares`: how bytes are divided among the ranks; it has this rank's number.
+    `deadline_seconds`: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead)."""
+
+    def __init__(self, process_group: torch.distributed.ProcessGroup, shares: Shares, deadline_seconds: float) -> None:
+        from torch._C._distributed_c10d import AllgatherOptions  # not in every build of torch
+
+        self.shares = shares
+        self.deadline_seconds = deadline_seconds
+        self._process_group = process_group
+        self._options = AllgatherOptions()
+        self._options.asyncOp = False
+        self._options.timeout = timedelta(seconds=deadline_seconds)
+
+    @property
+    @abc.abstractmethod
+    def change(self) -> int:
+        """The number of the present change of the group, 1 or more. All ranks have the same one; every change of every group another."""
+
+    @property
+    @abc.abstractmethod
+    def agreed_change(self) -> int:
+        """The number of the last change on which all ranks have agreed."""
+
+    @property
+    @abc.abstractmethod
+    def change_is_over(self) -> bool:
+        """Whether the present change has ended, because a rank has failed, or the group cannot be reached."""
+
+    @abc.abstractmethod
+    def exchange_texts(self, what: str, text: str) -> list[str]:
+        """Send text to these ranks under the topic `what`. Returns the text of each on this topic, by rank.
+        Raises GroupError: a rank failed in the meantime, or did not answer in time.
+        Raises CoordinatorLost: the group cannot be reached."""
+
+    @property
+    def parted(self) -> str | None:
+        """Why these ranks change together no longer; None while they do."""
+        return None
+
+    @property
+    def gone(self) -> str | None:
+        """Why no collective is possible any more; None while they are possible."""
+        try:
+            torch.distributed.get_process_group_ranks(self._process_group)
+        except (KeyError, ValueError, RuntimeError):
+            return "the process group was destroyed"
+        return self.parted
+
+    def gather(self, out: torch.Tensor) -> None:
+        """All-gather in place, on the current stream. `out` has the parts of all ranks, in rank order; this rank's is filled in.
+        Raises RuntimeError: the collective failed."""
+        # Not torch.distributed.all_gather_into_tensor: it takes no deadline, and torch 2.13 has renamed it.
+        part = out.numel() // self.shares.world_size
+        work = self._process_group._allgather_base(out, out[self.shares.rank * part :][:part], self._options)
+        if work is not None:  # torch 2.13 returns None where the stream waits by itself
+            work.wait()
+
+
 class Refusal(NamedTuple):
     """Why the ranks do not write together."""
 
     reason: str
-    is_final: bool
-    """Whether they never will."""
+    is_final: bool  # whether they never will
 
 
 class SharedCopy:
     """A host copy that ranks share, as one of them sees it. All methods but `leave` are for a rank that has not left it.
+    `slab`: with `extra_bytes` behind the copy.
+    `change`: returns the number of the group's present change, see `Ranks.change`.
+    `is_over`: returns whether that change has ended, because a rank has failed."""
 
-    Args:
-        slab: with `extra_bytes` behind the copy.
-        change: returns the number of the group's present change, see `Ranks.change`.
-        is_over: returns whether that change has ended, because a rank has failed.
-    """
-
-    def __init__(self, slab: SharedSlab, shares: Shares, change: Callable[[], int], is_over: Callable[[], bool]) -> None:
+    def __init__(self, slab: MappedSlab, shares: Shares, change: Callable[[], int], is_over: Callable[[], bool]) -> None:
         self.slab = slab
         self.shares = shares
         self._change, self._is_over = change, is_over
@@ -107,13 +154,11 @@ class SharedCopy:
         words = slab.extra[: len(slab.extra) // 8 * 8].view(torch.int64)
         self.loads, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
         """A word of each rank. `loads`: the number of the change for which it has prepared a load, or why it loads alone."""
-        self.table = words[_NUM_WORDS * n :].view(n, -1)
-        """A row of each rank, for fingerprints."""
+        self.table = words[_NUM_WORDS * n :].view(n, -1)  # a row of each rank, for fingerprints
         self._ours = ours
         self._processes[ours] = os.getpid()
         self._watched: dict[int, int] = {}
-        self.lost: set[int] = set()
-        """The ranks whose shares will not come in the present writing."""
+        self.lost: set[int] = set()  # the ranks whose shares will not come in the present writing
 
     @staticmethod
     def extra_bytes(shares: Shares, num_prints: int) -> int:
@@ -160,11 +205,8 @@ class SharedCopy:
 
     def wait_for_all(self, count: int, seconds: float, name_of: Callable[[int], str]) -> Refusal | None:
         """Wait until every rank has left its fingerprints. Returns None where all `count` of them are equal.
-
-        Args:
-            seconds: the longest time.
-            name_of: the name of the tensor that a fingerprint stands for, for a message.
-        """
+        `seconds`: the longest time.
+        `name_of`: the name of the tensor that a fingerprint stands for, for a message."""
         number, deadline, look = self._change(), time.monotonic() + seconds, time.monotonic() + _LOOK_SECONDS
         pause = _PAUSE_SECONDS[0]
         while True:

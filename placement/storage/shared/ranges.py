@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
@@ -13,28 +13,22 @@ from placement.storage.range import Range, used_bytes
 from placement.storage.shared.copy import ALONE, SharedCopy, Shares
 
 
-def chunk_spans(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+def chunk_spans(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """(offset, bytes) of each chunk's used bytes, rounded up to whole pages."""
     end = round_up(nbytes, PAGE)
-    for start in range(0, end, chunk_bytes):
-        yield start, min(chunk_bytes, end - start)
+    return [(start, min(chunk_bytes, end - start)) for start in range(0, end, chunk_bytes)]
 
 
 def spans_of(rank: int, nbytes: int, chunk_bytes: int, shares: Shares) -> list[tuple[int, int]]:
     """(offset, bytes) of each span that a rank writes in the host copy of a range of `nbytes`, in order."""
-    spans = []
-    for start, length in chunk_spans(used_bytes(nbytes), chunk_bytes):
-        offset, own = shares.of(rank, length)
-        if own:
-            spans.append((start + offset, own))
-    return spans
+    spans = [(start, *shares.of(rank, length)) for start, length in chunk_spans(used_bytes(nbytes), chunk_bytes)]
+    return [(start + offset, own) for start, offset, own in spans if own]
 
 
 class SharedPages(Pages):
     """Pages that ranks save together: each its share of a page. `SharedCopy` says how."""
 
-    together: SharedCopy | None = None
-    """The host copy that the ranks are writing now; None: this rank saves whole pages."""
+    together: SharedCopy | None = None  # the host copy that the ranks are writing now; None: this rank saves whole pages
     shares: Shares
 
     def share(self, rank: int, index: int) -> Copy | None:
@@ -105,11 +99,8 @@ class SharedPages(Pages):
 
 class SharedRange(Range):
     """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered as soon as its parts have arrived.
-
-    Args:
-        slab: the host copy to begin with: that of `copy`, or one of this rank's own.
-        is_frozen: whether training does not change what is in it.
-    """
+    `slab`: the host copy to begin with: that of `copy`, or one of this rank's own.
+    `is_frozen`: whether training does not change what is in it."""
 
     is_replica = True
     _pages_class = SharedPages
@@ -123,9 +114,8 @@ class SharedRange(Range):
         """The host copy that the ranks share; None once this rank has left it for good. `is_shared`: this rank uses it now."""
         self.shares = self.pages.shares = copy.shares
         self.is_frozen = is_frozen
-        self.alone: str | None = None
-        """Why this rank loads everything over its own link from now on; None while the ranks load together."""
-        self._spans = tuple(chunk_spans(self.nbytes, device.chunk_bytes))
+        self.alone: str | None = None  # why this rank loads everything over its own link from now on; None while the ranks load together
+        self._spans = chunk_spans(self.nbytes, device.chunk_bytes)
 
     @property
     def is_shared(self) -> bool:
@@ -135,10 +125,6 @@ class SharedRange(Range):
     def held_host_bytes(self) -> int:
         kept = 0 if self.copy is None or self.is_shared else self.copy.slab.held_bytes
         return super().held_host_bytes + kept
-
-    def use(self, slab: HostSlab) -> None:
-        """Use another host copy from now on."""
-        self.pages.host, self.pages.prints = slab, None
 
     def leave(self, reason: str) -> None:
         """Share no host copy from now on. This rank has one of its own."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -25,13 +25,11 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.range import Owner, Range, used_bytes
 from placement.storage.scan import StorageScanner
-from placement.storage.shared.copy import Refusal, SharedCopy, minority, numbers, others_say
+from placement.storage.shared.copy import Ranks, Refusal, SharedCopy, minority, numbers, others_say
 from placement.storage.shared.ranges import SharedRange, spans_of
-from placement.storage.shared.ranks import Ranks
 from placement.storage.transfer.fingerprint import fingerprints
 
-_PIECE_BYTES = 64 << 20
-"""Bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much."""
+_PIECE_BYTES = 64 << 20  # bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much.
 
 
 class SharedScanner(StorageScanner):
@@ -45,10 +43,7 @@ class SharedScanner(StorageScanner):
         super().__init__(device, adapter, name, owner)
         self._ranks = ranks
         self._readonly = readonly
-        self.moves_together = False
-        """Whether all ranks are making the present move, in the same change of the group."""
-        self.state: SharedCopy | None = None
-        """The host copy for state that is not created yet."""
+        self.state: SharedCopy | None = None  # the host copy for state that is not created yet
 
     def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         frozen, trained, own = self._divide(adoptees)
@@ -93,11 +88,7 @@ class SharedScanner(StorageScanner):
         return super().state_host_bytes(sizes, parts) // self._ranks.shares.world_size
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Make a host copy for state of these sizes that all ranks share. Every rank calls this at the same time.
-
-        Raises:
-            RegistrationError, HostMemoryError, DeviceMemoryError, GroupError, CoordinatorLost: see `_shared_range`.
-        """
+        """Make a host copy for state of these sizes that all ranks share. Every rank calls this at the same time. See `_shared_range`."""
         if self.adapter.kind != "optimizer":
             super().reserve(sizes, parts)
             return
@@ -126,16 +117,14 @@ class SharedScanner(StorageScanner):
         layout = RangeLayout(self._device, adoptees, self._addresses)
         slab: HostSlab = copy.slab
         if (refusal := self._refusal(copy, adoptees, layout)) is None:
-            shares = self._ranks.shares
-            self._write(adoptees, layout, slab, shares.rank)
+            self._write(adoptees, layout, slab, self._ranks.shares.rank)
             copy.note_arrived(1)
-            for rank in copy.wait_for_shares(1):
-                self._write(adoptees, layout, slab, rank)
+            lacking: Iterable[int] = copy.wait_for_shares(1)
         else:
             logger.warning("%r: its new state has a host copy of this rank's own: %s", self.name, refusal.reason)
-            slab = self._device.host(used_bytes(layout.nbytes))
-            for rank in range(self._ranks.shares.world_size):
-                self._write(adoptees, layout, slab, rank)
+            slab, lacking = self._device.host(used_bytes(layout.nbytes)), range(self._ranks.shares.world_size)
+        for rank in lacking:
+            self._write(adoptees, layout, slab, rank)
         fresh = SharedRange(self._device, layout, slab, tuple(adoptees), copy, is_frozen=False)
         if refusal is not None and refusal.is_final:
             fresh.leave("it was created unequal on the ranks")
@@ -155,22 +144,24 @@ class SharedScanner(StorageScanner):
 
     def _shared_range(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
         """Make a shared range and write this rank's share. Every rank calls this at the same time.
-
-        Raises:
-            RegistrationError: the ranks do not have the same tensors, or are on several machines.
-            HostMemoryError, DeviceMemoryError: no memory for this rank's share, or no addresses.
-            GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
-        """
-        device, rank = self._device, self._ranks.shares.rank
+        Raises RegistrationError: the ranks do not have the same tensors, or are on several machines.
+        Raises HostMemoryError, DeviceMemoryError: no memory for this rank's share, or no addresses.
+        Raises GroupError, CoordinatorLost: another rank failed, or the group cannot be reached."""
+        device, shares = self._device, self._ranks.shares
         layout = RangeLayout(device, adoptees, self._addresses)
         prints = _fingerprints(adoptees)
         what = "frozen" if is_frozen else "trained"
         num_prints = max(len(prints), used_bytes(layout.nbytes) // device.chunk_bytes + 1)
         copy = self._copy_for(_layout(device, adoptees, layout), used_bytes(layout.nbytes), num_prints, what=what)
-        self._write(adoptees, layout, copy.slab, rank)
-        copy.table[rank, : len(prints)] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
+        self._write(adoptees, layout, copy.slab, shares.rank)
+        copy.table[shares.rank, : len(prints)] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
         self._ranks.exchange_texts(f"share of {what}", "written")
-        self._check_equal(copy.table[:, : len(prints)], [name for name, _ in prints])
+        table = copy.table[:, : len(prints)]
+        for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
+            raise _Unequal(
+                f"{self.name!r} cannot be replicated: {prints[column][0]!r} {others_say(shares, table[:, column].tolist())}. "
+                "Load the same values on every rank before you register it, or register it without replicated=True."
+            )
         self._try_out()
         copy.slab.pin()
         return SharedRange(device, layout, copy.slab, tuple(adoptees), copy, is_frozen=is_frozen)
@@ -186,21 +177,18 @@ class SharedScanner(StorageScanner):
             said = ranks.exchange_texts(f"layout of {what}", f"{digest} {path}")
             self._check_layouts([each.partition(" ")[0] for each in said])
             if shares.rank != 0:
-                file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
+                try:
+                    file = files.enter_context(opened_file(said[0].partition(" ")[2]))
+                except (OSError, ValueError) as error:
+                    raise RegistrationError(
+                        f"{self.name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on "
+                        "one machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
+                    ) from error
             slab = device.shared_host(file, nbytes, spans_of(shares.rank, nbytes, device.chunk_bytes, shares), extra_bytes)
             copy = SharedCopy(slab, shares, lambda: ranks.change, lambda: ranks.change_is_over)
             ranks.exchange_texts(f"mapping of {what}", "done")
         copy.watch()
         return copy
-
-    def _file_of_rank_0(self, path: str) -> AbstractContextManager[int]:
-        try:
-            return opened_file(path)
-        except (OSError, ValueError) as error:
-            raise RegistrationError(
-                f"{self.name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on one "
-                "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
-            ) from error
 
     def _write(self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab, rank: int) -> None:
         """Write a rank's share of the host copy, and wait until it is there."""
@@ -224,13 +212,6 @@ class SharedScanner(StorageScanner):
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
             )
 
-    def _check_equal(self, table: torch.Tensor, names: Sequence[str]) -> None:
-        for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
-            raise _Unequal(
-                f"{self.name!r} cannot be replicated: {names[column]!r} {others_say(self._ranks.shares, table[:, column].tolist())}. "
-                "Load the same values on every rank before you register it, or register it without replicated=True."
-            )
-
     def _try_out(self) -> None:
         """Run one collective. It creates the communicator now, so that no later load lacks memory for it."""
         out = torch.zeros(self._ranks.shares.world_size, dtype=torch.uint8, device=self._device.torch_device)
@@ -251,9 +232,7 @@ def _kind_of(adoptee: Adoptee) -> int:
     """0 for parameters that are not trained, 1 for those that are, 2 for what is each rank's own: buffers change with a rank's data."""
     tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in adoptee.owned]
     parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]  # FSDP2 has plain tensors over each one's bytes
-    if not parameters:
-        return 2
-    return 1 if any(parameter.requires_grad for parameter in parameters) else 0
+    return int(any(parameter.requires_grad for parameter in parameters)) if parameters else 2
 
 
 def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) -> str:

@@ -4,10 +4,8 @@ A handle that leaves is copied to the host page by page. As soon as a page has a
 addresses and, if another handle comes, put behind the new ones. So a swap needs the memory of the larger side, plus `WINDOW` chunks.
 
 The order of the steps keeps each page's bytes complete somewhere: a page is vacated after its bytes are in the host copy, and a move is
-committed after its last page. `ManagedStorage.make_consistent` settles the rest after an error.
-
-Pages that are aside are remapped before anything is copied: the driver remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while
-it is busy (H200, chunks of 128 MiB).
+committed after its last page. `ManagedStorage.make_consistent` settles the rest after an error. Pages that are aside are remapped before
+anything is copied: the driver remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while it is busy (H200, chunks of 128 MiB).
 """
 
 from __future__ import annotations
@@ -29,17 +27,12 @@ from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
-WINDOW = 2
-"""The number of chunks that a swap may create before the first one is given up.
-
-On an H200, with chunks of 128 MiB, two use 97 to 99 % of both directions of the link.
-"""
+WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).
 FIRST_BURST = 1
 """The number of pages in the first burst of a load. In a burst, all pages of one range are mapped before the first is copied."""
 _GATHERED = 2
 """The number of pages in each burst where N ranks share a host copy: each copies 1/N of a page, which takes hardly longer than mapping
-it (four busy H200s: 1.7 ms of copying, 1.3 ms of creating and mapping). Four ranks load 8.6 GB in 63 ms, and in 67 to 70 ms where half
-of it is mapped first."""
+it (four busy H200s: 1.7 ms of copying, 1.3 ms of creating and mapping)."""
 BURST_GROWTH = 16
 """Each later burst has this many times the pages of the one before, up to all that wait. They are mapped while the earlier ones are
 copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map."""
@@ -49,10 +42,8 @@ to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
 _LAST = 1
 """The number of last pages of a range that are vacated separately, once the link is idle: copying them takes longer than vacating those
 before them."""
-_CLEAN_BATCH = 64
-"""The number of pages that are vacated together when they need not be copied."""
-_LEAD = 2
-"""The number of pages whose fingerprints are computed first, so that the link has work while the others are computed."""
+_CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
+_LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
 _SECOND = 16
 """The least number of pages in the second part, if none has to be copied: the device computes it while every tensor is looked at."""
 _PART_GROWTH = 3
@@ -70,42 +61,26 @@ class Leaving:
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
-    has_new_state: bool = False
-    """Whether new storages that are not transient were taken in. Torch caches their old memory now."""
+    has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
     staying: list[tuple[Range, range]] = field(default_factory=list)
     """Neighbouring pages whose memory stays aside. Those that differ from the host copy are saved afterwards."""
-    held_back: list[tuple[Range, range]] = field(default_factory=list)
-    """Neighbouring pages that leave once the others are aside."""
+    held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)
     """Neighbouring pages that are vacated together, once they are saved."""
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
-    is_compared: bool = False
-    """Whether the pages that are saved are compared with the host copy (`ChangeRecord`)."""
-    dropped: tuple[Range, ...] | None = None
-    """Gradient ranges that are dropped instead of saved; None: gradients are saved."""
+    is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
+    dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
     """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
-    chosen: Mapping[Range, Span] = field(default_factory=dict)
-    """The pages that the verifier compares, by range."""
-    aside_bytes: int = 0
-    """Device bytes of pages that may stay aside, beside those that do already."""
-
-    def compared(self, r: Range, indices: Sequence[int]) -> list[Span]:
-        """The part of `chosen` among neighbouring pages."""
-        _, first, last = self.chosen.get(r, (r, 0, 0))
-        first, last = max(first, indices[0]), min(last, indices[-1] + 1)
-        return [(r, first, last)] if first < last else []
+    chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
+    aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
 
 class Arrivals:
-    """Pages on their way to the device. They wait for memory, in order, and then their copies start.
-
-    Args:
-        chunk_pool: gives their memory.
-    """
+    """Pages on their way to the device. They wait for memory, in order, and then their copies start. `chunk_pool`: gives their memory."""
 
     def __init__(self, device: Device, chunk_pool: ChunkPool) -> None:
         self._device = device
@@ -113,10 +88,8 @@ class Arrivals:
         self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
         """Pages shorter than a full one. A full chunk that was given up does not fit them, so they wait in a queue of their own."""
-        self._burst = 0
-        """The number of pages in the last burst."""
-        self.brought_bytes: Counter[ManagedStorage] = Counter()
-        """Bytes that this process copies to the device, by storage."""
+        self._burst = 0  # the number of pages in the last burst
+        self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
     def __bool__(self) -> bool:
         """Whether any page still waits for memory."""
@@ -136,19 +109,17 @@ class Arrivals:
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies.
 
-        A burst may cover several ranges, however small, because the burst as a whole keeps the link busy.
+        A short first one starts the link; the longer it has work, the more may be mapped. A burst may cover several ranges.
         """
-        self._burst = left = min(self._next_burst(), len(self._full or self._tails))
+        gathers = any(r.is_shared for _, r, _ in self._full or self._tails)
+        wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
+        self._burst = left = min(wanted, len(self._full or self._tails))
         while left:
             left -= self._bring(left, longest=left)[0]
 
     def fill(self, *, fresh: int, longest: int) -> None:
-        """Put memory behind the next pages and start their copies, until memory lacks.
-
-        Args:
-            fresh: the number of chunks that the driver may be asked for. All others come from the pool.
-            longest: the most pages to map together.
-        """
+        """Put memory behind the next pages, at most `longest` together, and start their copies, until memory lacks: `fresh` chunks may come
+        from the driver, all others from the pool."""
         while self:
             served, created = self._bring(fresh, longest=longest)
             if not served:
@@ -172,12 +143,6 @@ class Arrivals:
         for _ in range(served):
             waiting.popleft()
         return served, created
-
-    def _next_burst(self) -> int:
-        """The number of pages in the next burst. A short first one starts the link; the longer it has work, the more may be mapped."""
-        if any(r.is_shared for _, r, _ in self._full or self._tails):
-            return _GATHERED
-        return self._burst * BURST_GROWTH or FIRST_BURST
 
 
 @dataclass(eq=False, kw_only=True)
@@ -217,13 +182,10 @@ class Exchange:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone.
 
         Returns when the offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the
-        calling thread's current stream waits for them.
-
-        Raises:
-            DeviceMemoryError, HostMemoryError: no memory. Every storage is settled on one side or the other.
-            IntegrityError: the bytes that arrived are not those that were sent. Every storage is settled, as above.
-            PhaseError: another thread is in a call of what leaves, and the deadline has passed. Every storage is settled, as above.
-        """
+        calling thread's current stream waits for them. After an error every storage is settled on one side or the other.
+        Raises DeviceMemoryError, HostMemoryError: no memory.
+        Raises IntegrityError: the bytes that arrived are not those that were sent.
+        Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
         began = time.monotonic()
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
             holding.make_consistent(self.chunk_pool)
@@ -231,11 +193,13 @@ class Exchange:
         into = [holding for holding in coming if not holding.on_device]
         if any(each.state_dict_tensors or each.state_dict_tensors.are_held for each in into):
             self.device.wait_for_work()  # a write into a state dict may be queued on the current stream, and loads wait for no stream
-        for holding in out if self.is_together else ():
-            holding.move_together()
+        for holding in out:
+            holding.scanner.moves_together = self.is_together
         try:
             self._begin(out, into)
-            moving = [Leaving(each, dropped=self._dropped_of(each), aside_bytes=self._aside_bytes(each)) for each in out]
+            moving = [Leaving(each, aside_bytes=self._aside_bytes(each)) for each in out]
+            for each in moving:
+                each.dropped = each.holding.gradients.ranges(each.holding.ranges) if each.holding in self.dropping else None
             stays = any(each.aside_bytes for each in moving)
             parts = self._start(moving, remaps_first=stays)
             # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
@@ -311,8 +275,7 @@ class Exchange:
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied.
 
-        Args:
-            remaps_first: some memory stays aside. Until `_let_stay` has put it there, the link gets no work.
+        If memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there.
         """
         parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
@@ -337,24 +300,20 @@ class Exchange:
         self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
-        """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come.
-
-        Args:
-            waits: also wait for pages that are still being copied.
-        """
+        """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come. With `waits`, also wait
+        for those that are still being copied."""
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
-            if self.verifier is not None and (compared := leaving.compared(r, indices)):
+            _, first, last = leaving.chosen.get(r, (r, 0, 0))
+            compared = range(max(first, indices[0]), min(last, indices[-1] + 1))
+            if self.verifier is not None and compared:
                 r.pages.wait(indices)
-                self.verifier.check_host(leaving.holding, compared, leaving.on_host)
+                self.verifier.check_host(leaving.holding, (r, compared.start, compared.stop), leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
             if self.early_release and not self._arrivals:
                 self.chunk_pool.release()
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
-
-    def _dropped_of(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
-        return holding.gradients.ranges(holding.ranges) if holding in self.dropping else None
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
@@ -364,11 +323,8 @@ class Exchange:
     # --- finding what changed, and copying it
 
     def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
-        """Find the pages that are not clean, enqueue their copies, and cut all into batches. Yields after each part.
-
-        Args:
-            holds_back: leave the copies and batches to `_let_stay`.
-        """
+        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches, part by
+        part."""
         dropped = set(leaving.dropped or ())
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
         if self.verifier is not None:
@@ -419,11 +375,8 @@ class Exchange:
             yield
 
     def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that.
-
-        Args:
-            wrong: the pages with bytes that must not come back. None of them stays.
-        """
+        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that. Pages that are
+        `wrong` have bytes that must not come back: none of them stays."""
         last = indices.start
         while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
             leaving.aside_bytes -= r.chunk_sizes[last]

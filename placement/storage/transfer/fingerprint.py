@@ -55,11 +55,8 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
     """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all where none are.
-
-    Args:
-        known, found: fingerprints of the same chunks, int64 on the CPU.
-        first: the number of the first chunk.
-    """
+    `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
+    `first`: the number of the first chunk."""
     count = len(found)
     places = range(count) if known is None else (known != found).nonzero().flatten().tolist()
     return [first + index for index in places]

@@ -1,24 +1,22 @@
 """Stream an optimizer's state through a small window of device memory while the optimizer steps.
 
 The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets ahead, is stepped there, and goes back
-to the host behind the step, so that the link is busy both ways beside the kernels. At most three buckets are on the device: one that
-leaves or is stepped, and two that come. The first ones may have come aside before the step (`Prefetcher`). No tensor is touched, because
-the state keeps its addresses.
+to the host behind the step, so that the link is busy both ways beside the kernels. The first ones may have come aside before the step
+(`Prefetcher`). No tensor is touched, because the state keeps its addresses.
 
-The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes
-are on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings
-both home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their
-old state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step
-once all are.
+The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes are
+on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both
+home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their old
+state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step once
+all are.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,17 +29,14 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
 
-AHEAD = 2
-"""The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
+AHEAD = 2  # the number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls.
 
 
 class Piece(NamedTuple):
     """The state of one parameter, or of a slice of it: the least that can be stepped."""
 
-    chunks: tuple[RangeChunk, ...] = ()
-    """The chunks that have bytes of it."""
-    unborn_bytes: int = 0
-    """Bytes of state that the step will create."""
+    chunks: tuple[RangeChunk, ...] = ()  # the chunks that have bytes of it
+    unborn_bytes: int = 0  # bytes of state that the step will create
 
     @property
     def nbytes(self) -> int:
@@ -57,13 +52,10 @@ class Bucket:
     last: int
     chunks: tuple[RangeChunk, ...]
     unborn_bytes: int
-    arrived: Mark | None = None
-    """Tells when its bytes are on the device."""
-    left: Mark | None = None
-    """Tells when those that leave with it are on the host."""
+    arrived: Mark | None = None  # tells when its bytes are on the device
+    left: Mark | None = None  # tells when those that leave with it are on the host
     leaving: tuple[RangeChunk, ...] = ()
-    fresh: Range | None = None
-    """Where the state that its step has created moves when it has been copied."""
+    fresh: Range | None = None  # where the state that its step has created moves when it has been copied
 
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
@@ -71,7 +63,11 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
 
     A chunk that the bucket before has, too, counts for that one.
     """
-    order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
+    order = {r: number for number, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
+
+    def place(chunk: RangeChunk) -> tuple[int, int]:
+        return order[chunk[0]], chunk[1]
+
     found: list[Bucket] = []
     before: frozenset[RangeChunk] = frozenset()
     chunks: dict[RangeChunk, None] = {}
@@ -79,13 +75,13 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
         if index > first and used + more > bucket_bytes:
-            found.append(Bucket(first, index, _sorted(chunks, order), unborn))
+            found.append(Bucket(first, index, tuple(sorted(chunks, key=place)), unborn))
             before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
             more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
         chunks.update(dict.fromkeys(piece.chunks))
         unborn, used = unborn + piece.unborn_bytes, used + more
     if pieces:
-        found.append(Bucket(first, len(pieces), _sorted(chunks, order), unborn))
+        found.append(Bucket(first, len(pieces), tuple(sorted(chunks, key=place)), unborn))
     return found
 
 
@@ -113,10 +109,6 @@ def bytes_of(chunks: Iterable[RangeChunk]) -> int:
     return sum(r.chunk_sizes[index] for r, index in chunks)
 
 
-def _sorted(chunks: Iterable[RangeChunk], order: Mapping[Range, int]) -> tuple[RangeChunk, ...]:
-    return tuple(sorted(chunks, key=lambda each: (order[each[0]], each[1])))
-
-
 def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
     """The same chunks as runs of neighbours in one range."""
     for r, those in itertools.groupby(chunks, key=operator.itemgetter(0)):
@@ -128,24 +120,19 @@ class Streamed(NamedTuple):
     """The result of a streamed step."""
 
     to_device_bytes: int
-    early_bytes: int
-    """The part of them that came before the step."""
+    early_bytes: int  # the part of them that came before the step
     to_host_bytes: int
-    peak_bytes: int
-    """The most device bytes of the state at a time."""
+    peak_bytes: int  # the most device bytes of the state at a time
 
 
 @dataclass
 class StreamedStep:
     """One step of an optimizer whose state is on the host.
-
-    Args:
-        holding: the optimizer's storage.
-        pieces: the state of the parameters or their slices, in the order in which they are stepped.
-        bucket_bytes: device bytes of a bucket.
-        window_bytes: device bytes that all buckets on the device may have together. A single bucket may have more.
-        step: steps what pieces `first` up to `last` (not included) are the state of, on the current stream.
-    """
+    `holding`: the optimizer's storage.
+    `pieces`: the state of the parameters or their slices, in the order in which they are stepped.
+    `bucket_bytes`: device bytes of a bucket.
+    `window_bytes`: device bytes that all buckets on the device may have together. A single bucket may have more.
+    `step`: steps what pieces `first` up to `last` (not included) are the state of, on the current stream."""
 
     holding: ManagedStorage
     pieces: Sequence[Piece]
@@ -155,15 +142,12 @@ class StreamedStep:
     _buckets: list[Bucket] = field(default_factory=list)
     _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The buckets that have bytes in a chunk, ascending."""
-    _fetched: int = 0
-    """The number of buckets that have memory."""
-    _vacated: int = 0
-    """The number of buckets that have left."""
+    _fetched: int = 0  # the number of buckets that have memory
+    _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
     """The storages (`_cdata`) of state outside the ranges when the step begins, such as a moment that the user has replaced. A later
     bucket may have to step with it, so it is taken in at the end."""
-    _is_tight: bool = False
-    """Whether the device lacks memory for buckets ahead."""
+    _is_tight: bool = False  # whether the device lacks memory for buckets ahead
     _to_device_bytes: int = 0
     _early_bytes: int = 0
     _to_host_bytes: int = 0
@@ -171,13 +155,11 @@ class StreamedStep:
 
     def run(self) -> Streamed:
         """Make the step. Returns when all state is complete on the host and its memory is given back.
-
-        Raises:
-            DeviceMemoryError: a bucket has no room although no other is on the device.
-            HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
-            IntegrityError: values of the state are lost. Nothing was stepped.
-            Exception: the step's or the device's error. What was stepped has its new state, everything else its old state, on the host.
-        """
+        Raises DeviceMemoryError: a bucket has no room although no other is on the device.
+        Raises HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
+        Raises IntegrityError: values of the state are lost. Nothing was stepped.
+        Raises Exception: the step's or the device's error. What was stepped has its new state, everything else its old state, on the
+        host."""
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
         for index, bucket in enumerate(self._buckets):
@@ -295,16 +277,11 @@ class StreamedStep:
                     copied = {claim.storage._cdata for r in leaving for claim in r.moving_in or ()}
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
-            bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
+            # A chunk that is used again soon stays until that bucket leaves.
+            bucket.leaving = tuple(each for each in bucket.chunks if not any(index < later <= index + AHEAD for later in self._uses[each]))
             for r, run in page_runs(bucket.leaving):
                 self._to_host_bytes += r.pages.save(run)
             bucket.left = device.mark("to_host")
-
-    def _next_use(self, chunk: RangeChunk, index: int) -> float:
-        """The next bucket that has bytes in a chunk. A chunk that is used again soon stays until that bucket leaves."""
-        uses = self._uses[chunk]
-        later = bisect.bisect_right(uses, index)
-        return uses[later] if later < len(uses) else float("inf")
 
     def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
         """Wait until the buckets before `until` have left, and take their memory away."""

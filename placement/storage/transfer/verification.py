@@ -18,20 +18,17 @@ from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
+from placement.storage.nan_check import listed
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import differing, fingerprints
 
-Span = tuple[Range, int, int]
-"""Chunks `first` up to `last` (not included) of a range."""
+Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a range
 
 
 class Verifier:
     """Compares the bytes that arrived with those that were sent.
-
-    Args:
-        mode: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is
-            no verifier.
-    """
+    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is no
+    verifier."""
 
     def __init__(self, mode: Verify) -> None:
         self._mode = mode
@@ -53,31 +50,22 @@ class Verifier:
                     if r.prints is None and not holding.on_device and r.moving_in is None:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
-    def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
+    def check_host(self, holding: ManagedStorage, span: Span, wanted: Mapping[Range, torch.Tensor]) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
-
-        Args:
-            spans: chunks that have arrived.
-            wanted: the fingerprints that the host copy of each range must have.
-
-        Raises:
-            IntegrityError: the bytes differ; those on the device are the good ones.
-        """
-        for r, first, last in spans:
-            bad = differing(wanted[r][first:last], _of_host(r, first, last), first)
-            if bad:
-                _mend(holding, r, bad, wanted[r])
-                raise IntegrityError(
-                    f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
-                    "The handle stays on the device, complete; its next offload copies them again."
-                )
+        `span`: chunks that have arrived.
+        `wanted`: the fingerprints that the host copy of each range must have.
+        Raises IntegrityError: the bytes differ; those on the device are the good ones."""
+        r, first, last = span
+        if bad := differing(wanted[r][first:last], _of_host(r, first, last), first):
+            _mend(holding, r, bad, wanted[r])
+            raise IntegrityError(
+                f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
+                "The handle stays on the device, complete; its next offload copies them again."
+            )
 
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
         """Check the same, byte by byte, for new storages that have no place in a range yet.
-
-        Raises:
-            IntegrityError: the bytes differ; the storages stay where they are.
-        """
+        Raises IntegrityError: the bytes differ; the storages stay where they are."""
         arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))]
         if self._mode == "sample" and arrived:
             arrived = [self._random.choice(arrived)]
@@ -92,11 +80,8 @@ class Verifier:
 
     def check_device(self, holding: ManagedStorage) -> None:
         """Check before a load is committed that the device has the bytes that the host copy had when it was written. Waits for the copies.
-
-        Raises:
-            IntegrityError: the bytes differ. If the host copy is as it was, the load can be tried again. If not, no good copy exists any
-                more, and the storage is `lost`.
-        """
+        Raises IntegrityError: the bytes differ. If the host copy is as it was, the load can be tried again. If not, no good copy exists any
+        more, and the storage is `lost`."""
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
             bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
@@ -136,9 +121,8 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
     """Words for a message: the numbers of chunks, and the names of the storages in them."""
     spans = [(r.starts[index], r.starts[index] + r.used_sizes[index]) for index in indices]
     names = [p.name for p in r.placed if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     chunks = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    return f"chunk{'s' if len(indices) > 1 else ''} {chunks} of {len(r.chunk_sizes)} ({', '.join(names[:8])}{more})"
+    return f"chunk{'s' if len(indices) > 1 else ''} {chunks} of {len(r.chunk_sizes)} ({listed(names)})"
 
 
 def mirror(holding: ManagedStorage) -> None:
