@@ -140,10 +140,10 @@ class GroupVote:
         with self._hearing():
             return self._group.agree(plan, stage, lacks_engines)
 
-    def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
+    def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended.
 
-        Returns the error to raise in place of `error`, for which it `waits` for the reasons of the others; None to raise `error` itself.
+        Returns the error to raise in place of `error`; None to raise `error` itself.
         """
         epoch = self._current
         if self._group is None or self._is_told(error) or epoch.has_left:
@@ -156,8 +156,7 @@ class GroupVote:
         blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
         told = None
         try:
-            waits = waits and isinstance(error, Exception)
-            told = self._group.abort(error, blames=blames, waits=waits)
+            told = self._group.abort(error, blames=blames)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
@@ -179,7 +178,7 @@ class GroupVote:
             return failures
         try:
             if error is not None or failures:
-                self.failed(error if error is not None else failures[0], waits=False)
+                self.failed(error if error is not None else failures[0])
             else:
                 self.propose(action)
                 self.agree(_ALL_HAVE_LEFT if self.compares_plans else plan)
@@ -192,7 +191,7 @@ class GroupVote:
         """Report that a phase was dropped while open, so that the other ranks do not wait for this one."""
         epoch, self._epoch = self._epoch, None  # the report takes an epoch of its own, even during another phase transition
         try:
-            self.failed(PhaseError(f"phase {name!r} was abandoned"), waits=False)
+            self.failed(PhaseError(f"phase {name!r} was abandoned"))
         finally:
             self._epoch = epoch
 

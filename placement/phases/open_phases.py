@@ -236,7 +236,7 @@ class TransitionLock:
                 except BaseException as raised:
                     self._is_busy = True  # objects that are garbage-collected while this waits must not begin a phase transition
                     try:
-                        told = vote.failed(raised, waits=not own)
+                        told = vote.failed(raised)
                     finally:
                         self._is_busy = False
                     if own or told is None:
