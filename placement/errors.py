@@ -2,36 +2,7 @@
 
 from __future__ import annotations
 
-from placement.core.errors import (
-    BrokenHandleError,
-    CheckpointError,
-    CoordinatorLost,
-    DeviceMemoryError,
-    EngineError,
-    EngineLost,
-    GroupError,
-    HostMemoryError,
-    IntegrityError,
-    NotResidentError,
-    PhaseError,
-    PlacementError,
-    PolicyError,
-    RegistrationError,
-)
+from placement.core.errors import *  # noqa: F403
+from placement.core.errors import PlacementError
 
-__all__ = [
-    "BrokenHandleError",
-    "CheckpointError",
-    "CoordinatorLost",
-    "DeviceMemoryError",
-    "EngineError",
-    "EngineLost",
-    "GroupError",
-    "HostMemoryError",
-    "IntegrityError",
-    "NotResidentError",
-    "PhaseError",
-    "PlacementError",
-    "PolicyError",
-    "RegistrationError",
-]
+__all__ = [name for name, each in globals().items() if isinstance(each, type) and issubclass(each, PlacementError)]

@@ -15,7 +15,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
 from placement.core.states import ROLES, WORKER_ROLES
-from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase, listed
+from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase
 from placement.planning.policy_lookup import policy_names
 
 _Number = TypeVar("_Number", int, float)
@@ -59,7 +59,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
     add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     add("--json", action="store_true", help="print everything as JSON, for scripts")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,10 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     """The first of these options that is not as it is by default; "" if there is none."""
-    parser = argparse.ArgumentParser()
-    add_plan(parser)
-    defaults = parser.parse_args([])
-    return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != getattr(defaults, name)), "")
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != arguments.default_of(name)), "")
 
 
 def _policies(text: str) -> list[str]:
@@ -151,7 +148,7 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[s
 
     given: dict[str, Any] = {
         "layout": layout,
-        "cycle": listed(arguments.cycle),
+        "cycle": arguments.cycle,
         "budget_bytes": budget,
         "link": link,
         "work_seconds": work,
@@ -207,7 +204,6 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
 
 
 def _numbers(text: str, option: str, what: str, kind: Callable[[str], _Number]) -> dict[str, _Number]:
-    """The numbers that an option gives to phases."""
     found = {}
     for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
         try:
@@ -247,11 +243,8 @@ def table(forecast: Forecast) -> str:
 
 
 def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
-    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
-
-    Args:
-        heads: of the columns, such as policies with their options.
-    """
+    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums. `heads`: of the columns, such as
+    policies with their options."""
     sums = {"peak": "peak_bytes", "loaded": "loaded_bytes", "offloaded": "offloaded_bytes"}
     sums |= {"host, this rank": "host_bytes", "host, node": "node_host_bytes", "disk, this rank": "disk_bytes"}
     columns = [["", *map(_name, forecasts[0].phases), *sums, "stall", "fits"]]

@@ -72,11 +72,8 @@ CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
 
 
 class GuardedForward:
-    """Takes the place of a module's `forward` and asks the check at each call.
-
-    Args:
-        before: the module's own `forward` attribute (a framework's patch, a captured graph); None: the method of its class is called.
-    """
+    """Takes the place of a module's `forward` and asks the check at each call. `before`: the module's own `forward` attribute (a
+    framework's patch, a captured graph); None: the method of its class is called."""
 
     def __init__(self, check: Check, module: torch.nn.Module, before: Callable[..., Any] | None = None) -> None:
         self.check = check
@@ -114,12 +111,9 @@ class GuardedForward:
 
 
 class CallGuard:
-    """Refuses the calls of modules and their submodules between `refuse` and `allow`.
+    """Refuses the calls of modules (`roots`) and their submodules between `refuse` and `allow`.
 
-    Args:
-        roots: these modules are always refused. Of their present submodules, those that have or contain a tensor are refused.
-        name: the handle's, for messages.
-        deadline_seconds: the longest time that `wait` waits.
+    Of the present submodules, those that have or contain a tensor are refused. `wait` waits at most `deadline_seconds`.
     """
 
     def __init__(self, check: Check, roots: Iterable[torch.nn.Module], name: str, deadline_seconds: float) -> None:
@@ -136,11 +130,9 @@ class CallGuard:
         _IN_USE.add(self)
 
     def roots(self) -> list[torch.nn.Module]:
-        """The roots that are still alive."""
         return [root for root in (reference() for reference in self._roots) if root is not None]
 
     def guards(self, module: torch.nn.Module) -> bool:
-        """Whether a module is one of the roots."""
         return any(root is module for root in self.roots())
 
     def is_inside(self) -> bool:
@@ -154,13 +146,9 @@ class CallGuard:
         return isinstance(each, torch.nn.Parameter) and any(each is own for root in self.roots() for own in root.parameters())
 
     def wait(self, since_seconds: float) -> None:
-        """Wait until the calls of the modules that other threads are in now have ended.
+        """Wait until the calls that other threads are in now have ended. The deadline counts from `since_seconds` on the monotonic clock.
 
-        Args:
-            since_seconds: the time on the monotonic clock from which the deadline counts.
-
-        Raises:
-            PhaseError: the deadline has passed; or this thread itself is inside such a call, and would wait for ever.
+        Raises PhaseError: the deadline has passed; or this thread itself is inside such a call, and would wait for ever.
         """
         if self.is_inside():
             raise PhaseError(
@@ -225,7 +213,6 @@ class CallGuard:
                 own["forward"] = guard.before
 
     def remove(self) -> None:
-        """Give the modules back their own `forward` for good."""
         self.allow()
         self._roots, self._parts, self._forwards = [], [], []
         _IN_USE.discard(self)
@@ -293,7 +280,6 @@ NO_CALLS = CallGuard(cast("Check", None), (), "", 0.0)
 
 
 def wait_for_calls(module: torch.nn.Module) -> None:
-    """Wait for the calls of a registered module that other threads are in. See `CallGuard.wait`."""
     for each in [each for each in _IN_USE if each.guards(module)]:
         each.wait(time.monotonic())
 
@@ -315,12 +301,8 @@ class MethodCall:
 
     Hooks of an optimizer inside another one run too late: the outer one may have reduced, unscaled and dropped gradients by then. A copy of
     the object is not guarded. If somebody else has put a method on the object itself, that method is called, and `remove` restores it.
-
-    Args:
-        guard: called with the object, the positional arguments (tuple) and the keyword arguments (dict); it raises to refuse the call,
-            and returns None or other arguments for it.
-        target: the object.
-        name: the method's name.
+    The guard gets the object, the positional (tuple) and the keyword arguments (dict). It raises to refuse the call, and returns None or
+    other arguments for it.
     """
 
     def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:

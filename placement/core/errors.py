@@ -81,7 +81,8 @@ class GroupError(PlacementError):
     """A rank failed, so every rank went back. A new phase can succeed, unless the message asks for a new group (`Manager.rejoin`).
 
     Attributes:
-        failures: the reason of each failed rank, by rank. Every rank has the same reasons, unless one failed after the wait was over.
+        failures: the reasons by rank: that of the rank that failed first, and on a rank that failed, too, its own. Ranks that were
+            missing, or did something else, are all named.
     """
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:

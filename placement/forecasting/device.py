@@ -69,7 +69,6 @@ def sized(shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int |
 
 
 def within(storage: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over the beginning of a storage."""
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
@@ -160,11 +159,8 @@ class _Copies:
 
 
 class SizesDevice(Device):
-    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it.
-
-    Args:
-        link: the rates of copies; None: they are not known, and no copy is ready before it is waited for.
-    """
+    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it. `link`: the rates of
+    copies; None: they are not known, and no copy is ready before it is waited for."""
 
     name = "sizes"
     torch_device = torch.device("cpu")
@@ -197,7 +193,6 @@ class SizesDevice(Device):
 
     @property
     def seconds(self) -> float:
-        """The time on the simulated clock."""
         return self._copies.seconds
 
     def work(self, seconds: float) -> None:
@@ -211,7 +206,6 @@ class SizesDevice(Device):
             self._settle()
 
     def change(self, *tensors: torch.Tensor) -> None:
-        """Change the bytes of the tensors' storages."""
         for tensor in tensors:
             for slot in self._slots(tensor):
                 self._writes[slot] = self._writes.get(slot, 0) + 1
@@ -333,25 +327,18 @@ class SizesDevice(Device):
 
 
 class SizedModule(torch.nn.Module):
-    """A module of storages.
-
-    Args:
-        storages: the bytes of each, and the parameters that lie in it, on the meta device; none: it is a buffer.
-    """
+    """A module of storages. `storages`: the bytes of each, and the parameters that lie in it, on the meta device; none: it is a buffer."""
 
     def __init__(self, storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]]) -> None:
         super().__init__()
-        place: torch.nn.Module = self
         for index, (nbytes, parameters) in enumerate(storages):
-            whole = sized((nbytes,))
-            if parameters and any(True for _ in place.buffers(recurse=False)):  # a module's buffers come after its parameters
-                place = torch.nn.Module()
-                self.add_module(f"part{index}", place)
+            whole, place = sized((nbytes,)), torch.nn.Module()  # in one, all parameters would come before the buffers
+            self.add_module(f"part{index}", place)
             if not parameters:
-                place.register_buffer(f"buffer{index}", whole)
+                place.register_buffer("buffer", whole)
             for number, each in enumerate(parameters):
                 made = torch.nn.Parameter(within(whole.untyped_storage(), each.shape, each.dtype), requires_grad=each.requires_grad)
-                place.register_parameter(f"parameter{index}_{number}", made)
+                place.register_parameter(f"parameter{number}", made)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -429,7 +416,6 @@ class _Generator(Engine):
         self._module = weakref.ref(module)
 
     def modules(self) -> Sequence[torch.nn.Module]:
-        """The module, as long as it lives."""
         return () if (module := self._module()) is None else (module,)
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -461,7 +447,6 @@ class Object:
         return _Generator(self.target) if self.generates and isinstance(self.target, SizedModule) else self.target
 
     def own(self, nbytes: int) -> int:
-        """This rank's part of so many bytes."""
         return -(-nbytes * self.part[0] // self.part[1])
 
     def empty(self) -> None:
@@ -488,7 +473,6 @@ class Seen(NamedTuple):
 
 
 def objects_of(device: SizesDevice, facts: Iterable[HandleView], seen: Mapping[str, Seen]) -> Iterator[Object]:
-    """The objects of handles of which only the facts are known."""
     made: dict[str, Object] = {}
     for each in facts:
         made[each.name] = _object_of(device, each, made, seen.get(each.name, Seen()))

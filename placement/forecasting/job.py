@@ -100,7 +100,6 @@ class Rollout:
 
     @property
     def tags(self) -> dict[str, int]:
-        """Bytes of each part."""
         return {WEIGHTS: _bytes("weights_bytes", self.weights_bytes), KV_CACHE: _bytes("kv_cache_bytes", self.kv_cache_bytes)}
 
 
@@ -194,7 +193,6 @@ def _check(handles: Mapping[str, Model | Rollout]) -> None:
 
 
 def _check_numbers(what: str, given: Mapping[str, float] | None, phases: Sequence[str]) -> None:
-    """Refuse numbers of phases that the cycle does not have, and negative ones."""
     if unknown := [name for name in given or {} if name not in phases]:
         raise ValueError(f"the {what} of {', '.join(map(repr, unknown))}, which the cycle does not have, cannot be used")
     for name, number in (given or {}).items():
@@ -213,11 +211,7 @@ def _check_role(role: str | None) -> None:
 
 
 def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | str | None = None) -> int:
-    """Bytes of a whole model's storages.
-
-    Raises:
-        ValueError, OSError, ImportError: as `forecast`.
-    """
+    """Bytes of a whole model's storages. Raises ValueError, OSError, ImportError: as `forecast`."""
     return sum(part.nbytes for part in parts_of(module_of(source, dtype_of(dtype), "lm"), ALONE, dtype_of(dtype)))
 
 
@@ -248,14 +242,9 @@ def _objects(name: str, given: Model | Rollout, layout: Layout, device: SizesDev
 
 
 def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str, Any] | None = None) -> StateOf:
-    """The state that an optimizer creates for a parameter, as a step of its own on the meta device makes it.
+    """The state that an optimizer (one of `OPTIMIZERS`, a class, or "package.module:Class") creates for a parameter.
 
-    Args:
-        optimizer: a name of `OPTIMIZERS`, a class, or "package.module:Class".
-        options: arguments of the class.
-
-    Raises:
-        ValueError: the name is unknown, the class cannot be constructed, or its state cannot be told without values.
+    A step of its own on the meta device makes it. Raises ValueError: there is no such optimizer, or its state needs values.
     """
     if isinstance(optimizer, str) and optimizer in _RULES:
         if options:

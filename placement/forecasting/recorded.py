@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,9 @@ from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State,
 from placement.forecasting.description import Forecast, Link, Phase
 from placement.forecasting.device import Seen, SizesDevice, objects_of
 from placement.forecasting.run import Moved, Run, summed_up
-from placement.observe.trace import MANAGER_EVENT
+from placement.observe.trace import MANAGER_EVENT, Event, read_trace
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import ALIGNMENT
-
-Event = Mapping[str, Any]
 
 
 class _Span(NamedTuple):
@@ -80,7 +77,7 @@ class Recording:
 
     @classmethod
     def _read(cls, path: Path, worker: str | None) -> Recording:
-        events = _events(path)
+        _, events = read_trace(path)
         pid, name, about = _chosen(events, path, worker)
         own = [event for event in events if event.get("pid") == pid]
         tracks = {event["tid"]: str(event["args"]["name"]) for event in own if event.get("name") == "thread_name"}
@@ -133,10 +130,9 @@ class Recording:
         settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
         objects = objects_of(device, map(_view, self.facts), {facts["name"]: self._seen(facts) for facts in self.facts})
         with Run(chosen, device, objects, names, budget_bytes=budget, **settings) as run:
-            return summed_up(run, tuple([run.go(phase, seconds) for phase, seconds in self.phases]), notes=notes)
+            return summed_up(run, [tuple([run.go(phase, seconds) for phase, seconds in self.phases])], notes)
 
     def _seen(self, facts: Mapping[str, Any]) -> Seen:
-        """The bytes that the moves of one handle have shown."""
         own = [each for each in self.moves if each.handle == facts["name"]]
         loads = [each.moved.loaded_bytes for each in own if each.trigger == Trigger.LOAD]
         return Seen(
@@ -150,19 +146,6 @@ class Recording:
 def _view(facts: Mapping[str, Any]) -> HandleView:
     keys = ("name", "kind", "role", "readonly", "external", "built", "gathers", "can_prefetch", "num_bytes", "tags")
     return HandleView(state=State.CPU_OFFLOADED, owners=tuple(facts["owners"]), **{key: facts[key] for key in keys})
-
-
-def _events(path: Path) -> list[Event]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no trace {path}") from None
-    except ValueError as error:
-        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
-    events = found.get("traceEvents") if isinstance(found, Mapping) else found
-    if not isinstance(events, list):
-        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
-    return [event for event in events if isinstance(event, Mapping)]
 
 
 def _chosen(events: Sequence[Event], path: Path, worker: str | None) -> tuple[object, str, Mapping[str, Any]]:
@@ -191,7 +174,6 @@ def _move(event: Event, tracks: Mapping[int, str]) -> _Span:
 
 
 def _phase(event: Event, bursts: Iterable[_Span]) -> tuple[Phase, float]:
-    """A phase, and the seconds of its work."""
     begin, end, only = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}).get("only")
     moving = sum(max(0.0, min(each.end_seconds, end) - max(each.begin_seconds, begin)) for each in bursts)
     return Phase(event["name"], None if only is None else tuple(only)), max(0.0, end - begin - moving)

@@ -4,10 +4,10 @@ One common phase transition is an epoch. Each rank makes its moves reversibly, v
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
    Ranks whose plans may differ then compare what merely stays on their devices; what does not stay on all of them leaves.
-2. prepare: each rank moves, and keeps both copies. A rank that fails leaves its reason and claims ABORT.
+2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
 4. obey: each rank waits for the decision, and obeys it even if it claimed the opposite. A rank that runs out of time claims ABORT.
-   After an ABORT the lowest rank that has not failed gathers the reasons of all; these waits are short, and no step depends on them.
+   Every rank raises the reasons of the decision; one that failed after it was made adds its own.
 
 Where engines move, a phase transition has up to three epochs: engines leave, the other handles move, engines load. A rank that has no
 engine to move takes part in all of them: the decision says which stage all ranks have reached, and whether engines are to be loaded.
@@ -36,6 +36,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -154,8 +155,8 @@ class Decision(Message):
     lacks_engines: bool = False
     """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
     failures: dict[int, str] = Field(default_factory=dict)
-    is_silent: bool = False
-    """Whether the failed ranks will say nothing more, because they are late or were restarted."""
+    is_late: bool = False
+    """Whether the others have waited for the failed ranks in vain."""
 
 
 _M = TypeVar("_M", bound=Message)
@@ -171,11 +172,11 @@ def decode(kind: type[_M], value: bytes) -> _M:
         raise ValueError(f"not a valid {kind.__name__}: {error.error_count()} errors in {value[:200]!r}") from error
 
 
-def abort(failures: Mapping[int, str], *, is_silent: bool = False) -> Decision:
+def abort(failures: Mapping[int, str], *, is_late: bool = False) -> Decision:
     """A decision that ends an epoch. Where many ranks have failed, their reasons are cut short."""
     limit = min(_MAX_TEXT, _ALL_TEXTS // max(len(failures), 1))
     kept = {rank: shortened(reason, limit) for rank, reason in failures.items()}
-    return Decision(verdict="abort", failures=kept, is_silent=is_silent)
+    return Decision(verdict="abort", failures=kept, is_late=is_late)
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:
@@ -232,8 +233,6 @@ class Group:
         """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
         self.compares_plans = False
         """Whether the ranks compare what stays on their devices before they move, in the present change."""
-        self._outcome = -1, ""
-        """The last epoch for which this rank wrote an outcome, and its reason if it failed there."""
         self._keys: list[tuple[int, str]] = []
         """The keys on the board that this rank has to delete, each with its epoch."""
         with self._reaching_the_board("join"):
@@ -246,7 +245,7 @@ class Group:
             return
         at = self._board.present([f"{self._prefix}/at/{rank}" for rank in range(self.world_size)])
         self.epoch = max(map(int, at.values()), default=0)
-        own = abort({self.rank: _RESTARTED}, is_silent=True)
+        own = abort({self.rank: _RESTARTED})
         while self._claim(own) != own:
             self.epoch += 1  # that epoch was decided without this rank; try to end the next one
         raise GroupError(f"rank {self.rank} was restarted: its place is taken. To go on, {_REJOIN}", {self.rank: _RESTARTED})
@@ -276,8 +275,7 @@ class Group:
                     self.compares_plans = found.compares_plans
                     return found
                 decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
-                is_late = decision.is_silent and decision.failures.get(self.rank, _RESTARTED) != _RESTARTED
-                if not (catches_up and is_late):
+                if not (catches_up and decision.is_late and self.rank in decision.failures):
                     raise self._end(decision)
                 _logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
                 self._enter_next_epoch()
@@ -319,14 +317,13 @@ class Group:
             self._enter_next_epoch()
             return Reached(decision.stage, decision.lacks_engines)
 
-    def abort(self, error: BaseException, *, blames: Mapping[int, str] | None = None, waits: bool = True) -> GroupError | None:
+    def abort(self, error: BaseException, *, blames: Mapping[int, str] | None = None) -> GroupError | None:
         """End the epoch for all ranks, because this rank cannot do its part. Not for errors that this group raised: every rank has those.
 
         Args:
             blames: the failed ranks with reasons, where the failure is another rank's.
-            waits: whether to wait for the reasons of the other ranks.
 
-        Returns the error that every rank raises; None when this rank is in doubt.
+        Returns the error that this rank raises; None when it is in doubt.
 
         Raises:
             CoordinatorLost: the board does not answer. The others notice at their deadline.
@@ -334,12 +331,11 @@ class Group:
         if self.is_in_doubt:
             return None
         with self._reaching_the_board("abort"):
-            reason = _reason(error)
+            own = abort(blames or {self.rank: _reason(error)})
             while True:
-                self._leave_outcome("" if blames else reason)
-                decision = self._claim(abort(blames or {self.rank: reason}))
+                decision = self._claim(own)
                 if decision.verdict == "abort":
-                    return self._end(decision, waits=waits)
+                    return self._end(decision, own.failures)
                 self._enter_next_epoch()  # interrupted after its vote: the others have entered, so this rank ends the next change
 
     @property
@@ -386,8 +382,13 @@ class Group:
 
     def _of_all(self, what: str, deadline: float, ranks: Sequence[int] | None = None) -> list[bytes] | Decision:
         """The values of these ranks; the decision if the epoch has been decided, which this rank does itself at the deadline."""
-        found = self._polled([*self._keys_of(what, ranks).values()], deadline, unless=self._key("decision"))
-        return self._give_up(what, self._missing(what, ranks)) if found is None else found
+        keys, decision = [*self._keys_of(what, ranks).values()], [self._key("decision")]
+        for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
+            if (found := self._board.look(keys)) is not None:
+                return found
+            if self._board.look(decision) is not None:
+                break
+        return self._give_up(what, self._missing(what, ranks))
 
     def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
         """The message that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
@@ -397,17 +398,10 @@ class Group:
             found = self._board.wait(key, self._grace_seconds)
         return self._give_up(what, missing) if found is None else decode(kind, found)
 
-    def _polled(self, keys: Sequence[str], deadline: float, *, unless: str = "") -> list[bytes] | None:
-        """The values of these keys; None at the deadline, or once the key `unless` has a value."""
-        for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
-            if (found := self._board.look(keys)) is not None or (unless and self._board.look([unless]) is not None):
-                return found
-        return None
-
     def _give_up(self, what: str, missing: list[int]) -> Decision:
         """End the epoch at the deadline. Blames the ranks that have not written `what`; if all have, rank 0."""
         said = f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"
-        return self._claim(abort(dict.fromkeys(missing or [0], said), is_silent=True))
+        return self._claim(abort(dict.fromkeys(missing or [0], said), is_late=True))
 
     def _missing(self, what: str, ranks: Sequence[int] | None = None) -> list[int]:
         keys = self._keys_of(what, ranks)
@@ -427,55 +421,24 @@ class Group:
             self._board.claim(self._key("basis"), Basis(budget_bytes=0, is_over=True).encode())
         return stands
 
-    def _end(self, decision: Decision, *, waits: bool = True) -> GroupError:
-        """Leave an epoch that ended with ABORT. Returns the error that this rank raises."""
+    def _end(self, decision: Decision, own: Mapping[int, str] = MappingProxyType({})) -> GroupError:
+        """Leave an epoch that ended with ABORT. Returns the error that this rank raises, with its `own` reason if it has failed, too."""
         if decision.verdict == "commit":
             raise ValueError("the ranks committed without this one: another process uses its rank in the same generation")
-        failures = decision.failures
-        if waits:
-            # Before the next epoch begins, so that an interrupt meanwhile still belongs to this epoch.
-            with suppress(BoardLost):  # a decision that was read is obeyed, even if the board is lost now
-                self._leave_outcome("")
-                failures = self._all_failures(decision)
-            epoch, reason = self._outcome
-            if epoch == self.epoch and reason:  # this rank failed too late for the others to hear of it
-                failures = failures | {self.rank: reason}
+        failures = dict(sorted({**own, **decision.failures}.items()))
         self.plans_may_differ = True  # a step that some ranks have begun and others have not leaves them with different handles
         self._enter_next_epoch()
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items()))
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
         advice = f". A phase can only succeed again when you {_REJOIN}" if _RESTARTED in failures.values() else ""
         advice += _ABOUT_PLANS if _ANOTHER_PLAN in failures.values() else ""
         return GroupError(f"the ranks did not change phase together, so all went back: {reasons}{advice}", failures)
-
-    def _leave_outcome(self, reason: str) -> None:
-        """Write how the epoch went for this rank: the reason why it failed, or nothing. Only the first call in an epoch counts."""
-        if self._outcome[0] != self.epoch:
-            self._outcome = self.epoch, shortened(reason)
-            self._put("outcome", self._outcome[1].encode() or b"-")
-
-    def _all_failures(self, decision: Decision) -> dict[int, str]:
-        """The reasons of all ranks that failed, not of the first one alone; the same on every rank that reaches the board in time."""
-        keys = {key: rank for rank, key in self._keys_of("outcome").items()}
-        speaking = {key: rank for key, rank in keys.items() if not (decision.is_silent and rank in decision.failures)}
-        if {*speaking.values()} <= {self.rank}:  # no other rank will say anything
-            return decision.failures
-        with suppress(BoardLost, ValueError):
-            # A rank that did not fail is preferred: a failed one may be on its way out, with a user's exception.
-            if self.rank == min(speaking.values(), key=lambda rank: (rank in decision.failures, rank)):
-                self._polled([*speaking], time.monotonic() + self._grace_seconds)
-            elif (found := self._board.wait(self._key("failures"), 1.5 * self._grace_seconds)) is not None:
-                return decode(Decision, found).failures
-            said = {keys[key]: value.decode(errors="replace") for key, value in self._board.present([*keys]).items()}
-            all_failures = decision.failures | {rank: reason for rank, reason in said.items() if reason != "-"}
-            return decode(Decision, self._board.claim(self._key("failures"), abort(all_failures).encode())).failures
-        return decision.failures
 
     def _enter_next_epoch(self) -> None:
         # Written first: until then an interrupt belongs to the epoch that this rank has not left yet.
         with suppress(BoardLost):  # a decision that was read is obeyed; only a process that replaces this one reads this key
             self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
         if self.rank == 0:
-            self._keys += [(self.epoch, self._key(what)) for what in ("basis", "decision", "failures")]
+            self._keys += [(self.epoch, self._key(what)) for what in ("basis", "decision")]
         self.epoch += 1
 
     def _forget_earlier(self) -> None:
@@ -495,7 +458,6 @@ class Group:
         return f"{self._prefix}/e{self.epoch}/{what}"
 
     def _keys_of(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
-        """The key of each of these ranks; None: of all ranks."""
         return {rank: f"{self._key(what)}/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)}
 
     @contextmanager

@@ -47,11 +47,8 @@ class _Epoch:
 
 
 class GroupVote:
-    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome.
-
-    Raises:
-        ValueError: `group` is not a group.
-    """
+    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome. Raises
+    ValueError: `group` is not a group."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = None if group is None else checked(group)
@@ -62,7 +59,6 @@ class GroupVote:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no group."""
         return self._group is None
 
     def rejoin(self, group: Group) -> None:
@@ -108,7 +104,6 @@ class GroupVote:
 
     @property
     def agreement(self) -> Agree | None:
-        """The function that asks the other ranks to agree on a plan; None without a group."""
         return None if self._group is None else self.agree
 
     @property
@@ -117,7 +112,6 @@ class GroupVote:
         return self._group is not None and self._group.compares_plans
 
     def expect_different_plans(self) -> None:
-        """Note that this rank's plans may differ from now on."""
         if self._group is not None:
             self._group.plans_may_differ = True
 
@@ -140,10 +134,10 @@ class GroupVote:
         with self._hearing():
             return self._group.agree(plan, stage, lacks_engines)
 
-    def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
+    def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended.
 
-        Returns the error to raise in place of `error`, for which it `waits` for the reasons of the others; None to raise `error` itself.
+        Returns the error to raise in place of `error`; None to raise `error` itself.
         """
         epoch = self._current
         if self._group is None or self._is_told(error) or epoch.has_left:
@@ -156,8 +150,7 @@ class GroupVote:
         blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
         told = None
         try:
-            waits = waits and isinstance(error, Exception)
-            told = self._group.abort(error, blames=blames, waits=waits)
+            told = self._group.abort(error, blames=blames)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
@@ -179,7 +172,7 @@ class GroupVote:
             return failures
         try:
             if error is not None or failures:
-                self.failed(error if error is not None else failures[0], waits=False)
+                self.failed(error if error is not None else failures[0])
             else:
                 self.propose(action)
                 self.agree(_ALL_HAVE_LEFT if self.compares_plans else plan)
@@ -192,7 +185,7 @@ class GroupVote:
         """Report that a phase was dropped while open, so that the other ranks do not wait for this one."""
         epoch, self._epoch = self._epoch, None  # the report takes an epoch of its own, even during another phase transition
         try:
-            self.failed(PhaseError(f"phase {name!r} was abandoned"), waits=False)
+            self.failed(PhaseError(f"phase {name!r} was abandoned"))
         finally:
             self._epoch = epoch
 
@@ -228,7 +221,6 @@ class GroupVote:
 
 
 def checked(group: Group) -> Group:
-    """Return `group`. Raises ValueError if it is not a group."""
     if getattr(group, "propose", None) is None:
         raise ValueError(f"group must be a placement.group.StoreGroup or another placement.group.Group, not {group!r}")
     return group

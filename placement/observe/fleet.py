@@ -28,30 +28,21 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a work
 
 
 def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
-    """GET a page of a worker.
-
-    Raises:
-        PlacementError: no worker answers at the URL; the message has the reason.
-    """
+    """GET a page of a worker. Raises PlacementError: no worker answers at the URL; the message has the reason."""
     try:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
             return body
     except urllib.error.HTTPError as error:
         raise PlacementError(f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?") from error
-    except urllib.error.URLError as error:
-        reason = error.reason.strerror if isinstance(error.reason, OSError) else None
-        raise PlacementError(f"{url} does not answer: {reason or error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise PlacementError(f"{url} does not answer: {error}") from error
+        reason = getattr(error, "reason", error)  # of urllib's own error
+        raise PlacementError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from error
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
-    """The workers at the given places: URLs of workers, URLs that end in /targets, and discovery folders.
-
-    Raises:
-        PlacementError: a place is none of these, or nobody answers there.
-    """
+    """The workers at the given places: URLs of workers, URLs that end in /targets, and discovery folders. Raises PlacementError: a place is
+    none of these, or nobody answers there."""
     found: list[Target] = []
     for place in places:
         url = place.rstrip("/")

@@ -14,12 +14,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.journal import Journal, PhaseSpan, Record
+from placement.core.settings import Annotate
 from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
@@ -34,13 +36,9 @@ _PIECE_EVENTS = 512
 def trace_events(
     records: Iterable[Record], spans: Iterable[PhaseSpan], *, now_seconds: float, offset_seconds: float, pid: int, process: str
 ) -> Iterator[Event]:
-    """The events of one worker, track by track, not sorted by time.
+    """The events of one worker (`process`), track by track, not sorted by time. Records are oldest first.
 
-    Args:
-        records: the journal's records, oldest first.
-        now_seconds: the value of `time.monotonic()` at which open states end.
-        offset_seconds: added to monotonic time to get the trace's time.
-        process: the worker's name in the trace.
+    `offset_seconds`, added to monotonic time, gives the trace's time. Open states end at `now_seconds`, on the monotonic clock.
     """
 
     def micros(seconds: float) -> float:
@@ -86,13 +84,8 @@ def trace_events(
 def encoded_trace(
     journal: Journal, *, last_seconds: float = math.inf, base_nanoseconds: int = 0, after: Iterable[Event] = ()
 ) -> Iterator[bytes]:
-    """A trace file in pieces that are made on demand, so a long journal is never held as text.
-
-    Args:
-        last_seconds: leave out events that ended longer ago.
-        base_nanoseconds: the Unix time at which the trace's time begins.
-        after: further events, put after placement's own.
-    """
+    """A trace file in pieces that are made on demand, so a long journal is never held as text. `last_seconds`: leave out events that ended
+    longer ago. `base_nanoseconds`: the Unix time at which the trace's time begins. `after`: further events, put after placement's own."""
     now = time.monotonic()
     offset = time.time() - now - base_nanoseconds / 1e9
     start = now - last_seconds
@@ -123,7 +116,7 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
         PlacementError: `beside` is not a trace file.
         OSError: a file cannot be read or written.
     """
-    base, events = (0, []) if beside is None else _read_trace(Path(beside))
+    base, events = (0, []) if beside is None else read_trace(Path(beside))
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -135,13 +128,31 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
         partial.unlink(missing_ok=True)
 
 
-def _read_trace(path: Path) -> tuple[int, list[Event]]:
-    """Read a trace. Returns the Unix time at which its time begins (nanoseconds), and its events."""
+def read_trace(path: Path) -> tuple[int, list[Event]]:
+    """Read a Chrome trace. Returns the Unix time at which its time begins (nanoseconds), and its events."""
     try:
         found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no trace {path}") from None
     except ValueError as error:
-        raise PlacementError(f"{path} is not a Chrome trace: {error}") from error
+        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
-        raise PlacementError(f"{path} is not a Chrome trace: it has no list of traceEvents")
+        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
     return (int(found.get("baseTimeNanoseconds", 0)) if isinstance(found, dict) else 0), events
+
+
+def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
+    """A context manager for a text, which marks its block for a profiler. A mark costs microseconds at each phase transition. Raises
+    ValueError: `annotate` is "nvtx" and torch was built without NVTX."""
+    if annotate == "off":
+        return nullcontext
+    import torch
+
+    if annotate == "profiler":
+        return torch.profiler.record_function
+    try:
+        torch.cuda.nvtx.mark("placement")
+    except RuntimeError as error:
+        raise ValueError("annotate 'nvtx' needs a CUDA build of torch; use 'profiler'") from error
+    return torch.cuda.nvtx.range

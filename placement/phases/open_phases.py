@@ -62,7 +62,6 @@ class OpenPhase:
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:
-    """The name of the innermost of these phases; None if there is none."""
     return phases[-1].name if phases else None
 
 
@@ -90,11 +89,8 @@ class OpenPhases:
     # --- what may be done with a phase
 
     def check_holder(self, name: str) -> None:
-        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody.
-
-        Raises:
-            PhaseError: another thread or task holds a phase.
-        """
+        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody. Raises PhaseError: another
+        thread or task holds a phase."""
         me = here()
         for each in self.all:
             if each.holder is not None and each.holder is not me and each.holder is not threading.current_thread():
@@ -113,13 +109,11 @@ class OpenPhases:
             raise PhaseError(f"cannot {what}: phase {self.all[-1].name!r} is open inside phase {phase.name!r}; leave it first")
 
     def require_leavable(self, phase: OpenPhase) -> None:
-        """Require that the phase is a hold or has only holds inside it."""
         self.require_open(phase, "leave")
         if self.all[-1] is not phase and not phase.in_any_order and not all(each.in_any_order for each in self.inside(phase)):
             self.require_innermost(phase, "leave")
 
     def inside(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
-        """The phases that are open inside an open phase."""
         return self.all[self.all.index(phase) + 1 :]
 
     def without(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
@@ -132,15 +126,11 @@ class OpenPhases:
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
-        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan.
-
-        Raises:
-            PolicyError: the policy has no idle plan.
-        """
+        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan. Raises
+        PolicyError: the policy has no idle plan."""
         return phases[-1].plan if phases else self._planner.idle(self.kept)
 
     def with_kept(self, plan: Plan) -> Plan:
-        """A plan in which kept handles stay on the device."""
         return with_kept(plan, self.kept, self._handles)
 
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
@@ -176,7 +166,6 @@ class OpenPhases:
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def forget(self, name: str) -> None:
-        """Remove a handle from the keeps and plans of all open phases."""
         self.kept -= {name}
         for each in self.all:
             each.kept.discard(name)
@@ -191,10 +180,8 @@ def _without_inference_mode() -> AbstractContextManager[object]:
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
 
-    Args:
-        vote: tells the ranks of the group about phase transitions that failed here.
-        sweep: leaves abandoned phases and forgets garbage-collected objects. Called at the beginning of every phase transition.
-        is_outside: whether no phase is open. Then this rank may have missed phase transitions of the other ranks.
+    `sweep`, called at the beginning of each, leaves abandoned phases and forgets garbage-collected objects. `is_outside` says whether no
+    phase is open. Then this rank may have missed phase transitions of the other ranks.
     """
 
     def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
@@ -236,7 +223,7 @@ class TransitionLock:
                 except BaseException as raised:
                     self._is_busy = True  # objects that are garbage-collected while this waits must not begin a phase transition
                     try:
-                        told = vote.failed(raised, waits=not own)
+                        told = vote.failed(raised)
                     finally:
                         self._is_busy = False
                     if own or told is None:
@@ -268,11 +255,8 @@ class TransitionLock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside.
-
-        Raises:
-            PhaseError, PlacementError: see `transition`.
-        """
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside. Raises
+        PhaseError, PlacementError: see `transition`."""
         with self._lock, deferred():
             self._begin(
                 "a policy or a Lazy's factory must not call step(): it runs inside a phase transition",
@@ -311,11 +295,8 @@ class TransitionLock:
                     pass
 
     def check_process(self) -> None:
-        """Refuse any use by a forked child process, or after `close`.
-
-        Raises:
-            PlacementError: the manager is closed, or belongs to another process.
-        """
+        """Refuse any use by a forked child process, or after `close`. Raises PlacementError: the manager is closed, or belongs to another
+        process."""
         if os.getpid() != self.pid:
             raise PlacementError(
                 f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "

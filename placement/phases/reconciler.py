@@ -21,10 +21,10 @@ from placement.devices.inspection import Outside
 from placement.devices.memory import WrittenPoison
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
-from placement.phases.moves import Mover, is_there
+from placement.phases.moves import Mover
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.planning.host_tier import host_tier_for
-from placement.planning.planner import Planner, check_fits, meant, still_meant, with_kept, without_surplus
+from placement.planning.planner import Planner, check_fits, is_there, meant, still_meant, with_kept, without_surplus
 from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -63,10 +63,7 @@ class Decision(NamedTuple):
 
 class Reconciler:
     """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases.
-
-    Args:
-        lease: this process's share of the device; None if the device is not shared under leases.
-    """
+    `lease`: this process's share of the device; None if the device is not shared under leases."""
 
     def __init__(
         self,
@@ -138,11 +135,8 @@ class Reconciler:
         self.carry_out(self.decide_within(plan, name, kept), agree)
 
     def decide_within(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> Decision:
-        """Check a plan that is to be carried out while the phase `name` is and stays open.
-
-        Raises:
-            DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
-        """
+        """Check a plan that is to be carried out while the phase `name` is and stays open. Raises DeviceMemoryError: the plan does not fit
+        the budget. Nothing has moved."""
         self.measure()
         self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
@@ -177,10 +171,8 @@ class Reconciler:
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
 
-        Args:
-            patiently: wait for other processes if they hold memory that the plan needs.
-            is_together: all ranks of the group do the same now.
-            vote: asks the other ranks of the group how far they came; gets the errors, and returns them with those of the others.
+        `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
+        `vote` asks them how far they came; it gets the errors, and returns them with those of the others.
         """
         stays = is_there(self._handles, plan)
         leaves = not stays and bool(self._left_behind(plan))
@@ -242,7 +234,6 @@ class Reconciler:
         self._work_seconds += time.monotonic() - began
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
-        """The handles on the device that the plan wants off it."""
         return tuple([each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name)])
 
     def budget_bytes(self, name: str) -> int:
@@ -329,11 +320,8 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Refuse a phase that would generate with an engine whose weights were discarded.
-
-        Raises:
-            EngineError: the weights of an engine have not been published again since they were discarded.
-        """
+        """Refuse a phase that would generate with an engine whose weights were discarded. Raises EngineError: the weights of an engine have
+        not been published again since they were discarded."""
         roles = self.planner.generating(name)
         for handle in self._handles.values():
             stale = handle.storage.stale
@@ -366,11 +354,9 @@ class WrongWrites:
         """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
 
     def look(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Look for writes since the last look.
+        """Look for writes since the last look. With `wait`, wait for the device to compare the memory; else a later look has the result.
 
-        Args:
-            wait: wait for the device to compare the memory. Otherwise a result that is not ready is used by a later look.
-            at_counters: also look at the version counter of every tensor, as a load does for the handles that it loads.
+        `at_counters`: also look at the version counter of every tensor, as a load does for the handles that it loads.
         """
         self.look_at_gradients()
         self.look_at_poison(wait=wait, at_counters=at_counters)

@@ -127,10 +127,7 @@ class PhaseStack:
 
     def _went_back(self, error: BaseException, plan: Plan) -> None:
         """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
-
-        Raises:
-            GroupError: every rank of the group raises it in place of `error`.
-        """
+        Raises GroupError: every rank of the group raises it in place of `error`."""
         self._journal.enter_phase(self.phases.name, self.phases.only)
         plan = self.phases.with_kept(plan)
         if isinstance(error, CoordinatorLost):
@@ -251,24 +248,16 @@ class PhaseStack:
     # --- handles that come and go
 
     def known(self, name: str) -> Handle:
-        """The handle of this name.
-
-        Raises:
-            PhaseError: there is none.
-        """
+        """The handle of this name. Raises PhaseError: there is none."""
         handle = self._handles.get(name)
         if handle is None:
             raise PhaseError(unknown_handle(name, self._handles))
         return handle
 
     def join(self, handle: Handle, agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it.
+        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle; None: nobody.
 
-        Args:
-            agree: asks the ranks of the group for agreement, for a replicated handle; None: this process decides alone.
-
-        Raises:
-            Exception: the error that stopped the move. The plans of the open phases are then as before, without the handle.
+        Raises the error that stopped the move. The plans of the open phases are then as before, without the handle.
         """
         phases = self.phases
         plans = [each.plan for each in phases.all]
@@ -284,9 +273,7 @@ class PhaseStack:
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
 
-        Raises:
-            IntegrityError: a handle was written while it was offloaded, in a way that is lost. Nothing has moved.
-            DeviceMemoryError: they do not fit the budget.
+        Raises IntegrityError: one was written while it was offloaded, in a way that is lost; DeviceMemoryError: they do not fit the budget.
         """
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
@@ -310,7 +297,6 @@ class PhaseStack:
             self.reconciler.lease_client.settle(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
-        """The optimizers that step a module."""
         return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
 
     def _forget_all(self) -> list[Exception]:
@@ -343,12 +329,8 @@ class PhaseStack:
     # --- outside every phase
 
     def rejoin(self, group: Group) -> None:
-        """See `Manager.rejoin`.
-
-        Raises:
-            PhaseError: a phase is open.
-            Exception: a handle could not be moved where it belongs. The old group stays in use.
-        """
+        """See `Manager.rejoin`. Raises PhaseError: a phase is open. Raises Exception: a handle could not be moved where it belongs. The old
+        group stays in use."""
         if self.phases.all:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
         if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):
@@ -359,13 +341,8 @@ class PhaseStack:
     def close(self, on_device: tuple[str, ...] = ()) -> None:
         """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an error.
 
-        Args:
-            on_device: names of handles that are loaded first, so that their tensors are handed back on the device.
-
-        Raises:
-            PhaseError: a phase is open, or no handle has one of the names.
-            DeviceMemoryError: these handles do not fit.
-            Exception: the first error of a handle that could not be handed back. All others were; `close` can be repeated.
+        The handles of `on_device` are loaded first. Raises PhaseError: a phase is open, or no handle has such a name; DeviceMemoryError:
+        they do not fit; else the first error of a handle that could not be handed back. All others were.
         """
         if self.lock.is_closed:
             return
@@ -415,7 +392,6 @@ class PhaseStack:
                 logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
 
     def _abandoned(self) -> OpenPhase | None:
-        """An abandoned phase that can be left now."""
         for each in self.phases.all:
             if each.is_abandoned and (each.in_any_order or each is self.phases.all[-1]):
                 return each

@@ -32,41 +32,30 @@ class HostTier:
 
     @property
     def waited_seconds(self) -> float:
-        """Total time that was spent waiting for the disk."""
         return 0.0
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
-        """Make room for host memory that a registration is about to take.
+        """Make room for host memory that a registration is about to take. `needed` returns the bytes; it may look at every tensor.
 
-        Args:
-            needed: returns the bytes. It may look at every tensor, so it is called only where there is a limit.
-
-        Raises:
-            HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
+        Raises HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
         """
 
     def prepare(self, plan: Plan) -> None:
         """Have in host memory what a phase transition to this plan uses there. It stays until `arrange`."""
 
     def arrange(self, phase: str) -> None:
-        """Decide anew what stays in host memory, now that a phase transition is over. What moves then moves in the background.
-
-        Args:
-            phase: the phase that is open now.
-        """
+        """Decide anew what stays in host memory, now that a phase transition is over. What moves then moves in the background. `phase`: the
+        phase that is open now."""
 
     def close(self) -> None:
         """Stop the background work. Every handle has been forgotten. Idempotent."""
 
 
 class DiskTier(HostTier):
-    """Host copies hold at most `limit_bytes` of host memory; those needed last are in a folder. With `gives_back`, those of handles that
-    are on the device take none as long as no coming phase transition is expected to use them.
+    """Host copies hold at most `limit_bytes` of host memory; those needed last are in files of a directory (None: there are none).
 
-    Args:
-        handles: the manager's handles; read at each call.
-        give_up_early: gives up all chunks that arrived early. The host copies that have some stay in host memory.
-        directory: where the files are; None: there are none.
+    With `gives_back`, those of handles that are on the device take none as long as no coming phase transition is expected to use them.
+    `give_up_early` gives up all chunks that arrived early. The host copies that have some stay in host memory.
     """
 
     keeper_type: type[Keeper] = Keeper
@@ -191,14 +180,7 @@ class DiskTier(HostTier):
 
 
 def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]) -> HostTier:
-    """The limit that the settings ask for.
-
-    Args:
-        give_up_early: see `DiskTier`.
-
-    Raises:
-        ValueError: the folder for files cannot be used.
-    """
+    """The limit that the settings ask for. `give_up_early`: see `DiskTier`. Raises ValueError: the folder for files cannot be used."""
     gives_back = settings.host_copies == "while_needed"
     if settings.host_limit_bytes is None and not gives_back:
         return HostTier()
@@ -233,12 +215,8 @@ class UseHistory:
         self._count = 0
 
     def note(self, phase: str, used: frozenset[str]) -> None:
-        """Note a phase transition.
-
-        Args:
-            phase: the phase that is open after it. `idle` is one, too: what leaves then needs its host copy.
-            used: the handles whose host copies were used since the last one was noted.
-        """
+        """Note a phase transition. `phase`: the phase that is open after it. `idle` is one, too: what leaves then needs its host copy.
+        `used`: the handles whose host copies were used since the last one was noted."""
         followed = len(self._phases.upcoming(phase))
         self._upcoming = (*list(self._uses)[len(self._uses) - followed :], used)
         self._phases.began(phase)
@@ -277,14 +255,8 @@ class HostShare(NamedTuple):
 def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mapping[str, HostShare], limit_bytes: int) -> None:
     """Refuse a registration of which is certain that it cannot be offloaded within the limit.
 
-    What is needed at once is at least the handle itself and, for an optimizer, the modules that it steps, beside what cannot leave.
-
-    Args:
-        nbytes: host memory that the registration takes now, beside what the handle has in `shares` already.
-        owners: the modules that the handle steps.
-
-    Raises:
-        HostMemoryError: it does not fit; the message has a table of who holds what.
+    What is needed at once is at least the handle itself and the modules that it steps (`owners`), beside what cannot leave. `nbytes` is the
+    host memory that it takes now, beside what it has in `shares`. Raises HostMemoryError, with a table of who holds what.
     """
     at_once = {name, *owners}
     needed = nbytes + sum(share.total_bytes if each in at_once else share.fixed_bytes for each, share in shares.items())
@@ -297,7 +269,6 @@ def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mappi
 
 
 def host_table(name: str, nbytes: int, shares: Mapping[str, HostShare]) -> str:
-    """A table of the host memory that each handle holds now and takes in all."""
     known = shares.get(name, HostShare(0, 0, 0))
     rows = {**shares, name: HostShare(known.total_bytes + nbytes, known.fixed_bytes, known.held_bytes)}
     return bytes_table(("in host memory", "host copy"), ((each, share.held_bytes, share.total_bytes) for each, share in rows.items()))
@@ -323,7 +294,6 @@ class PhaseHistory:
         """For each place in the history: how many phases up to it are the same as the last ones."""
 
     def began(self, phase: str) -> None:
-        """Note that a phase is open now."""
         was_full = len(self._phases) == MOST_PHASES
         lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
         self._phases.append(phase)

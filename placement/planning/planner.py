@@ -18,7 +18,7 @@ from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
 from placement.planning.host_tier import PhaseHistory, bytes_table
-from placement.registration.handle import Handle
+from placement.registration.handle import Handle, Node
 
 _NO_TAG: frozenset[str] = frozenset()
 _GENERATING: dict[str, tuple[str, ...]] = {
@@ -36,13 +36,8 @@ class Planner:
 
     The budget of a phase is the user's number. Without one it is the free memory plus the bytes that the handles hold, minus the additional
     bytes that others (activations, the framework) were seen to need in this phase. Before a phase has run once, the fraction `headroom`
-    of the settings is left free instead.
-
-    Args:
-        handles: the manager's handles in registration order; read at each call.
-        memory: the device's memory as measured now.
-        leased_from_bytes: if the device is shared under leases, the bytes that all its processes may use together; else None. Memory
-            that other processes hold now counts as free then, because a phase waits for it.
+    of the settings is left free instead. If the device is shared under leases, all its processes may use `leased_from_bytes` together.
+    Memory that other processes hold now counts as free then, because a phase waits for it.
     """
 
     def __init__(
@@ -70,11 +65,7 @@ class Planner:
     # --- plans
 
     def ask(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> tuple[View, Plan]:
-        """The view that the policy was shown, and its plan for a phase.
-
-        Raises:
-            PolicyError: the policy gave no valid plan.
-        """
+        """The view that the policy was shown, and its plan for a phase. Raises PolicyError: the policy gave no valid plan."""
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
         used = [handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED]
@@ -87,11 +78,7 @@ class Planner:
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.
 
-        Args:
-            at_rest: as if nothing were on the device, so that what a checkpoint merely leaves there does not count as needed.
-
-        Raises:
-            PolicyError: the policy gave no valid plan.
+        `at_rest`: as if nothing were on the device, so that what a checkpoint merely leaves there does not count as needed.
         """
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:
@@ -99,11 +86,9 @@ class Planner:
         return ask_policy(self._policy, view)
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
-        """The plan that applies outside every phase."""
         return self.ask(IDLE, None, kept)[1]
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
-        """The view for the policy: everything that it may base its plan on."""
         handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
         budget_bytes = self._budget_bytes(phase, handles.values())
         return View(
@@ -253,9 +238,8 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
 def ask_policy(policy: Any, view: View) -> Plan:
     """Ask the policy for a plan, and check it.
 
-    Raises:
-        PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
-            something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
+    Raises PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
+    something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
     """
     try:
         plan = policy.plan(view)
@@ -327,11 +311,8 @@ def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
-    """The handles that `only=` means: the named ones and the optimizers that they own.
-
-    Raises:
-        PhaseError: a name is not registered; the message suggests the nearest name that is.
-    """
+    """The handles that `only=` means: the named ones and the optimizers that they own. Raises PhaseError: a name is not registered; the
+    message suggests the nearest name that is."""
     if only is None:
         return None
     for name in only:
@@ -355,22 +336,35 @@ def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) ->
     return plan
 
 
+def target_of(handle: Handle, plan: Plan) -> Node:
+    """The state (and whether it is on the device) that a plan wants a handle in."""
+    if handle.adapter is None:  # a `Lazy` that is not built yet: only the beginning of a phase builds it
+        return State.CPU_OFFLOADED, False
+    state = plan.targets[handle.name]
+    return state, state is not State.CPU_OFFLOADED and (handle.name not in plan.streamed or handle.external)
+
+
+def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
+    if not plan.on_device(handle.name):
+        return frozenset()
+    return plan.parts.get(handle.name, frozenset(handle.storage.tags))
+
+
+def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
+    """Whether all handles are where the plan wants them, with nothing to repair."""
+    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
+
+
 def unknown_handle(name: object, handles: Iterable[str]) -> str:
     known = list(handles)
     return f"no handle {name!r}" + (nearest(str(name), known) or f"; registered: {', '.join(known) or 'none'}")
 
 
 def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
-    """Refuse a plan that does not fit, before a byte moves.
+    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget leaves beside those that are held now.
 
-    Args:
-        other_rank: the rank of the group whose budget applies; None: this process's own budget.
-
-    Returns:
-        Bytes that the budget leaves in addition to those that the handles hold now.
-
-    Raises:
-        DeviceMemoryError: the plan does not fit; the message has a table of the bytes that each handle holds and wants.
+    `other_rank` is the rank of the group whose budget applies; None: this process's own. Raises DeviceMemoryError, with a table of bytes
+    that each handle holds and wants.
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:

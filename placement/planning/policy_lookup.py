@@ -34,17 +34,18 @@ def policy_names() -> tuple[str, ...]:
 def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     """Find a policy by its name, by "package.module:Class", or from a class (constructed without arguments) or an instance.
 
-    A name or path may end with options, which must be Python literals: "colocated(drop_gradients=True)".
-
-    Raises:
-        PolicyError: the name is unknown (the message lists the known ones), the options are not literals or not the policy's, the
-            import or the constructor failed, or the object found has no `plan(view)` or no `name`.
+    A name or path may end with options, which must be Python literals: "colocated(drop_gradients=True)". Raises PolicyError: no such policy
+    can be imported or constructed, or what was found has no `plan(view)` or no `name`.
     """
     found: Any = spec
     positional, named = tuple[Any, ...](), dict[str, Any]()
     if isinstance(spec, str):
         path, positional, named = _with_options(spec)
-        found = _load(path)
+        point = _entry_point(path)
+        try:
+            found = point.load()
+        except Exception as exc:
+            raise PolicyError(f"policy {path!r} cannot be imported from {point.value}: {type(exc).__name__}: {exc}") from exc
         if (positional or named) and not isinstance(found, type):
             raise PolicyError(f"no policy {spec!r}: only a class takes options, and {path!r} is a {type(found).__name__}")
     if isinstance(found, type):
@@ -103,14 +104,6 @@ def _with_options(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 def _shown(spec: object) -> str:
     return repr(spec) if isinstance(spec, str) else getattr(spec, "__qualname__", type(spec).__qualname__)
-
-
-def _load(spec: str) -> Any:
-    point = _entry_point(spec)
-    try:
-        return point.load()
-    except Exception as exc:
-        raise PolicyError(f"policy {spec!r} cannot be imported from {point.value}: {type(exc).__name__}: {exc}") from exc
 
 
 def _entry_point(spec: str) -> EntryPoint:

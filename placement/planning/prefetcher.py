@@ -56,10 +56,6 @@ class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
     A phase transition calls `hold`, then `look_ahead` before it moves anything, and does what that returns.
-
-    Args:
-        handles: the manager's handles; read at each call.
-        planner: knows the budget, and what others needed in earlier runs of a phase.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
@@ -84,12 +80,7 @@ class Prefetcher:
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
         """Say what the coming phase transition does for later ones. First give up pages aside for which the plan has no use or no room.
 
-        Args:
-            name: the phase of the plan.
-            chunk_pool: takes the chunks that are given up.
-
-        Returns:
-            What is done ahead, and the device bytes given up.
+        Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
         if not (plan.prefetch or plan.streamed or self._has_any):
             return NOTHING_AHEAD, 0
@@ -132,10 +123,7 @@ class Prefetcher:
     def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
 
-        A device that fails does not fail what has been carried out. It says so at the next phase transition or step.
-
-        Args:
-            chunk_pool: chunks that the phase transition freed, and that would go back to the driver now.
+        A device that fails says so at the next phase transition or step. `chunk_pool` has chunks that would go back to the driver now.
         """
         try:
             streamed = [handle.streamed for handle in self._handles.values() if handle.is_streaming and handle.streamed is not None]
@@ -261,7 +249,6 @@ class _Burst(NamedTuple):
 
 
 def _bursts(storage: ManagedStorage) -> Iterator[_Burst]:
-    """The copies that the pages of a storage that are aside still need, cut into bursts."""
     missing = [(r.pages, index) for r in storage.ranges for index in r.pages.unfilled()]
     for start in range(0, len(missing), BURST_CHUNKS):
         yield _Burst(_by_range(missing[start : start + BURST_CHUNKS]))
@@ -293,7 +280,6 @@ def _by_range(pages: Iterable[tuple[Pages, int]]) -> list[Part]:
 
 
 def _ranges(storage: ManagedStorage) -> Iterator[Range]:
-    """The ranges of a storage whose pages can be aside now."""
     return (r for r in storage.ranges if r.pages.can_be_aside and _claim(storage, r))
 
 
@@ -325,10 +311,7 @@ class _Copies:
 
     def hold(self, discarded_bytes: int = 0) -> None:
         """Return once it is certain that no further copy is started before the next `start`. Waits while the thread starts one burst.
-
-        Args:
-            discarded_bytes: bytes that were copied in vain, to be counted.
-        """
+        `discarded_bytes`: bytes that were copied in vain, to be counted."""
         self.discarded_bytes += discarded_bytes
         self._bursts = deque()  # first: the thread may have the lock again before this has it
         with self._lock:

@@ -39,7 +39,6 @@ MESSAGES = [
     for name in ("proposal", "basis", "vote", "decision", "at")
     if rank == 0 or name != "basis"
 ]
-MESSAGES += [(rank, "outcome", True) for rank in (0, 1)]  # of a rank whose move fails
 _generations = count(1)
 IDLE: list[Process] = []
 """Processes that wait for a case."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.states import Plan, State
-from placement.group import Board, BoardLost, Group, StoreGroup, protocol
+from placement.group import Board, Group, StoreGroup, protocol
 from placement.group.protocol import MAX_BYTES, Basis, Decision, Proposal, Vote, abort, decode
 from placement.group.store import StoreBoard
 from tests.support.boards import ForwardingBoard
@@ -74,7 +74,7 @@ def test_another_plan_on_one_rank_is_named_and_the_next_change_works() -> None:
 
 
 @pytest.mark.parametrize("failing", [(0, 1, 2), (0, 2), (1,)])
-def test_every_rank_that_fails_is_named_with_its_own_reason_on_all_ranks(failing: tuple[int, ...]) -> None:
+def test_all_ranks_have_the_reason_of_the_first_that_fails_and_each_that_fails_its_own(failing: tuple[int, ...]) -> None:
     at_once = threading.Barrier(len(failing))
 
     def body(group: Group) -> Any:
@@ -84,7 +84,11 @@ def test_every_rank_that_fails_is_named_with_its_own_reason_on_all_ranks(failing
         at_once.wait(30)
         return aborted(group, ValueError(f"of rank {group.rank}")), change(group)
 
-    assert on_all(groups_of(3, 30.0), body) == [({rank: f"ValueError: of rank {rank}" for rank in failing}, 100)] * 3
+    found = [failures for failures, _ in on_all(groups_of(3, 30.0), body)]
+    (first,) = set.intersection(*map(set, found)) if len(failing) > 1 else failing
+    assert first in failing
+    expected = [dict.fromkeys(sorted({first, rank} if rank in failing else {first})) for rank in range(3)]
+    assert found == [{rank: f"ValueError: of rank {rank}" for rank in each} for each in expected]
 
 
 def test_keys_do_not_pile_up() -> None:
@@ -207,28 +211,6 @@ def test_a_rank_that_fails_when_the_others_have_gone_on_names_itself_as_well() -
     first, second = groups_of(2, deadline_seconds=1.0)
     assert aborted(first, ValueError("the quick one")) == {0: "ValueError: the quick one"}
     assert aborted(second, KeyError("the slow one")) == {0: "ValueError: the quick one", 1: "KeyError: 'the slow one'"}
-
-
-@pytest.mark.parametrize("dead", [0, 1, 2])
-def test_a_rank_that_is_dead_costs_the_others_a_moment_and_no_deadline(dead: int, paper: Paper) -> None:
-    """They are heard one after the other, so that each of them waits for the others in vain."""
-    groups = [Group(paper, rank, 3, deadline_seconds=100.0) for rank in range(3) if rank != dead]
-    paper.proposals(0, 1, 2)
-    for group in groups:
-        assert list(aborted(group, ValueError("x"))) == sorted({groups[0].rank, group.rank})
-    assert paper.now < 5.0
-
-
-def test_a_board_that_is_lost_while_reasons_are_gathered_changes_nothing_in_the_decision() -> None:
-    class Fails(Paper):
-        def look(self, keys: Sequence[str]) -> list[bytes] | None:
-            if any("outcome" in key for key in keys):
-                raise BoardLost("gone")
-            return super().look(keys)
-
-    group = Group(Fails(), 0, 2, deadline_seconds=0.1)
-    assert aborted(group, ValueError("x")) == {0: "ValueError: x"}
-    assert (group.epoch, group.is_in_doubt) == (1, False)
 
 
 def test_a_thousand_reasons_fit_into_one_message() -> None:

@@ -9,8 +9,7 @@
  *
  * Left out, because a free choice covers it: the contents of messages (rank 0 finds two proposals or two votes different: it claims
  * ABORT, as it may at a deadline), duplicates (a put twice and a claim twice change nothing, within a step), a rank that is stopped
- * (nothing forces it to take a step), the death of a process with a message in flight (it is as if it had died a step later), what
- * ranks say about their reasons (each wait for it is short, and no step depends on it). A border that is refused before it begins is
+ * (nothing forces it to take a step), the death of a process with a message in flight (it is as if it had died a step later). A border that is refused before it begins is
  * a failure before the proposal. A rank that passes over an epoch takes the steps of one that obeys ABORT before it has moved.
  *
  * With SKIPS a job without faults in which so many borders are skipped: a rank makes PLACES attempts, all ranks wait for each other
@@ -83,7 +82,7 @@ bool fence = true;        /* no epoch is entered after a member's successor has 
 #ifdef SKIPS
 byte skips;
 byte ended[PLACES];   /* who has made this attempt, or has skipped it */
-byte missed[EPOCHS];  /* Decision.failures, where it is_silent: for whom the others have waited in vain */
+byte missed[EPOCHS];  /* Decision.failures, where it is_late: for whom the others have waited in vain */
 bool meet = true;     /* the last attempt of every rank succeeds: ranks that were apart have found each other */
 #endif
 
