@@ -16,9 +16,7 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import BrokenHandleError, EngineError, EngineLost, IntegrityError
-from placement.core.journal import logger
 from placement.core.settings import parse_bytes
-from placement.core.snapshot import mib
 from placement.core.states import KV_CACHE, TAGS, WEIGHTS, State
 from placement.engines.base import Engine
 from placement.ownership.adapter import Adapter
@@ -77,8 +75,6 @@ class Residency(Storage):
         self._has_mirror = False
         self._told_mirror_bytes: int | None = None
         """Its size as the engine itself told it at the last offload; None where it cannot."""
-        self._is_idle_mirror = self._has_told = False
-        """Whether the weights were kept, have come back, and nobody can have generated with them since; and whether that was logged."""
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:
@@ -168,8 +164,7 @@ class Residency(Storage):
             EngineError: the engine refused (nothing has changed), or the device shows that the memory is still held.
             EngineLost: it is unknown what the engine did.
         """
-        leaving = tags & self.resident
-        if not leaving:
+        if not (leaving := tags & self.resident):
             return 0
         try:
             with self._asking(f"offload {_listed(leaving)}"):
@@ -208,7 +203,7 @@ class Residency(Storage):
                 raise
             self._measure(frozenset({tag}), before - self._free_bytes())
             if tag == WEIGHTS:
-                self._has_mirror, self._is_idle_mirror = self._has_mirror and self._engine.mirror_stays, self.keeps_weights
+                self._has_mirror = self._has_mirror and self._engine.mirror_stays
         self._open()
         return self._copied(coming)
 
@@ -218,14 +213,7 @@ class Residency(Storage):
             raise EngineError(f"the weights of {self._engine!r} are offloaded, so they cannot have been filled: use phase('weight_sync')")
         if KV_CACHE in self.resident:
             self._engine.forget_cache()
-        is_whole, self.stale = self.stale != _HALF_OF_ADAPTERS, None
-        if is_whole and self._is_idle_mirror and not self._has_told:
-            self._has_told = True
-            logger.info(
-                "%r copied its weights to the host and back (%s), and the sync has filled them before it generated. If each sync is whole "
-                "and none is left out, weights='discard' spares that (vLLM's level 2; SGLang without --enable-weights-cpu-backup)",
-                *(self._engine, mib(self.mirror_bytes)),
-            )
+        self.stale = None
         self._open()
 
     def assume(self, offloaded: frozenset[str]) -> None:
@@ -259,7 +247,7 @@ class Residency(Storage):
         elif self._is_drained is not False:
             with self._asking("open"):
                 self._engine.admit()
-                self._is_drained = self._is_idle_mirror = False
+                self._is_drained = False
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -509,20 +497,10 @@ class Follower(TaggedEngine):
     ) -> None:
         super().__init__(tags=tags, tag_bytes=tag_bytes, weights=weights, verify="answer")
 
-    def drain(self) -> None:
-        """Nothing: the leader drains the engine."""
+    def drain(self, *_: Any) -> None:
+        """Nothing: the leader does it."""
 
-    def offload(self, tags: Collection[str]) -> None:
-        """Nothing: the leader offloads the engine."""
-
-    def load(self, tags: Collection[str]) -> None:
-        """Nothing: the leader loads the engine."""
-
-    def admit(self) -> None:
-        """Nothing: the leader opens the engine."""
-
-    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Nothing: every rank takes part in gathering the weights, and the leader sends them."""
+    offload = load = admit = receive = drain  # type: ignore[assignment] # their arguments are given by position
 
 
 class TaggedAdapter(Adapter):

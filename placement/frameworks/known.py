@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from inspect import getattr_static
+from operator import methodcaller
+from typing import Any
 
 import torch
 
@@ -93,13 +95,22 @@ def answering(question: str) -> list[type[Framework]]:
     The others are not asked, which saves time: most questions are asked for every object at every phase transition, and most
     frameworks answer few of them.
     """
-    return [each for each in _overriding(question) if not sys.modules.keys().isdisjoint(each.packages)]
+    found = []
+    for each in _overriding(question):
+        if not sys.modules.keys().isdisjoint(each.packages):
+            found.append(each)
+    return found
 
 
 @functools.cache
 def _overriding(question: str) -> tuple[type[Framework], ...]:
     default = getattr_static(Framework, question)
     return tuple(each for each in frameworks() if getattr_static(each, question) is not default)
+
+
+def asked(question: str, *about: Any) -> list[Any]:
+    """The answers of the frameworks in use to a question (a class method of `Framework`)."""
+    return [*map(methodcaller(question, *about), answering(question))]
 
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
@@ -117,39 +128,11 @@ def wrappers() -> list[tuple[type, str]]:
     return [(cls, wrapper.inner) for wrapper in found if (cls := loaded_class(*wrapper.cls)) is not None]
 
 
-def has_own_export(part: torch.nn.Module) -> bool:
-    """Whether a module's weights can be published only with its framework's own export."""
-    return any(named.is_of(part) for each in answering("with_own_export") for named in each.with_own_export)
-
-
 def own_state(optimizer: object) -> OwnState | None:
     """See `Framework.own_state`."""
-    for each in answering("own_state"):
-        if (found := each.own_state(optimizer)) is not None:
-            return found
-    return None
-
-
-def holds_optimizers(obj: object) -> bool:
-    """See `Framework.holds_optimizers`."""
-    return any(each.holds_optimizers(obj) for each in answering("holds_optimizers"))
+    return next(filter(None, asked("own_state", optimizer)), None)
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
     """See `Framework.stepped_for`."""
-    return {key: own for each in answering("stepped_for") for key, own in each.stepped_for(objects).items()}
-
-
-def optimizer_tables(optimizer: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """See `Framework.optimizer_tables`."""
-    return (found for each in answering("optimizer_tables") for found in each.optimizer_tables(optimizer))
-
-
-def optimizer_scalars(objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """See `Framework.optimizer_scalars`."""
-    return (found for each in answering("optimizer_scalars") for found in each.optimizer_scalars(objects))
-
-
-def reading_methods(obj: object) -> list[str]:
-    """See `Framework.reading_methods`."""
-    return [name for each in answering("reading_methods") for name in each.reading_methods(obj)]
+    return {key: own for found in asked("stepped_for", objects) for key, own in found.items()}

@@ -16,7 +16,7 @@ import torch
 
 from placement.core import is_a
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
-from placement.tensors.plain import Owned, nested_tensors
+from placement.tensors.plain import Owned, attributes_of, nested_tensors
 
 _DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 
@@ -55,8 +55,8 @@ class DDP(Framework):
         """The known buckets, and tensors that communication hooks keep from step to step (PowerSGD's errors are training state)."""
         for reducer in self._reducers:
             yield from (Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True) for index, bucket in enumerate(reducer.buckets()))
-            for index, state in enumerate(reducer.hook_states()):
-                for name, tensor in nested_tensors(_fields_of(state), f"{reducer.path}comm_hook.{index}"):
+            for index, (_, state) in enumerate(getattr(reducer.part(), "_comm_hooks", ())):
+                for name, tensor in nested_tensors(attributes_of(state), f"{reducer.path}comm_hook.{index}"):
                     yield Owned(name, tensor)
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
@@ -109,20 +109,6 @@ class _Reducer:
         used = part.reducer._get_local_used_map()
         if used is not None:
             yield f"{self.path}reducer's map of used parameters (find_unused_parameters=True)", used.nbytes
-
-    def hook_states(self) -> list[Any]:
-        part = self.part()
-        return [] if part is None else [state for _, state in part._comm_hooks]
-
-
-def _fields_of(state: Any) -> dict[str, Any]:
-    """The fields of an object, including those in slots."""
-    slots = [name for cls in type(state).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
-    return {**{name: getattr(state, name) for name in slots if hasattr(state, name)}, **getattr(state, "__dict__", {})}
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 class TorchWrappers(Framework):

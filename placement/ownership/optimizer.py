@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet, reference
-from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
+from placement.frameworks.known import answering, asked, own_state, stepped_for
 from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
@@ -56,21 +56,15 @@ _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 class OptimizerAdapter(Adapter):
     """The state of an optimizer: all tensors that it, and the optimizers inside it, have in `.state`, also in containers and objects.
 
-    Optimizers inside a wrapper are looked for each time, in all its attributes and in lists, tuples and mappings there. The registered
-    object is held weakly.
+    Optimizers inside a wrapper are looked for each time. The registered object is held weakly.
 
     These tensors stay on the CPU: those in `param_groups` (a learning rate), and counters that torch keeps there (0-dimensional `step`,
     unless fused or capturable). If the optimizer's `step` is not torch's own, all state that it put on the CPU stays there.
 
-    Args:
-        optimizer: A `torch.optim.Optimizer`, or an object that holds optimizers.
-        name: The handle's name, for errors.
-        compute_device: The device of loaded tensors (`cpu` on a simulated device).
-        external: Whether the caller said that a framework moves the state. Then nothing is refused.
+    Args: see `ModuleAdapter`.
 
     Raises:
-        RegistrationError: no optimizer was found, a framework keeps the state in a way that is not supported, or a tensor of it cannot
-            be moved.
+        RegistrationError: no optimizer was found, or its state or a tensor of it cannot be moved.
     """
 
     kind = "optimizer"
@@ -91,14 +85,16 @@ class OptimizerAdapter(Adapter):
         self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
-        is_optimizer = bool(leaves) or any(map(holds_optimizers, objects))
+        is_optimizer = bool(leaves) or _holds_optimizers(objects)
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         if not is_optimizer or is_scheduler or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
                 "and it is no module and no engine. Supported: torch.optim.Optimizer, objects that hold some in "
                 "attributes, also in lists, tuples and dicts there, torch.nn.Module, placement.Engine, and placement.Lazy. "
-                f"What to do: {_advice(optimizer)}."
+                "What to do: register the module or the optimizer itself, not its tensors or a scheduler; of a function or a class what it "
+                "returns, or placement.Lazy(function), which calls it when a phase needs that; for vLLM and SGLang an engine of "
+                "placement.engines, such as VllmInProcess(llm)."
             )
         parameters = self.parameters()
         self.external = "the caller says so (external=True)" if external else _external(objects, parameters, self._device)
@@ -113,13 +109,9 @@ class OptimizerAdapter(Adapter):
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
 
     def owned(self) -> Iterator[Owned]:
-        """Every state tensor object once, ordered by parameter index and then by key of the state. Creates no entries in the state.
+        """Every state tensor once, by parameter and key, under its name in `state_dict()` ("state.3.exp_avg") after the optimizer's path.
 
-        Names are those of `state_dict()`, such as "state.3.exp_avg", after the optimizer's path in a wrapper. Tensors that share a
-        storage with a parameter belong to the module and are left out.
-
-        Raises:
-            RegistrationError: state that cannot be moved as bytes was created after registration.
+        Creates no entries. What shares a storage with a parameter is the module's. RegistrationError: state that cannot be moved.
         """
         found = list(self._walk())
         self._steady = self._as_steady(found)
@@ -135,7 +127,7 @@ class OptimizerAdapter(Adapter):
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
         objects, leaves = find(self._root())
         optimizers = [leaf.optimizer for leaf in leaves]
-        if self.external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
+        if self.external is not None or self.hands_back or _holds_optimizers(objects) or not SteadyState.fits(optimizers):
             return None
         if any(True for _ in self._lent_gradients):  # they become the optimizer's own when the modules drop them
             return None
@@ -226,7 +218,8 @@ class OptimizerAdapter(Adapter):
         return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(find(self._root())[0]) if scalar.device == self._device)
+        scalars = itertools.chain.from_iterable(asked("optimizer_scalars", find(self._root())[0]))
+        return ((name, scalar.nbytes) for name, scalar in scalars if scalar.device == self._device)
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
         objects, leaves = find(self._root())
@@ -238,12 +231,11 @@ class OptimizerAdapter(Adapter):
 
     def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
         """Whether a value of the state is a counter that torch keeps on the CPU."""
-        if not isinstance(value, torch.Tensor) or group.get("fused") or group.get("capturable"):
-            return False
-        return value.dim() == 0 and key in _ON_CPU_UNLESS_CAPTURED and not isinstance(optimizer, torch.optim.ASGD)
+        on_device = group.get("fused") or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD)
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and key in _ON_CPU_UNLESS_CAPTURED and not on_device
 
     def follows(self, optimizer: Any) -> bool:
-        """Whether an optimizer's state on the CPU, except counters, must move to where its parameters are."""
+        """Whether state on the CPU, except counters, must move to where its parameters are."""
         step = getattr(type(optimizer), "step", None)
         return self._device.type == "cpu" or getattr(step, "__module__", "").startswith("torch.optim.")
 
@@ -269,8 +261,7 @@ class OptimizerAdapter(Adapter):
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.
 
-        Raises:
-            RegistrationError: a framework moves the state for some of the modules, but not for others.
+        Raises RegistrationError: it moves the state for some of them only.
         """
         reasons = [next(filter(None, (each.external_state for each in owner.frameworks)), None) for owner in owners]
         if self.external is not None or not any(reasons):
@@ -283,11 +274,7 @@ class OptimizerAdapter(Adapter):
         self.external = reasons[0]
 
     def take_copies(self, copies: Iterable[torch.Tensor], copied: torch.Tensor) -> None:
-        """Move stepped tensors that are no module's parameters (float32 copies of them) with the optimizer, like its state.
-
-        Args:
-            copied: a parameter of their owner, which stands for what they are copies of.
-        """
+        """Move stepped tensors that are no module's parameters (float32 copies) like state. `copied`: a parameter of their owner."""
         self._copied = reference(copied)
         for each in copies:
             self._copies.add(each)
@@ -302,21 +289,16 @@ class OptimizerAdapter(Adapter):
         return {**stepped_for(objects), **({} if own is None else {id(each): own for each in self._copies})}
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each 16-bit part of a parameter with a float32 tensor of as many elements, which may be its master.
-
-        Before them stands the latter's key in the state; "" for what is stepped in the parameter's place.
-        """
+        """Key in the state ("" for what is stepped in the parameter's place), 16-bit part of a parameter, and a float32 tensor of as many
+        elements, which may be its master."""
         objects, leaves = find(self._root())
         models = stepped_for(objects)
         for leaf in leaves:
             for own in parameters_of([leaf]):
-                for key, value in {"": own, **leaf.optimizer.state.get(own, {})}.items():
-                    pairs = (
-                        zip(plain_parts(models.get(id(own), own), ""), plain_parts(value, ""), strict=False)
-                        if isinstance(value, torch.Tensor)
-                        else ()
-                    )
-                    for (_, weight), (_, master) in pairs:
+                values = {"": own, **leaf.optimizer.state.get(own, {})}
+                for key, value in values.items():
+                    masters = plain_parts(value, "") if isinstance(value, torch.Tensor) else ()
+                    for (_, weight), (_, master) in zip(plain_parts(models.get(id(own), own), ""), masters, strict=False):
                         is_fit = weight.numel() == master.numel() and weight.is_contiguous() and master.is_contiguous()
                         if is_fit and weight.dtype in (torch.bfloat16, torch.float16) and master.dtype is torch.float32:
                             yield key, weight, master
@@ -326,23 +308,16 @@ class OptimizerAdapter(Adapter):
         return all(each is not parameter for each in parameters_of([leaf for leaf in self.leaves() if not leaf.is_hollow]))
 
     def parameters(self) -> list[torch.Tensor]:
-        """The distinct parameters that the optimizer steps, in the order of the optimizers and their groups.
-
-        A main parameter or shard is replaced by the module's own parameter. If the optimizer is sharded over ranks, the parameters
-        that other ranks step are included.
-        """
+        """The distinct parameters that are stepped, in their order; the module's own for main parameters and shards, and other ranks'."""
         objects, leaves = find(self._root())
-        flattened = [own for each in answering("flattened_parameters") for own in each.flattened_parameters(objects)]
-        if flattened:
+        if flattened := list(itertools.chain.from_iterable(asked("flattened_parameters", objects))):
             return flattened
         models = self._stepped_for(objects)
-        further = (own for each in answering("further_parameters") for own in each.further_parameters(objects))
-        known = itertools.chain((models.get(id(each), each) for each in parameters_of(leaves)), further)
+        known = itertools.chain((models.get(id(each), each) for each in parameters_of(leaves)), *asked("further_parameters", objects))
         return list({id(own): own for own in known}.values())
 
     def away(self) -> str | None:
-        root = self._root()
-        return next(filter(None, (each.optimizer_away(root) for each in answering("optimizer_away"))), None)
+        return next(filter(None, asked("optimizer_away", self._root())), None)
 
     def state_is_born(self) -> bool:
         """Whether any optimizer found in the object has state. State comes with the first step, or with the constructor (Adagrad)."""
@@ -353,10 +328,7 @@ class OptimizerAdapter(Adapter):
         return all(is_born(leaf.optimizer) for leaf in self.leaves() if not leaf.is_hollow)
 
     def expected_sizes(self) -> Sequence[int] | None:
-        """Bytes of each storage that later steps will create, in parameter order; empty once all state exists.
-
-        None if it cannot be predicted: LBFGS, ASGD, Adafactor, SparseAdam, and users' steps that need data.
-        """
+        """See `Adapter.expected_sizes`. None: LBFGS, ASGD, Adafactor, SparseAdam, and users' steps that need data."""
         self._unborn = ()
         if self.external is not None:
             return ()
@@ -377,15 +349,12 @@ class OptimizerAdapter(Adapter):
         return self.unborn_sizes()
 
     def unborn_sizes(self) -> Sequence[int]:
-        sizes: list[int] = []
-        for unborn in self._unborn:
-            sizes += unborn.sizes()
-        return sizes
+        return [*itertools.chain.from_iterable(map(Unborn.sizes, self._unborn))]
 
     def follow_groups(self) -> bool:
         given = self._stepped_for(find(self._root())[0]) if self._unborn else {}
         changed = False
-        for unborn in self._unborn:
+        for unborn in self._unborn:  # each is asked
             changed |= unborn.follow(self._device, given)
         return changed
 
@@ -408,11 +377,10 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 def _refuse(name: str, objects: Sequence[object]) -> None:
     """Refuse an optimizer if it, or one inside it, keeps state where placement cannot find it or must not move it."""
     for obj in objects:
-        for each in answering("refuse_optimizer"):
-            if (reason := each.refuse_optimizer(obj)) is not None:
-                found = f"{name!r}: {type(obj).__module__}.{type(obj).__qualname__}{reason[0]}"
-                supported = "the optimizers of torch.optim and their like, and wrappers that hold them"
-                raise refusal(found, supported, f"{reason[1]}, {TRACK}")
+        for reason in filter(None, asked("refuse_optimizer", obj)):
+            found = f"{name!r}: {type(obj).__module__}.{type(obj).__qualname__}{reason[0]}"
+            supported = "the optimizers of torch.optim and their like, and wrappers that hold them"
+            raise refusal(found, supported, f"{reason[1]}, {TRACK}")
 
 
 def _external(objects: Sequence[object], parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
@@ -421,28 +389,15 @@ def _external(objects: Sequence[object], parameters: Sequence[torch.Tensor], com
     for obj in objects:
         if (reason := next((advised.advice for advised in known if advised.cls.is_of(obj)), None)) is not None:
             return reason
-    reasons = (each.places_state_of(parameters, compute_device) for each in answering("places_state_of"))
-    return next((reason for reason in reasons if reason is not None), None)
+    return next(filter(None, asked("places_state_of", parameters, compute_device)), None)
 
 
-def _advice(obj: Any) -> str:
-    """Advice what to register in place of an object that is none of the supported kinds."""
-    if isinstance(obj, torch.Tensor | list | tuple | dict):
-        return "register the torch.nn.Module that has the tensors, or the optimizer"
-    if inspect.isroutine(obj) or isinstance(obj, type):
-        return f"register what it returns; placement.Lazy({obj.__name__}) calls it when a phase needs that"
-    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-        return "register the optimizer itself (a scheduler need not be registered)"
-    return "register the module or the optimizer itself; for vLLM and SGLang an engine of placement.engines, such as VllmInProcess(llm)"
+def _holds_optimizers(objects: Sequence[object]) -> bool:
+    return any(itertools.chain.from_iterable(map(partial(asked, "holds_optimizers"), objects)))
 
 
 def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.Tensor]) -> Iterator[Owned]:
-    """The main parameters among the stepped tensors, named by their index, and their gradients.
-
-    Args:
-        stepped: the tensors that the optimizer steps.
-        models: the model's parameter for each main parameter, by the identity of the latter.
-    """
+    """The main parameters (those in `models`, by identity) among the stepped tensors, named by their index, and their gradients."""
     if not models:
         return
     # A shard of a float32 parameter is a view, not a leaf of autograd; torch warns about reading its `.grad` before the first step.

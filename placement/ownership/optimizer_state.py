@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from placement.core.weak_set import reference
-from placement.frameworks.known import optimizer_tables, own_state
+from placement.frameworks.known import asked, own_state
 from placement.tensors.plain import nested_tensors, parts_of
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
@@ -49,10 +49,9 @@ class Leaf:
 
 
 def find(root: Any) -> tuple[list[Any], list[Leaf]]:
-    """Find the optimizers in an object. Returns all objects on the way, and each optimizer with a state of its own, inner ones first.
+    """Find the optimizers in an object: all objects on the way, and each optimizer with a state of its own, inner ones first.
 
-    Args:
-        root: None: an object that was garbage-collected, in which there are none.
+    There are none in None, an object that was garbage-collected.
     """
     objects: list[Any] = []
     leaves: list[Leaf] = []
@@ -131,11 +130,7 @@ def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
 
 
 def state_of(leaf: Leaf, levels: int = 1) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Tensor]]:
-    """The state's tensors: name, key within the parameter's state, parameter group, tensor. Those without a parameter come last.
-
-    Args:
-        levels: how many objects deep tensors are looked for (`nested_tensors`).
-    """
+    """The state's tensors, `levels` objects deep: name, key in an entry, group, tensor. Those without a parameter come last."""
     state: Mapping[Any, Any] = leaf.optimizer.state
     if not state:
         return
@@ -146,7 +141,8 @@ def state_of(leaf: Leaf, levels: int = 1) -> Iterator[tuple[str, str, Mapping[st
     last: tuple[int, Mapping[str, Any]] = (len(order), {})
     for owner, entry in sorted(state.items(), key=lambda item: order.get(id(item[0]), last)[0]):
         index, group = order.get(id(owner), last)
-        label = f"{leaf.path}state.{index if id(owner) in order else _label(owner)}"
+        unlisted = "unlisted" if isinstance(owner, torch.Tensor) else owner
+        label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
         if not isinstance(entry, Mapping):
             yield from ((name, str(owner), group, tensor) for name, tensor in nested_tensors(entry, label, levels))
             continue
@@ -155,7 +151,8 @@ def state_of(leaf: Leaf, levels: int = 1) -> Iterator[tuple[str, str, Mapping[st
                 yield f"{label}.{key}", str(key), group, value
             elif not isinstance(value, _NUMBERS):
                 yield from ((name, str(key), group, tensor) for name, tensor in nested_tensors(value, f"{label}.{key}", levels))
-    yield from ((leaf.path + name, name, last[1], tensor) for name, tensor in optimizer_tables(leaf.optimizer))
+    tables = itertools.chain.from_iterable(asked("optimizer_tables", leaf.optimizer))
+    yield from ((leaf.path + name, name, last[1], tensor) for name, tensor in tables)
 
 
 def tensors_in_groups(leaves: Sequence[Leaf]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,21 +175,13 @@ def tensors_beside(leaves: Sequence[Leaf], objects: Sequence[Any]) -> Iterator[t
     yield from tensors_in_groups(leaves)
 
 
-def _label(owner: Any) -> str:
-    return "unlisted" if isinstance(owner, torch.Tensor) else str(owner)
-
-
 def is_born(optimizer: Any) -> bool:
     """Whether an optimizer has state for any parameter."""
     return any(map(has_state, optimizer.state.values()))
 
 
 def is_all_born(optimizer: Any, given: Container[int]) -> bool:
-    """Whether an optimizer has state for every parameter that may get a gradient.
-
-    Args:
-        given: identities of parameters that get a gradient without autograd (main parameters).
-    """
+    """Whether an optimizer has state for every parameter that may get a gradient; those in `given` get one without autograd."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return all(has_state(optimizer.state.get(each, {})) for each in parameters if each.requires_grad or id(each) in given)
 
@@ -210,9 +199,7 @@ one may get its identity."""
 class Unborn:
     """State that later steps of one optimizer will create. It comes parameter by parameter: an expert's with its first token.
 
-    Args:
-        sizes: bytes of each storage of the state, by its parameter.
-        stepped: see `stepped_by`.
+    `sizes` are bytes of each storage of it; for `stepped` see `stepped_by`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[Form, Sequence[int]], stepped: Sequence[int]) -> None:
@@ -228,13 +215,7 @@ class Unborn:
     def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen.
 
-        Once all parameters in the groups have state, only its entries and they are counted.
-
-        Args:
-            compute_device: see `unborn_state`, as for `given`.
-
-        Returns:
-            Whether others have no state than at the last look.
+        Returns whether others have no state than at the last look.
         """
         optimizer = self._optimizer()
         if optimizer is None or (self._is_all_born and _num_parameters(optimizer) == self._num_parameters):
@@ -295,10 +276,7 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
     """The state that an optimizer's steps will create on the device, without 0-dimensional CPU tensors. None if it cannot be predicted.
 
     A twin of the same class is stepped on meta tensors. This touches no memory, value, hook or random state of the user. It is assumed
-    that every parameter that requires a gradient gets one. Classes that cannot be stepped without data give None.
-
-    Args:
-        given: identities of parameters that get a gradient without autograd (main parameters).
+    that every parameter that requires a gradient gets one, and those in `given`.
     """
     stepped = stepped_by(optimizer, given)
     each_once = {*stepped}
@@ -377,7 +355,8 @@ def _sizes_in(
     for group, parameters, original in zip(twin.param_groups, chosen, optimizer.param_groups, strict=True):
         on_device = bool(original.get("fused") or original.get("capturable"))
         for parameter, source in zip(group["params"], parameters, strict=True):
-            for tensor in _parts_in(twin.state.get(parameter, {})):
+            state = nested_tensors(twin.state.get(parameter, {}), "")
+            for tensor in (part for _, each in state for _, part in parts_of(each, "")):
                 storage = tensor.untyped_storage()
                 if storage._cdata in seen or not (tensor.is_meta or on_device):
                     continue
@@ -395,11 +374,6 @@ def _by_form(parameters: Sequence[torch.Tensor], stepped: Container[int]) -> lis
         part = _held(each)
         found.setdefault((part.shape, part.dtype, part.stride(), type(each), id(each) in stepped), []).append(each)
     return list(found.values())
-
-
-def _parts_in(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes of a parameter's state."""
-    return (part for _, tensor in nested_tensors(state, "") for _, part in parts_of(tensor, ""))
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from placement.tensors.plain import PLAIN_TYPES
 
 
 class ParameterSlice(NamedTuple):
-    """Elements `start` up to `stop` (not included) of a parameter's part on this rank, in the order in which they lie in memory."""
+    """Elements `start` up to `stop` (not included) of a parameter's part on this rank, in memory's order."""
 
     parameter: torch.Tensor
     start: int
@@ -175,10 +175,7 @@ class PartialStep:
     """One step of an optimizer, made for a few parameters at a time, or for slices of one.
 
     The implementation (for-loop, foreach, fused) is the one that torch would choose for all parameters of a group together, because
-    another one may round differently.
-
-    Attributes:
-        parameters: those that have a gradient, in the order in which the step takes them. The others are left alone by a step.
+    another one may round differently. `parameters` are those that have a gradient, in their order.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -191,36 +188,29 @@ class PartialStep:
 
     def run(self, parts: Sequence[torch.Tensor | ParameterSlice]) -> None:
         """Step these parameters, and slices of parameters."""
-        for _, those in itertools.groupby(parts, key=lambda each: isinstance(each, ParameterSlice)):
-            alike = [*those]
-            for each in alike:
-                if isinstance(each, ParameterSlice):
-                    self._step_slice(each)
-            if whole := [each for each in alike if not isinstance(each, ParameterSlice)]:
-                self._step_whole(whole)
-
-    def _step_whole(self, parameters: Sequence[torch.Tensor]) -> None:
-        groups = []
-        for index, those in itertools.groupby(parameters, key=lambda each: self._group_of[id(each)]):
-            groups.append(self._group(index, [*those]))
-        self._call(groups, self._optimizer.state)
+        slices = [each for each in parts if isinstance(each, ParameterSlice)]
+        whole = [each for each in parts if not isinstance(each, ParameterSlice)]
+        for each in slices:
+            self._step_slice(each)
+        if whole:
+            by_group = itertools.groupby(whole, key=lambda each: self._group_of[id(each)])
+            self._call([(index, [*those]) for index, those in by_group], self._optimizer.state)
 
     def _step_slice(self, part: ParameterSlice) -> None:
         """Step a slice with the same slice of the state. The counters themselves count once, with the last slice."""
         stepped = part.of(part.parameter)
         stepped.grad = part.of(part.parameter.grad)
-        state = {key: self._sliced(value, part) for key, value in self._optimizer.state[part.parameter].items()}
-        self._call([self._group(self._group_of[id(part.parameter)], [stepped])], {stepped: state})
+        state: dict[str, Any] = {}
+        for key, value in self._optimizer.state[part.parameter].items():
+            if is_counter(value):
+                state[key] = value if part.is_last else value.clone()
+            else:
+                state[key] = None if value is None else part.of(value)
+        self._call([(self._group_of[id(part.parameter)], [stepped])], {stepped: state})
 
-    def _sliced(self, value: Any, part: ParameterSlice) -> Any:
-        if is_counter(value):
-            return value if part.is_last else value.clone()
-        return value if value is None else part.of(value)
-
-    def _group(self, index: int, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        return {**self._optimizer.param_groups[index], **self._chosen[index], "params": parameters}
-
-    def _call(self, groups: Sequence[dict[str, Any]], state: Mapping[torch.Tensor, Any]) -> None:
+    def _call(self, parameters: Sequence[tuple[int, list[torch.Tensor]]], state: Mapping[torch.Tensor, Any]) -> None:
+        """Call the step function with parameters of these groups alone."""
+        groups = [{**self._optimizer.param_groups[index], **self._chosen[index], "params": those} for index, those in parameters]
         part = object.__new__(type(self._optimizer))
         vars(part).update(vars(self._optimizer), param_groups=groups, state=state)
         self._step(part)

@@ -13,26 +13,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 
 from placement.core.errors import PhaseError, RegistrationError
-from placement.core.journal import HandleCounters
 from placement.core.settings import bytes_of
 from placement.core.states import State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.frameworks.base import Framework
-from placement.frameworks.known import has_own_export
+from placement.frameworks.known import answering
 from placement.frameworks.weights import Reader, Weight, weight_of
-from placement.ownership.module import ModuleAdapter
 from placement.publish import lora
 from placement.publish.ahead import Ahead, plainly
-from placement.publish.changes import Changes, Publication, Published
+from placement.publish.changes import Changes, Publication
 from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
-from placement.storage.base import Storage
 from placement.tensors.plain import dtype_of, is_scaled
 
 
@@ -108,8 +105,9 @@ def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str,
     Raises:
         RegistrationError: a weight cannot be published; the message says which, why, and what to do. All ranks raise it alike.
     """
-    for part in root.modules():
-        if has_own_export(part):
+    with_own_export = [named for each in answering("with_own_export") for named in each.with_own_export]
+    for part in root.modules() if with_own_export else ():
+        if any(named.is_of(part) for named in with_own_export):
             cls = type(part).__name__
             raise RegistrationError(f"{name!r}: {cls} shards its parameters in its own way; publish them with its own export")
     for weight_name, weight in weights:
@@ -163,25 +161,8 @@ class Bucket(list[tuple[str, torch.Tensor]]):
         return list, (list(self),)  # a plain list, so that a receiving process need not import placement
 
 
-class Publisher(Protocol):
-    """The part of `Handle` that publishing uses."""
-
-    name: str
-    kind: str
-    role: str | None
-    counters: HandleCounters
-    storage: Storage
-    phase_now: Callable[[], str]
-    published: Published | None
-
-    @property
-    def object(self) -> Any: ...
-    @property
-    def state(self) -> State: ...
-    @property
-    def is_streaming(self) -> bool: ...
-    def modules(self) -> Sequence[torch.nn.Module]: ...
-    def module_adapters(self) -> Sequence[ModuleAdapter]: ...
+Publisher = Any
+"""A `Handle`, whose room is above this one."""
 
 
 def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None) -> list[WeightInfo]:

@@ -24,7 +24,7 @@ from placement.core import is_a
 from placement.core.call_guard import CHECKS, CallGuard, MethodCall
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.states import ROLES, State
-from placement.frameworks.known import reading_methods
+from placement.frameworks.known import asked
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import undo_initial_step
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown
@@ -427,7 +427,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
         _install_zero_calls(owner, part, hooks)
         if gathers:
             hooks.append(GatherGuard(handle).install(part))
-        hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
+        hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
         _install_for_peft(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
         for target in objects:
@@ -501,7 +501,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
     else:
         guards["step"] = StepGuard(handle)
-        hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
+        hooks += [MethodCall(ReadGuard(handle), target, name) for names in asked("reading_methods", target) for name in names]
     if "_optimizer_load_state_dict_pre_hooks" in fields:
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
     if "_optimizer_state_dict_post_hooks" in fields:

@@ -15,13 +15,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from placement.core.call_guard import MethodCall
 from placement.core.errors import PhaseError
-from placement.core.journal import HandleCounters
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
@@ -42,17 +41,8 @@ from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, first_chunks, window_of
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
-
-class SteppedHandle(Protocol):
-    """The handle of a streamed step, as far as the step has to know it."""
-
-    name: str
-    counters: HandleCounters
-    guards: list[Any]
-    phase_now: Callable[[], str]
-
-    @property
-    def is_streaming(self) -> bool: ...
+SteppedHandle = Any
+"""A `Handle`, whose module is above this one."""
 
 
 @dataclass(frozen=True, slots=True)

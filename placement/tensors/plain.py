@@ -157,10 +157,14 @@ def fields_of(obj: object) -> dict[str, Any]:
     Modules, optimizers and classes are no plain objects, nor is what torch or placement made (a mesh, a handle): their tensors are not
     those of the object that refers to them.
     """
-    if not has_fields(cls := type(obj)):
-        return {}
-    slots = (name for base in cls.__mro__ for name in _names_in(vars(base).get("__slots__", ())))
-    return {name: getattr(obj, name) for name in slots if not name.startswith("__") and hasattr(obj, name)} | getattr(obj, "__dict__", {})
+    return attributes_of(obj) if has_fields(type(obj)) else {}
+
+
+def attributes_of(obj: object) -> dict[str, Any]:
+    """The attributes of an object, in `__dict__` or in slots."""
+    slots = [vars(base).get("__slots__", ()) for base in type(obj).__mro__]
+    names = (name for given in slots for name in ((given,) if isinstance(given, str) else given) if not name.startswith("__"))
+    return {name: getattr(obj, name) for name in names if hasattr(obj, name)} | getattr(obj, "__dict__", {})
 
 
 def has_fields(cls: type) -> bool:
@@ -184,10 +188,6 @@ def with_parts(container: Any, parts: Iterable[Any]) -> Any:
     if hasattr(container, "_fields"):
         return type(container)(*parts)
     return deque(parts, container.maxlen) if isinstance(container, deque) else type(container)(parts)
-
-
-def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:

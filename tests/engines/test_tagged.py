@@ -411,32 +411,6 @@ def test_the_mirror_counts_against_the_limit_on_host_memory(shared: Path, tmp_pa
     beside(engine, shared.with_name("other"))  # the refusal has left the engine free
 
 
-@pytest.mark.parametrize(
-    ("weights", "phases", "adapters", "told"),
-    [
-        ("keep", ("weight_sync", "rollout"), "merged", 1),
-        ("keep", ("rollout", "weight_sync"), "merged", 0),
-        ("keep", ("weight_sync", "rollout"), "separate", 0),
-        ("discard", ("weight_sync", "rollout"), "merged", 0),
-    ],
-)
-def test_a_mirror_that_is_overwritten_unread_is_told_once(
-    weights: Any, phases: Any, adapters: Any, told: int, shared: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "placement")
-    engine = Own(shared, weights=weights)
-    manager, actor, _ = beside(engine, shared)
-    for _ in range(2):
-        with manager.phase(phases[0]) as step:
-            for name in phases:
-                step.switch(name)
-                if name == "weight_sync":
-                    for bucket in actor.weights():
-                        bucket.adapters = adapters
-                        engine.update_weights(bucket)
-    assert sum("filled them before it generated" in each.getMessage() for each in caplog.records) == told
-
-
 def test_what_stays_behind_is_a_finding(shared: Path) -> None:
     engine = Own(shared)
     manager, _, _ = beside(engine, shared)
