@@ -64,10 +64,6 @@ def assert_refused(obj: Any, found: str, advice: str) -> None:
     assert adapt(obj, external=True).external == "the caller says so (external=True)"
 
 
-def test_data_parallel_is_refused() -> None:
-    assert_refused(nn.DataParallel(nn.Linear(2, 2)), "DataParallel is not supported", "register the plain module")
-
-
 def test_an_optimizer_of_cpu_shards_beside_an_accelerator_is_external(one_rank: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -85,11 +81,6 @@ def test_an_optimizer_of_cpu_shards_beside_an_accelerator_is_external(one_rank: 
     assert found[:3] == ["state.0.step", "state.0.exp_avg._local_tensor", "state.0.exp_avg_sq._local_tensor"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.script is deprecated, and still in use
-def test_torchscript_is_refused() -> None:
-    assert_refused(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "(submodule '0')", "torch.compile instead")
-
-
 def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(stand_in: Any) -> None:
     stand_in("accelerate", "Accelerator")
     module = nn.Linear(2, 2)
@@ -97,18 +88,6 @@ def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(stan
     assert_refused(module, "a device map with 2 entries on several devices", "load without device_map")
     module.hf_device_map = {"": 0}
     assert len(list(adapt(module).owned())) == 2
-
-
-def test_what_merely_bears_the_name_of_a_framework_is_taken_for_what_it_is() -> None:
-    class DeepSpeedEngine(nn.Linear):
-        __module__ = "deepspeed.runtime.engine"
-
-    class PagedAdamW8bit(optim.AdamW):
-        __module__ = "bitsandbytes.optim.adamw"
-
-    module = DeepSpeedEngine(2, 2)
-    assert adapt(module).external is None
-    assert adapt(PagedAdamW8bit(module.parameters())).external is None
 
 
 def test_an_optimizer_that_places_its_state_itself_is_external(stand_in: Any) -> None:
@@ -161,9 +140,3 @@ def test_such_values_in_an_optimizers_state_are_refused_too() -> None:
     adam.state[first]["exp_avg"] = torch.zeros(2, 2, dtype=torch.complex64).conj()
     with pytest.raises(RegistrationError, match=r"'state.0.exp_avg' is a lazily conjugated"):
         adapt(adam)
-
-
-def test_a_gradient_may_be_such_a_view() -> None:
-    net = nn.Linear(2, 2, dtype=torch.complex64)
-    net.weight.grad = torch.zeros(2, 2, dtype=torch.complex64).conj()
-    assert "weight.grad" in [each.name for each in adapt(net).owned()]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import io
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from placement import Plan, PolicyError, View
+from placement import Plan, View
 from placement.cli.explain import add_explain, explain, run
-from placement.core.states import PHASES, State
+from placement.core.states import PHASES
 from placement.policies import Colocated
 
 
@@ -43,8 +42,9 @@ def test_colocated() -> None:
     assert row(text, "checkpoint")[:7] == row(text, "weight_sync")[:7]
 
 
-@pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout", "cyclic"])
-@pytest.mark.parametrize("worker_role", ["trainer", "rollout", "hybrid"])
+@pytest.mark.parametrize(
+    ("policy", "worker_role"), [("colocated", "hybrid"), ("resident", "trainer"), ("async_rollout", "rollout"), ("cyclic", "hybrid")]
+)
 def test_every_shipped_policy_fills_an_aligned_table_within_115_columns(policy: str, worker_role: str) -> None:
     status, text = table(policy, worker_role=worker_role)
     assert status == 0
@@ -55,14 +55,6 @@ def test_every_shipped_policy_fills_an_aligned_table_within_115_columns(policy: 
     assert len({len(line) for line in body}) == 1
     starts = [lines[2].index(word) for word in ("ref", "reward", "rollout")]
     assert all(line[start - 1] == " " and line[start] != " " for line in body for start in starts)
-
-
-def test_resident_stays_within_the_budget_and_evicts_only_for_it() -> None:
-    status, text = table("resident", budget_bytes=80 << 30)
-    assert status == 0
-    assert all(float(found.group()) <= 80 for phase in PHASES if (found := re.search(r"[\d.]+(?= GiB +\S+( GiB)?$)", line_of(text, phase))))
-    status, text = table("resident", budget_bytes=200 << 30)
-    assert [row(text, phase)[-1] for phase in PHASES if phase != "idle"] == ["0"] * (len(PHASES) - 1)
 
 
 def test_a_phase_that_does_not_fit_is_shown_and_the_status_says_so() -> None:
@@ -95,51 +87,16 @@ class Failing(Colocated):
         return super().plan(view)
 
 
-class Silent(Colocated):
-    def plan(self, view: View) -> Plan:
-        return None  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (Failing, "reward: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')"),
-        (Silent, "idle: PolicyError: policy 'colocated' returned NoneType for phase 'idle', not a Plan"),
-    ],
-)
-def test_a_policy_that_gives_no_plan_is_shown_where(policy: type[Colocated], message: str) -> None:
-    status, text = table(policy)
+def test_a_policy_that_gives_no_plan_is_shown_where() -> None:
+    status, text = table(Failing)
     assert status == 1
-    assert f"\n{message}\n" in text
-
-
-class Greedy(Colocated):
-    def plan(self, view: View) -> Plan:
-        return Plan(dict.fromkeys(view.handles, State.GPU_RESIDENT)) if view.phase == "idle" else super().plan(view)
-
-
-def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
-    status, text = table(Greedy)
-    assert status == 1
-    assert row(text, "idle")[:7] == ["-"] * 7
-    assert "\nidle: DeviceMemoryError: phase 'idle' needs 94,616.0 MiB" in text
-    assert row(text, "rollout")[:7] == ["-"] * 6 + ["gpu"]
-
-
-def test_a_policy_that_is_none_is_an_error() -> None:
-    with pytest.raises(PolicyError, match="did you mean 'resident'"):
-        table("residant")
+    assert "\nreward: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')\n" in text
 
 
 def command(*words: str) -> int:
     parser = argparse.ArgumentParser()
     add_explain(parser)
     return run(parser.parse_args(words))
-
-
-def test_the_command_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("async_rollout", "--budget", "40GiB", "--worker-role", "trainer") == 0
-    assert capsys.readouterr().out.startswith("policy async_rollout, budget 40 GiB, worker role trainer\n")
 
 
 def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
