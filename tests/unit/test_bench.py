@@ -17,6 +17,7 @@ import pytest
 from bench import _results, report, run
 from bench._results import Results
 
+SLOW = ("forecast", "foresight", "replicated", "rollout_only", "small_tensors", "weights")
 PEERS = {"accelerate", "deepspeed", "megatron", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
 
 
@@ -41,7 +42,7 @@ def file_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in ("forecast", "replicated", "rollout_only") else []) for each in run.LIMITS],
+    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in run.LIMITS],
 )
 def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     content = file_of(name)
