@@ -80,8 +80,7 @@ def test_only_blocks_that_differ_are_written(tmp_path: Path) -> None:
     assert file.read(slab.address) == []
 
 
-@pytest.mark.parametrize("bit", [0, 7])
-@pytest.mark.parametrize("offset", [0, 3 * BLOCK - 1, 4 * BLOCK + PAGE - 1])
+@pytest.mark.parametrize(("offset", "bit"), [(0, 0), (4 * BLOCK + PAGE - 1, 7)])
 def test_every_changed_bit_is_found_in_its_block(tmp_path: Path, offset: int, bit: int) -> None:
     slab = slab_of(4 * BLOCK + PAGE)
     file = DiskFile(tmp_path, "a", slab.nbytes)
@@ -185,22 +184,6 @@ def test_it_stops_when_it_is_told_to_and_goes_on_from_there(tmp_path: Path, monk
     assert file.write(source.address) == (file.nbytes - first, True)
     assert file.read(source.address, goes_on=lambda: False) is None
     assert file.read(source.address) == []
-
-
-@pytest.mark.parametrize("most", [0, 2])
-def test_without_threads_the_calling_one_does_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) >= most:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(disk_file.BackgroundThread, "start", limited)
-    round_trip(tmp_path, 5 * BLOCK + 3)
-    assert len(started) == most
 
 
 # --- the memory of a slab
