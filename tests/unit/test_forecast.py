@@ -1,22 +1,18 @@
-"""The parts of a forecast: link, layout, cycles, models, optimizers, text and chart, and the laws that hold for all."""
+"""The parts of a forecast: link, layout, cycles, models, optimizers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import placement
-from placement.cli.plan import comparison, table
+from placement.cli.plan import table
 from placement.core.snapshot import TransitionSeconds
-from placement.core.states import PHASES
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
@@ -43,6 +39,8 @@ def seconds(link: Link, to_device: int, to_host: int) -> float:
 
 
 def test_a_link_is_as_slow_as_its_slower_direction() -> None:
+    with pytest.raises(ValueError, match=r"to_host_bytes_per_second\n.*greater than 0"):
+        Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
     link = Link(to_device_bytes_per_second=50, to_host_bytes_per_second=25, both_bytes_per_second=60)
     assert seconds(link, 100, 0) == 2
     assert seconds(link, 0, 100) == 4
@@ -52,16 +50,6 @@ def test_a_link_is_as_slow_as_its_slower_direction() -> None:
     assert seconds(link, 100, 50) == pytest.approx(2.5)
     assert seconds(link, 100, 75) == pytest.approx(2.5 + 25 / 25)
     assert Link.of(link) is link
-
-
-def test_copies_go_on_while_the_worker_computes() -> None:
-    device = SizesDevice(Link.of(10.0))
-    device.copy([Copy(0, 0, 100)], "to_device")
-    device.work(4)
-    device.sync()
-    assert device.seconds == pytest.approx(10)
-    device.work(1)
-    assert device.seconds == pytest.approx(11)
 
 
 def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
@@ -100,11 +88,6 @@ def test_what_is_no_link_says_how_to_make_one(content: str | None, tmp_path: Pat
         path.write_text(content)
     with pytest.raises((OSError, ValueError), match=r"(there is no file|has no link with rates).*placement doctor --json"):
         Link.of(path)
-
-
-def test_rates_are_positive() -> None:
-    with pytest.raises(ValueError, match=r"to_host_bytes_per_second\n.*greater than 0"):
-        Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
 
 
 def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
@@ -154,12 +137,6 @@ def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
     module.tp_plan = {"0": "diagonal"}  # type: ignore[assignment]
     with pytest.raises(ValueError, match="the style 'diagonal'"):
         parts_of(module, Layout(tensor_parallel=2))
-
-
-def test_tied_weights_count_once() -> None:
-    module = mlp()
-    module[1].weight = nn.Parameter(module[0].weight.detach())  # type: ignore[index,union-attr]
-    assert sum(part.nbytes for part in parts_of(module)) == 4 * 256 * 1024
 
 
 def config(**values: Any) -> dict[str, Any]:
@@ -348,7 +325,7 @@ def test_only_is_for_handles_that_there_are() -> None:
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
 def test_modes_of_the_caller_change_nothing(mode: Any) -> None:
     expected = placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9)
     with mode():
@@ -371,13 +348,6 @@ def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> 
     assert told["whole"].loaded_bytes == 8 * told["replicated"].loaded_bytes
     assert told["whole"].host_bytes == 8 * told["replicated"].host_bytes
     assert told["whole"].node_host_bytes == 8 * told["replicated"].node_host_bytes
-
-
-def test_an_engine_that_discards_its_weights_copies_nothing() -> None:
-    for keeps_weights, copied in ((True, MIB), (False, 0)):
-        told = placement.forecast({"rollout": Rollout(MIB, "3MiB", keeps_weights)}, cycle=["rollout"])
-        assert told.phase("rollout").device_bytes == 4 * MIB
-        assert (told.loaded_bytes, told.offloaded_bytes) == (copied, copied)
 
 
 def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
@@ -403,9 +373,10 @@ def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
     [("weight_sync,rollout,train", True, 1), ("rollout,train,weight_sync", True, 0), ("weight_sync,rollout,train", False, 0)],
 )
 def test_a_mirror_that_every_sync_overwrites_is_noted(cycle: str, keeps: bool, told: int) -> None:
-    handles = {"actor": Model(mlp(), optimizer="sgd"), "rollout": Rollout(MIB, MIB, keeps)}
+    handles = {"actor": Model(mlp(), optimizer="sgd"), "rollout": Rollout(MIB, "3MiB", keeps)}
     found = placement.forecast(handles, cycle=cycle.split(","))
     assert sum("weight_sync fills them anew" in note for note in found.notes) == told
+    assert found.phase("rollout").handle_bytes["rollout"] == 4 * MIB
 
 
 def test_what_a_node_has_too_little_of_is_told() -> None:
@@ -424,60 +395,3 @@ def test_what_a_node_has_too_little_of_is_told() -> None:
     assert "page-locked, 4 MiB engines' mirrors, 0 on disk\n" in table(roomy)
     limited = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=link, host_limit_bytes=MIB + MIB // 2)
     assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
-
-
-# --- laws
-
-SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=5)
-
-
-def told(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> placement.Forecast:
-    """An actor with its optimizer, a readonly ref, and what more there are sizes for, in MiB."""
-    handles = {}
-    for name, size in zip(("actor", "ref", "critic", "reward"), sizes, strict=False):
-        with torch.device("meta"):
-            module = nn.Linear(1 << 10, size << 8, bias=False)
-        handles[name] = Model(module, optimizer="sgd-momentum" if name == "actor" else None, readonly=name in ("ref", "reward"))
-    device = SizesDevice(chunk_bytes=8 * MIB, granularity=MIB)
-    return placement.forecast(handles, policy=policy, cycle=cycle, budget_bytes=budget * MIB, link=1e9, device=device)
-
-
-PHASE_NAMES = st.lists(st.sampled_from([name for name in PHASES if name != "idle"]), min_size=1, max_size=6)
-
-
-@given(sizes=SIZES, policy=st.sampled_from(["colocated", "resident"]), budget=st.integers(1, 200), cycle=PHASE_NAMES)
-@settings(max_examples=40, deadline=None)
-def test_sums_agree(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> None:
-    found = told(sizes, policy, budget, cycle)
-    assert found.fits is (found.over_bytes == 0)
-    held = 0
-    for index, phase in enumerate((*found.phases, *found.phases)):
-        assert phase.device_bytes == sum(phase.handle_bytes.values()) <= budget * MIB
-        assert phase.wanted_bytes - phase.over_bytes in (phase.wanted_bytes, budget * MIB)
-        if index:  # what was there, and came, and did not leave
-            assert phase.device_bytes == held + phase.loaded_bytes - phase.offloaded_bytes - phase.skipped_bytes
-        held = phase.device_bytes
-    assert found.loaded_bytes == found.offloaded_bytes + found.skipped_bytes
-    assert found.peak_bytes >= max(phase.device_bytes for phase in found.phases)
-    assert found.stall_seconds == pytest.approx(sum(phase.stall_seconds or 0 for phase in found.phases))
-
-
-@given(sizes=SIZES, budget=st.integers(1, 200), cycle=st.sampled_from(list(CYCLES.values())))
-@settings(max_examples=20, deadline=None)
-def test_resident_stalls_less_than_colocated_and_not_at_all_where_everything_fits(
-    sizes: Sequence[int], budget: int, cycle: Sequence[str]
-) -> None:
-    resident, colocated = told(sizes, "resident", budget, cycle), told(sizes, "colocated", budget, cycle)
-    if colocated.fits:
-        assert (resident.stall_seconds or 0) <= (colocated.stall_seconds or 0)
-    if sum(sizes) + sizes[0] <= budget:
-        assert resident.stall_seconds == 0
-
-
-@given(sizes=SIZES, budget=st.integers(1, 200))
-@settings(max_examples=8, deadline=None)
-def test_the_text_shows_every_phase(sizes: Sequence[int], budget: int) -> None:
-    forecasts = [told(sizes, policy, budget, CYCLES["grpo"]) for policy in ("colocated", "resident")]
-    for text in (table(forecasts[0]), comparison(forecasts, ["colocated", "resident"])):
-        assert all(phase in text for phase in (*CYCLES["grpo"], "idle"))
-    assert placement.Forecast.model_validate_json(forecasts[0].model_dump_json()) == forecasts[0]
