@@ -8,7 +8,6 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,27 +149,6 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     os.ftruncate(file._file, BLOCK)
     with pytest.raises(OSError, match="the file ends at"):
         file.read(source.address)
-
-
-@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "preadv"])
-def test_every_failing_call_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    real = getattr(os, call)
-    source = slab_of(8 * BLOCK)
-    for failing in range(1, 9 if call != "fdatasync" else 2):
-        count = iter(range(1, 100))
-
-        def fails(*arguments: Any, count: Iterator[int] = count, failing: int = failing) -> Any:
-            if next(count) == failing:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real(*arguments)
-
-        file = DiskFile(tmp_path, "a", 8 * BLOCK)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, fails)
-            with pytest.raises(OSError, match="Input/output error"):
-                assert file.write(source.address)[1] is (file.read(source.address) == [])
-        assert file.write(source.address)[1]  # it can be tried again
-        assert file.read(source.address) == []
 
 
 def test_it_stops_when_it_is_told_to_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
