@@ -19,19 +19,15 @@ CPU = torch.device("cpu")
 # Every optimizer of torch.optim, in the implementations that run on a CPU.
 VARIANTS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "adadelta": (optim.Adadelta, {}),
-    "adadelta-foreach": (optim.Adadelta, {"foreach": True}),
     "adafactor": (optim.Adafactor, {}),
     "adagrad": (optim.Adagrad, {}),
     "adagrad-fused": (optim.Adagrad, {"fused": True}),
     "adam": (optim.Adam, {}),
     "adam-foreach": (optim.Adam, {"foreach": True}),
     "adam-fused": (optim.Adam, {"fused": True}),
-    "adam-amsgrad": (optim.Adam, {"amsgrad": True}),
     "adam-fused-amsgrad": (optim.Adam, {"amsgrad": True, "fused": True}),
-    "adam-tensor-lr": (optim.Adam, {"lr": torch.tensor(1e-3), "foreach": False}),
     "adam-tensor-lr-fused": (optim.Adam, {"lr": torch.tensor(1e-3), "fused": True}),
     "adamw": (optim.AdamW, {}),
-    "adamw-maximize": (optim.AdamW, {"maximize": True, "weight_decay": 0.1}),
     "adamax": (optim.Adamax, {}),
     "asgd": (optim.ASGD, {}),
     "lbfgs": (optim.LBFGS, {"max_iter": 4}),
@@ -43,7 +39,6 @@ VARIANTS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "rprop": (optim.Rprop, {}),
     "sgd": (optim.SGD, {}),
     "sgd-momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "sgd-momentum-fused": (optim.SGD, {"momentum": 0.9, "fused": True}),
     "sparse-adam": (optim.SparseAdam, {}),
 }
 NO_TWIN = {"adafactor", "asgd", "lbfgs", "sparse-adam"}

@@ -15,21 +15,6 @@ def findings(audit: Audit) -> list[tuple[str | None, str]]:
     return [(finding.handle, finding.what) for finding in audit.findings]
 
 
-@pytest.mark.parametrize("phase", [None, "log_prob", "train", "weight_sync"])
-def test_a_clean_worker_has_no_findings_in_any_phase(worker: Worker, phase: str | None) -> None:
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    if phase is not None:
-        worker.manager.enter(phase)
-    audit = worker.manager.audit()
-    assert (audit.ok, audit.findings) == (True, ())
-    assert audit.resident_bytes == sum(handle.resident_bytes for handle in worker.manager.handles.values())
-    assert audit.resident_bytes >= worker.manager.device.memory().chunk_bytes
-    assert all(name in audit.report for name in worker.manager.handles)
-    assert "no findings" in audit.report
-    worker.manager.check_integrity()
-
-
 @pytest.mark.parametrize("phase", [None, "log_prob"])
 def test_drift_is_named_with_its_bytes(worker: Worker, phase: str | None) -> None:
     if phase:

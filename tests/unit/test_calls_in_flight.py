@@ -168,12 +168,15 @@ def test_however_it_is_called(manager: Manager, way: str) -> None:
     GATES.clear()
     expected = model(X).detach()
     manager.register("scored", model, role="reward")
-    with manager.phase("reward"):
+    with manager.phase("reward") as phase:
         made = WAYS[way](model)
         assert torch.equal(made(X), expected)
         call = InThread(model, lambda: made(X))
         call.open_when_awaited()
-    assert torch.equal(call.end(), expected)
+        phase.done_with("scored")
+        assert torch.equal(call.end(), expected)
+        with pytest.raises(NotResidentError):
+            made(X)
 
 
 def test_a_call_that_does_not_end_stops_the_transition_and_loses_nothing() -> None:
@@ -199,19 +202,6 @@ def test_a_call_that_does_not_end_stops_the_transition_and_loses_nothing() -> No
             gated.gate = None
             assert torch.equal(gated(X), expected)
         assert not scored.resident_bytes
-
-
-def test_done_with_waits_and_a_new_call_is_refused(manager: Manager) -> None:
-    gated = Gated()
-    expected = gated(X).detach()
-    scored = manager.register("scored", gated, role="reward")
-    with manager.phase("reward") as phase:
-        call = InThread(gated, lambda: gated(X))
-        call.open_when_awaited()
-        phase.done_with(scored)
-        assert torch.equal(call.end(), expected)
-        with pytest.raises(NotResidentError):
-            gated(X)
 
 
 def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,21 +202,6 @@ def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -
     assert counter.frame_count == 1
 
 
-def test_handles_that_come_and_go_recompile_nothing_of_another() -> None:
-    counter, manager, model, _ = placed(Block)
-    compiled = compiler(counter)(lambda x: model(x) * 1)
-    others = [Block() for _ in range(4)]
-    for turn, other in enumerate(others):
-        manager.register(f"critic-{turn}", other, role="critic")
-        with manager.phase("log_prob"):
-            compiled(batch())
-    for turn in range(4):
-        manager.unregister(f"critic-{turn}")
-    with manager.phase("log_prob"):
-        compiled(batch())
-    assert counter.frame_count == 1
-
-
 def test_training_compiled_by_aot_autograd() -> None:
     models = [Block(), Block()]
     models[1].load_state_dict(models[0].state_dict())

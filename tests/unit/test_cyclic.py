@@ -11,7 +11,7 @@ from placement import HandleView, Plan, State, View
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Cyclic
 from tests.support.views import after
-from tests.support.worker import Worker, learn
+from tests.support.worker import Worker
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 STEP = ("rollout", "log_prob", "values", "train", "weight_sync")
@@ -182,27 +182,6 @@ def test_reasons() -> None:
     assert first["ref"] == "off the device: not needed in values"
     assert Cyclic(idle="empty").reasons(replace(now, phase="idle"))["actor"] == "not needed in idle"
     assert set(Cyclic().reasons(replace(now, phase="checkpoint")).values()) == {"nothing moves in a checkpoint"}
-
-
-def test_a_snapshot_carries_the_reasons() -> None:
-    worker = Worker(policy="cyclic", budget_bytes="16MiB")
-
-    def said() -> dict[str, str | None]:
-        return {handle.name: handle.reason for handle in worker.manager.snapshot().handles}
-
-    for _ in range(2):
-        with worker.manager.phase("log_prob") as step:
-            step.switch("train")
-            learn(worker.net, worker.adam)
-    assert said()["actor"] == "kept: needed in the next phase (log_prob)"
-    with worker.manager.phase("log_prob"):
-        assert said()["ref"] == "needed in log_prob"
-        assert said()["actor.optimizer"] == "kept: needed in the next phase (train)"
-        with worker.manager.phase("values", only=["critic"]):
-            assert said()["critic"] == "needed in values"
-            assert said()["ref"] == "needed in log_prob"
-        assert said()["ref"] == "needed in log_prob"
-    worker.manager.check_integrity()
 
 
 def test_a_policy_may_give_no_reasons_and_one_that_fails_spoils_no_page(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,14 +12,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import placement
 from placement import State
 from placement.core.journal import Record
 from placement.policies import Cyclic
-from placement.policies.keeping import Step, Unit, bits, schedule
+from placement.policies.keeping import schedule
 from placement.testing import SimulatedDevice
 from tests.support.cycles import Cycle, Moved, Simulator, best, steady
 from tests.support.early import wait_for_copies
@@ -135,29 +133,6 @@ def _arrived(manager: placement.Manager) -> int:
     """Device bytes that have arrived early, once the copies of all of them have been started."""
     wait_for_copies(manager)
     return sum(each.prefetched_bytes for each in manager.snapshot().handles)
-
-
-UNITS = st.lists(
-    st.builds(Unit, st.integers(1, 20), st.integers(0, 20), st.booleans(), st.sampled_from(["never", "trained", "always"])),
-    min_size=1,
-    max_size=14,
-)
-
-
-@settings(deadline=None, max_examples=100)
-@given(UNITS, st.lists(st.tuples(*[st.integers(0)] * 3), min_size=1, max_size=10), st.integers(0, 200))
-def test_a_schedule_holds_what_is_needed_fits_and_loads_nothing_else(
-    units: list[Unit], masks: list[tuple[int, int, int]], budget_bytes: int
-) -> None:
-    everything = (1 << len(units)) - 1
-    steps = tuple(Step(need & everything, need & trained & everything, ~need & streamed & everything) for need, trained, streamed in masks)
-    found = schedule(tuple(units), steps, budget_bytes)
-    for index, (step, on) in enumerate(zip(steps, found, strict=True)):
-        assert step.needed & ~on == 0
-        assert step.streamed & on == 0
-        assert on & ~step.needed & ~found[index - 1] == 0
-        held = sum(units[i].nbytes for i in bits(on))
-        assert held <= max(budget_bytes, sum(units[i].nbytes for i in bits(step.needed)))
 
 
 def test_two_processes_make_the_same_plans() -> None:

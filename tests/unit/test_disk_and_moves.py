@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import placement
-from placement import HostMemoryError, IntegrityError, Manager, State
+from placement import IntegrityError, Manager, State
 from placement.devices.background import BackgroundThread
-from placement.devices.host import disk_file
 from placement.planning.host_tier import DiskTier
 from placement.policies import Colocated
 from placement.storage.disk import Place
@@ -108,25 +107,6 @@ def test_streamed_steps_of_state_on_disk_are_those_of_the_optimizer_alone(tmp_pa
     pair.manager.close()
     assert_same(pair.optimizer.state_dict(), pair.other.state_dict())
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_streamed_step_without_host_memory_for_its_state_steps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = streamed(tmp_path)
-    pair.step(0)
-    with pair.manager.phase("train"):
-        send_to_disk(pair.manager, "adam")
-        before = {name: tensor.clone() for name, tensor in pair.net.state_dict().items()}
-        pair.net(torch.tensor([1])).backward()
-        with monkeypatch.context() as patched:
-            patched.setattr(disk_file, "available_bytes", lambda: 0)
-            with pytest.raises(HostMemoryError, match="a host copy that had left it"):
-                pair.optimizer.step()
-        assert_same(dict(pair.net.state_dict()), before)
-        pair.plain(torch.tensor([1])).backward()
-        for _, optimizer in pair.both():
-            optimizer.step()
-    pair.check()
-    pair.manager.close()
 
 
 def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(tmp_path: Path) -> None:

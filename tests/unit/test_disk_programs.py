@@ -30,7 +30,10 @@ from tests.unit.test_prefetch import ALL, CHUNK
 IS_SWEEP = os.environ.get("SWEEP") == "all"
 HANDLES = ("actor", "actor.optimizer", "ref", "critic", "critic.optimizer")
 WANTED = st.dictionaries(st.sampled_from(HANDLES), st.sampled_from([ALL, 2 * CHUNK, CHUNK]))
-LIMITS = (82_000, 100_000, 130_000, None)
+TIERS: list[tuple[int | None, HostCopies]] = [
+    *((limit_bytes, "reserved") for limit_bytes in (82_000, 100_000, 130_000)),
+    *((limit_bytes, "while_needed") for limit_bytes in (82_000, 130_000, None)),
+]
 """The least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk."""
 PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "checkpoint")
 ACTIONS = ("compute", "compute", "accumulate", "zero_grad", "read", "write", "hold a state dict", "checkpoint", "nested", "done", "leave")
@@ -149,31 +152,22 @@ class Program:
 
 
 @pytest.mark.timeout(1500 if IS_SWEEP else 120)
-@settings(max_examples=2000 if IS_SWEEP else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(
     steps=[("train", {}, "compute", True), ("values", {"actor.optimizer": ALL}, "zero_grad", True), ("train", {}, "compute", False)],
-    limit_bytes=82_000,
+    tier=(82_000, "reserved"),
     optimizer_in="streamed",
 )
-@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS[:3]), optimizer_in=st.sampled_from(["train", "streamed"]))
-def test_random_programs_on_a_disk_compute_the_same_bits(
-    steps: list[Step], limit_bytes: int, optimizer_in: Literal["train", "streamed"]
+@given(steps=STEPS, tier=st.sampled_from(TIERS), optimizer_in=st.sampled_from(["train", "streamed"]))
+def test_random_programs_with_less_host_memory_compute_the_same_bits(
+    steps: list[Step], tier: tuple[int | None, HostCopies], optimizer_in: Literal["train", "streamed"]
 ) -> None:
-    compute_the_same_bits(steps, limit_bytes, optimizer_in)
+    with unittest.mock.patch.object(UseHistory, "is_idle", return_value=True):  # host copies are given back: nobody is expected to need any
+        compute_the_same_bits(steps, tier[0], optimizer_in, tier[1])
 
 
 @pytest.mark.timeout(1500 if IS_SWEEP else 120)
 @settings(max_examples=2000 if IS_SWEEP else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS), optimizer_in=st.sampled_from(["train", "streamed"]))
-def test_random_programs_compute_the_same_bits_where_each_host_copy_is_given_back_while_the_device_has_the_bytes(
-    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"]
-) -> None:
-    with unittest.mock.patch.object(UseHistory, "is_idle", return_value=True):  # expects that nobody will need any
-        compute_the_same_bits(steps, limit_bytes, optimizer_in, "while_needed")
-
-
-@pytest.mark.timeout(1500 if IS_SWEEP else 120)
-@settings(max_examples=2000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(steps=[("train", {}, "compute", False), ("rollout", {"actor.optimizer": ALL}, "compute", False)], chunks=42)
 @given(steps=STEPS, chunks=st.sampled_from([42, 56, 200]))
 def test_random_programs_with_random_wishes_compute_the_same_bits(steps: list[Step], chunks: int) -> None:

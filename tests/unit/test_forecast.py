@@ -78,8 +78,8 @@ RATES = ", ".join(f'"{name}_bytes_per_second": 1' for name in ("to_device", "to_
 @pytest.mark.parametrize(
     "content",
     [
-        *(None, "nothing", "{}", '{"link": {}}'),
-        *(f'{{"link": {{{RATES}}}, "transitions": {transitions}}}' for transitions in ('"slow"', '{"moving": "slow"}')),
+        *(None, "nothing", '{"link": {}}'),
+        f'{{"link": {{{RATES}}}, "transitions": {{"moving": "slow"}}}}',
     ],
 )
 def test_what_is_no_link_says_how_to_make_one(content: str | None, tmp_path: Path) -> None:
@@ -108,20 +108,9 @@ def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
     assert more == pytest.approx([5 + 0.1 * 4.194304, 5 + 0.4 * 4.194304, 1.0, 5 + 0.2 * 4.194304])
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"shards": 0}, "shards must be a whole number from 1 on"),
-        ({"tensor_parallel": 1.5}, "tensor_parallel must be a whole number"),
-        ({"shards": 12}, "12 ranks .* do not fill nodes of 8 GPUs"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(numbers: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Layout(**numbers)
-
-
 def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
+    with pytest.raises(ValueError, match=r"12 ranks .* do not fill nodes of 8 GPUs"):
+        Layout(shards=12)
     module = mlp(100)
     module.register_buffer("scale", torch.empty(50, device="meta"))
     names = {part.name: part.nbytes for part in parts_of(module, Layout(shards=8))}
@@ -144,31 +133,14 @@ def config(**values: Any) -> dict[str, Any]:
     return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 96, **sizes, **values}
 
 
-def test_a_configuration_is_divided_as_its_own_plan_says(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(config()))
-    module = module_of(tmp_path, torch.bfloat16, "lm")
-    whole = {part.name: part.nbytes for part in parts_of(module)}
-    halves = {part.name: part.nbytes for part in parts_of(module, Layout(tensor_parallel=2))}
-    assert halves["model.layers.0.mlp.down_proj.weight"] * 2 == whole["model.layers.0.mlp.down_proj.weight"] == 2 * 64 * 128
-    assert halves["model.norm.weight"] == whole["model.norm.weight"]
-    with pytest.raises(ValueError, match="tensor_parallel 4 does not divide the model's num_key_value_heads, 2"):
-        parts_of(module, Layout(tensor_parallel=4))
-    value = module_of(tmp_path, torch.bfloat16, "value")
-    assert sum(part.nbytes for part in parts_of(value)) < sum(whole.values())
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "there is no model configuration"),
         ("{", "is not JSON"),
         ("[]", "names no model_type"),
-        (json.dumps({"architectures": ["Qwen2ForCausalLM"]}), "names no model_type"),
         (json.dumps(config(model_type="no-such-model")), "cannot build a model"),
         (json.dumps(config(hidden_size=-64)), "cannot build a model .*: RuntimeError: .*negative dimension -64"),
-        (json.dumps(config(hidden_size="wide")), "cannot build a model .*'hidden_size'"),
-        (json.dumps(config(num_attention_heads=0)), "cannot build a model .*: ZeroDivisionError"),
         (json.dumps(config(hidden_act="no-such-function")), "cannot build a model .*: KeyError: 'no-such-function'"),
         (json.dumps(config(model_type="own", auto_map={"AutoConfig": "own.Config"})), "whose code comes with its checkpoint"),
     ],
@@ -202,8 +174,8 @@ def test_weights_of_a_quantized_configuration_are_counted_whole_and_the_forecast
         found.append(placement.forecast({name: Model(tmp_path, readonly=True) for name in ("ref", "reward")}))
     assert found[0].host_bytes == found[1].host_bytes
     assert not found[0].notes
-    assert len(found[1].notes) == 1
-    assert "quantization_config (gptq)" in found[1].notes[0]
+    (note,) = found[1].notes
+    assert "quantization_config (gptq)" in note
 
 
 def test_the_models_of_a_head(tmp_path: Path) -> None:
@@ -292,8 +264,6 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({}), "there is no handle"),
         (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"eval": 1}), "'eval', which the cycle does not have"),
-        (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"train": -1}), "must be 0 or more"),
-        (lambda: placement.forecast({"actor": Model(mlp())}, steps={"eval": 1}), "steps of 'eval', which the cycle does not have"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"), "not a number of bytes"),
         (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=-1), "budget_bytes must be 0 or more, not -1"),
@@ -302,18 +272,14 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({"actor": Model(mlp(), dtype=cast("Any", 3))}), "3 is no dtype"),
         (lambda: placement.forecast({"a": Model(mlp(), optimizer="sgd"), "a.optimizer": Model(mlp())}), "becomes the handle 'a.optimizer'"),
         (lambda: Model(mlp(), head=cast("Any", "tail")), "head must be one of lm, value"),
+        (lambda: placement.forecast({"actor": cast("Any", mlp())}), "'actor' is described by an object of Sequential; give a Model"),
         (lambda: Model(mlp(), optimizer=cast("Any", torch.optim.SGD([torch.zeros(1)]))), "an object of SGD; give its class"),
         (lambda: Rollout(1, 1, role="boss"), "role 'boss' is none of"),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
-
-
-def test_a_module_instead_of_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"'actor' is described by an object of Sequential; give a Model"):
-        placement.forecast({"actor": cast("Any", mlp())})
 
 
 def test_only_is_for_handles_that_there_are() -> None:
@@ -323,13 +289,6 @@ def test_only_is_for_handles_that_there_are() -> None:
         {"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")}, cycle=["train[critic]"]
     )
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
-def test_modes_of_the_caller_change_nothing(mode: Any) -> None:
-    expected = placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9)
-    with mode():
-        assert placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9) == expected
 
 
 def test_a_cuda_device_counts_in_its_own_chunks() -> None:

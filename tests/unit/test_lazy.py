@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from placement import DeviceMemoryError, HostMemoryError, Lazy, RegistrationError
-from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import GPU, SYNC, TRAIN, Scripted, batch, everything, learn, make_manager, net
+from tests.support.worker import GPU, TRAIN, Scripted, batch, everything, learn, make_manager, net
 
 
 class Factory:
@@ -67,17 +66,6 @@ def test_a_lazy_optimizer_is_built_after_its_owner() -> None:
         assert adam.role == "actor"
         learn(actor.object, adam.object)
     assert adam.kind == "optimizer"
-    assert_nothing_resident(manager)
-
-
-def test_a_streamed_sync_builds_what_it_publishes() -> None:
-    manager, factory = make_manager(policy=Colocated(stream_sync=True)), Factory()
-    actor = manager.register("actor", Lazy(factory), role="actor")
-    with manager.phase("weight_sync"):
-        assert actor.state is SYNC
-        assert actor.resident_bytes == 0
-        assert len([pair for bucket in actor.weights() for pair in bucket]) == 4
-    assert factory.calls == 1
     assert_nothing_resident(manager)
 
 
