@@ -93,23 +93,16 @@ def test_every_changed_bit_is_found_in_its_block(tmp_path: Path, offset: int, bi
 # --- what a file system may refuse
 
 
-@pytest.mark.parametrize("refused", ["flag", "request"])
 def test_without_direct_io_the_cache_is_used_and_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_flags, write = fcntl.fcntl, os.pwrite
-
-    def refuses_flag(file: int, command: int, value: int = 0) -> int:
-        if refused == "flag" and value & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct IO")
-        return set_flags(file, command, value)
 
     def refuses_request(file: int, *rest: Any) -> int:
         if set_flags(file, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct IO")
         return write(file, *rest)
 
-    monkeypatch.setattr(fcntl, "fcntl", refuses_flag)
     monkeypatch.setattr(os, "pwrite", refuses_request)
     round_trip(tmp_path, 3 * BLOCK + 5)
     round_trip(tmp_path, BLOCK)
@@ -135,16 +128,12 @@ def test_a_full_disk_shows_before_a_byte_is_written(tmp_path: Path) -> None:
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
-def test_short_calls_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_continued_and_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda file, parts, offset: write(file, [memoryview(parts[0])[:4096]], offset))
     monkeypatch.setattr(os, "preadv", lambda file, parts, offset: read(file, [memoryview(parts[0])[:4096]], offset))
     round_trip(tmp_path, 3 * BLOCK)
-
-
-def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    source = slab_of(4 * BLOCK)
-    file = DiskFile(tmp_path, "a", 4 * BLOCK)
+    source, file = slab_of(4 * BLOCK), DiskFile(tmp_path, "a", 4 * BLOCK)
     file.write(source.address)
     os.ftruncate(file._file, BLOCK)
     with pytest.raises(OSError, match="the file ends at"):

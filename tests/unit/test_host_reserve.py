@@ -95,15 +95,22 @@ def test_a_slab_is_one_registration_whatever_its_size() -> None:
     assert not mapped(address)
 
 
-@pytest.mark.usefixtures("small")
-def test_touching_changes_no_byte_that_was_written_before(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
-    touch = host._touch
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> threading.Event:
+    """Set when memory is about to be touched, which waits for the gate."""
+    touch, reached = host._touch, threading.Event()
 
     def late(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
+        reached.set()
         gate.wait(LONG)
         return touch(address, nbytes, progress)
 
     monkeypatch.setattr(host, "_touch", late)
+    return reached
+
+
+@pytest.mark.usefixtures("small", "reached")
+def test_touching_changes_no_byte_that_was_written_before(gate: threading.Event) -> None:
     slab = Driver().slab(9 * PAGE)
     assert (slab.ready.is_set(), slab.pinned, slab.pinned_bytes, slab.pageable_bytes, slab.pageable_reason) == (False, False, 0, 0, None)
     slab.view(0, 9 * PAGE).fill_(7)
@@ -146,15 +153,9 @@ def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("small")
-def test_what_is_promised_and_not_touched_is_nobody_elses(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
-    touch, reached = host._touch, threading.Event()
-
-    def late(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
-        reached.set()
-        gate.wait(LONG)
-        return touch(address, nbytes, progress)
-
-    monkeypatch.setattr(host, "_touch", late)
+def test_what_is_promised_and_not_touched_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event, reached: threading.Event
+) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 20 * PAGE)
     before = set(reserve._alive)  # of slabs that earlier tests have not let go of
     slab = Driver().slab(15 * PAGE)
