@@ -120,6 +120,22 @@ def test_a_gradient_that_cannot_be_moved_is_named_and_the_rest_is_owned() -> Non
     assert (names(adapter), list(adapter.immovable()), list(adapter.kept_by_framework())) == (["weight", "bias"], [], [])
 
 
+def test_of_a_wrapper_subclass_what_it_wraps_is_moved() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    module = nn.Module()
+    module.pair = TwoTensor(torch.zeros(2), torch.ones(2))
+    for external in (False, True):
+        assert names(adapt(module, external=external)) == ["pair.a", "pair.b"]
+
+
+def test_sparse_tensors_of_an_external_module_are_no_bytes_that_could_be_measured() -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    module.register_buffer("graph", torch.eye(2).to_sparse())
+    module(torch.tensor([1])).sum().backward()
+    assert names(adapt(module, external=True)) == ["weight", "weight.grad.indices", "weight.grad.values"]
+
+
 @pytest.mark.gpu
 def test_cpu_tensors_of_a_module_on_the_gpu_stay_there() -> None:
     device = torch.device("cuda")

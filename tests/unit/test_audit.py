@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from placement import Audit, IntegrityError, State
+from placement import Audit, IntegrityError, RegistrationError, State
 from placement.storage.scan import known_aliases
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, Worker, learn
@@ -145,3 +145,16 @@ def test_check_integrity_has_the_numbers_of_what_was_tampered_with(worker: Worke
     wrong("'actor' is CPU_OFFLOADED, but its bytes are on the device")
     holding.on_device = False
     worker.manager.check_integrity()
+
+
+def test_a_tensor_in_another_handles_memory_is_a_finding(worker: Worker) -> None:
+    own = worker.critic_net[0].weight
+    with pytest.raises(RegistrationError, match="belongs to 'actor' already"), worker.manager.phase("values"):
+        worker.critic_net[0].weight = worker.net[0].weight
+    found = worker.manager.audit().findings
+    (finding,) = [each for each in found if (each.handle, each.what) == ("critic", "drift")]
+    assert "'0.weight' of 'critic' lies in a storage that belongs to 'actor' already" in finding.detail
+    worker.critic_net[0].weight = own
+    with worker.manager.phase("values"):
+        pass
+    assert worker.manager.audit().ok

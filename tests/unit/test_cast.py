@@ -603,6 +603,23 @@ def test_masters_on_disk(tmp_path: Any) -> None:
     job.check()
 
 
+def test_weights_that_two_optimizers_step() -> None:
+    """Those whose masters are in the one that was named have no host copy."""
+    model = net()
+    adam, sgd = MasterAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    manager = Manager(device=SimulatedDevice(CAPACITY))
+    actor = manager.register("actor", model, role="actor", masters=adam)
+    manager.register("sgd", sgd)
+    before = actor.host_bytes
+    manager.register("adam", adam)
+    saved = sum(each.nbytes for each in model[0].parameters())
+    assert before - saved - 512 <= actor.host_bytes <= before - saved
+    values = copy.deepcopy(actor.state_dict())
+    with manager.phase("train"):
+        assert_same(model.state_dict(), values)
+    manager.close()
+
+
 # --- refused
 
 

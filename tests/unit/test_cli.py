@@ -24,7 +24,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         [],
         ["nonsense"],
-        ["demo", "--nonsense"],
+        ["demo", "--device", "tpu"],
         ["demo", "--steps", "0"],
         ["demo", "--serve", "99999"],
         ["discover", ".", "--port", "99999"],

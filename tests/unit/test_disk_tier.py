@@ -337,6 +337,29 @@ def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, 
     worker.check_values()
 
 
+def test_early_chunks_make_way_for_a_registration(tmp_path: Path) -> None:
+    """A host copy some of whose chunks are early stays in host memory, so none would have had room for the third model."""
+    limit_bytes = 5 * MODEL_BYTES - PAGE
+    manager = placement.Manager(
+        device=SimulatedDevice(8 * MIB, chunk_bytes=CHUNK), policy="cyclic", host_limit_bytes=limit_bytes, disk_directory=tmp_path
+    )
+    models = [model(seed) for seed in range(3)]
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
+    for index in range(2):
+        manager.register(f"model{index}", models[index], role="actor")
+        manager.register(f"adam{index}", optimizers[index])
+        with manager.phase("train", only=[f"model{index}"]):
+            models[index](torch.ones(2, 128)).square().mean().backward()
+            optimizers[index].step()
+            optimizers[index].zero_grad()
+    assert sum(handle.storage.prefetched_bytes for handle in manager.handles.values()) >= 2 * MODEL_BYTES
+    manager.register("model2", models[2], role="actor")
+    assert sum(handle.host_bytes for handle in manager.handles.values()) <= limit_bytes
+    with manager.phase("log_prob", only=["model2"]):
+        assert torch.equal(models[2](torch.ones(2, 128)), model(2)(torch.ones(2, 128)))
+    manager.close()
+
+
 # --- host copies that are given back while the device has the bytes
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from placement import Plan, View
 from placement.cli.explain import add_explain, explain, run
-from placement.core.states import PHASES
+from placement.core.states import PHASES, State
 from placement.policies import Colocated
 
 
@@ -91,6 +91,19 @@ def test_a_policy_that_gives_no_plan_is_shown_where() -> None:
     status, text = table(Failing)
     assert status == 1
     assert "\nreward: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')\n" in text
+
+
+class Greedy(Colocated):
+    def plan(self, view: View) -> Plan:
+        return Plan(dict.fromkeys(view.handles, State.GPU_RESIDENT)) if view.phase == "idle" else super().plan(view)
+
+
+def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
+    status, text = table(Greedy)
+    assert status == 1
+    assert row(text, "idle")[:7] == ["-"] * 7
+    assert "\nidle: DeviceMemoryError: phase 'idle' needs 94,616.0 MiB" in text
+    assert row(text, "rollout")[:7] == ["-"] * 6 + ["gpu"]
 
 
 def command(*words: str) -> int:

@@ -118,11 +118,10 @@ def test_what_fails_at_a_release_is_raised_and_the_hold_is_over() -> None:
 
 def test_a_hold_is_switched_and_keeps() -> None:
     worker = trained()
-    hold = worker.manager.hold("log_prob", only=["actor"])
-    hold.switch("train", only=["actor"])
-    assert worker.states()["actor.optimizer"] is TRAIN
-    hold.keep("actor")
-    hold.release()
+    with worker.manager.hold("log_prob", only=["actor"]) as hold:
+        hold.switch("train", only=["actor"])
+        assert worker.states()["actor.optimizer"] is TRAIN
+        hold.keep("actor")
     assert worker.on_device() == {"actor"}
     with worker.manager.phase("values"):
         assert worker.on_device() == {"critic"}

@@ -303,6 +303,11 @@ def test_replaced_and_added_tensors_are_named_apart() -> None:
     back, new = str(caught.value).split("The registered values were put back.")
     assert ("state.0.exp_avg" in back, "extra" in back) == (True, False)
     assert ("state.0.extra" in new, "state.0.exp_avg" in new) == (True, False)
+    first = worker.adam.state[worker.net[0].weight]
+    first["exp_avg"].data = first["extra"]  # another wrong, with a tensor that was told
+    del first
+    with pytest.raises(IntegrityError, match=r"^state.0.exp_avg of"), worker.manager.phase("train"):
+        pass
     with worker.manager.phase("train"):
         for entry in worker.adam.state.values():
             del entry["extra"]
