@@ -48,17 +48,6 @@ class Gated(nn.Module):
         return self.last(x) @ self.weight  # type: ignore[no-any-return]
 
 
-class Holder(nn.Module):
-    """Has a gated module inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Gated()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)  # type: ignore[no-any-return]
-
-
 GATES: list[Gate] = []
 """The gate of the call that was begun last."""
 
@@ -147,8 +136,8 @@ class Compilable(Gated):
 @pytest.mark.parametrize("end", [leave, unregister])
 @pytest.mark.parametrize("kind", ["module", "engine", "submodule"])
 def test_the_end_of_a_phase_waits_for_the_call(manager: Manager, kind: str, end: Callable[[Manager], None]) -> None:
-    outer = Holder()
-    gated, role = outer.inner, "rollout" if kind == "engine" else "reward"
+    gated, role = Gated(), "rollout" if kind == "engine" else "reward"
+    outer = nn.Sequential(gated)
     expected = outer(X).detach()
     manager.register("scored", TorchEngine(outer) if kind == "engine" else outer, role=role)
     manager.enter(role)

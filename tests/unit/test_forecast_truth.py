@@ -23,26 +23,9 @@ transformers = pytest.importorskip("transformers")
 
 RATE = 1e8
 CHUNK_BYTES = 64 << 10
-QWEN2 = transformers.Qwen2Config(
-    vocab_size=1024,
-    hidden_size=64,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    architectures=["Qwen2ForCausalLM"],
-)
-LLAMA = transformers.LlamaConfig(
-    vocab_size=768,
-    hidden_size=96,
-    intermediate_size=200,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"],
-)
+DECODER = {"vocab_size": 768, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN2 = transformers.Qwen2Config(**DECODER, num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
+LLAMA = transformers.LlamaConfig(**DECODER, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 OPTIMIZERS: Mapping[str, Any] = {
     "adamw": torch.optim.AdamW,
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -264,9 +247,6 @@ def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert [part.nbytes for part in told if part.parameters] == has
-
-
-DECODER = {"vocab_size": 768, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize(

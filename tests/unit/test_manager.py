@@ -16,23 +16,8 @@ from placement import Manager, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice
 from tests.support.threads import in_threads
 from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
-from tests.unit.test_policies import KeepReference
 
 # --- policies
-
-
-def test_a_users_policy_gives_the_place_up_where_it_does_not_fit() -> None:
-    worker = Worker(policy=KeepReference(), budget_bytes=102_400)  # actor, critic and its momentum 20,480 each, the actor's moments 40,960
-    with worker.manager.phase("log_prob") as phase:
-        assert worker.on_device() == {"actor", "ref"}
-        phase.switch("train")
-        assert worker.on_device() == {"actor", "critic"}  # the first step is about to create the moments
-        learn(worker.net, worker.adam)
-        worker.adam.zero_grad()
-    with worker.manager.phase("train"):
-        assert worker.on_device() == {"actor", "actor.optimizer", "critic"}
-    assert worker.on_device() == {"ref"}
-    assert worker.manager.audit().ok
 
 
 @pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout", "cyclic"])
