@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -134,6 +136,28 @@ def test_sparse_tensors_of_an_external_module_are_no_bytes_that_could_be_measure
     module.register_buffer("graph", torch.eye(2).to_sparse())
     module(torch.tensor([1])).sum().backward()
     assert names(adapt(module, external=True)) == ["weight", "weight.grad.indices", "weight.grad.values"]
+
+
+def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
+    module = nn.Linear(2, 2)
+    module.hf_device_map = {"embed": 0, "layers": "cpu"}
+    with pytest.raises(RegistrationError, match=r"'actor'.*a device map with 2 entries on several devices.*load without device_map"):
+        adapt(module)
+    assert adapt(module, external=True).external == "the caller says so (external=True)"
+    module.hf_device_map = {"": 0}
+    assert len(names(adapt(module))) == 2
+
+
+@pytest.mark.parametrize("make", [lambda z: z.conj(), lambda z: z.conj().imag])
+def test_values_that_are_not_those_of_the_bytes_are_refused(make: Any) -> None:
+    """A tensor over the same bytes elsewhere, such as that of a state dict, would have other values."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("freqs", make(torch.tensor([1 + 2j, 3 + 4j])))
+    with pytest.raises(RegistrationError, match=r"'freqs' is a lazily conjugated or negated view.*resolve_conj\(\) or resolve_neg\(\)"):
+        adapt(net)
+    net.freqs = net.freqs.resolve_conj().resolve_neg()
+    assert "freqs" in names(adapt(net))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -229,13 +231,31 @@ def test_what_is_no_optimizer_is_refused_with_advice_that_fits(odd: Any, advice:
         adapt(odd)
 
 
+def test_an_optimizer_that_places_its_state_itself_is_external(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's class has to be compiled before its constructor runs; this one has its name, place and shape."""
+    module = ModuleType("deepspeed.ops.adam.cpu_adam")
+    module.DeepSpeedCPUAdam = type("DeepSpeedCPUAdam", (optim.AdamW,), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", sys.modules.get("deepspeed") or ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    parameter = nn.Parameter(torch.zeros(2))
+    placed = module.DeepSpeedCPUAdam([parameter])
+    step([parameter], placed)
+    adapter = adapt(placed)
+    assert adapter.external == "DeepSpeed's CPU Adam keeps its state on the CPU"
+    assert len(names(adapter)) == 3
+    assert adapter.expected_sizes() == ()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_meta_parameters_and_state_of_odd_layout_are_refused() -> None:
+def test_meta_parameters_and_state_of_odd_form_are_refused() -> None:
     with pytest.raises(RegistrationError, match="parameter 0 is on the meta device"):
         adapt(optim.SGD([nn.Parameter(torch.zeros(2, device="meta"))]))
     parameters, optimizer = make("sgd")
     optimizer.state[parameters[0]]["odd"] = torch.eye(2).to_sparse_csr()
     with pytest.raises(RegistrationError, match=r"'state\.0\.odd' has a torch\.sparse_csr layout"):
+        adapt(optimizer)
+    optimizer.state[parameters[0]]["odd"] = torch.zeros(2, 2, dtype=torch.complex64).conj()
+    with pytest.raises(RegistrationError, match=r"'state.0.odd' is a lazily conjugated"):
         adapt(optimizer)
 
 
