@@ -59,18 +59,6 @@ def test_every_benchmark_writes_a_valid_file(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_that_are_trained_need_one_host_copy(tmp_path: Path) -> None:
-    importlib.import_module("bench.replicated").main(
-        ["--device", "simulated", "--size", "tiny", "--out", str(tmp_path), "--trained", "1048576"]
-    )
-    rows = json.loads((tmp_path / "replicated_simulated.json").read_text())["rows"]
-    found = {(row["system"], row["metric"]): row["value"] for row in rows}
-    for metric in ("host memory of all ranks", "bytes over one link, to the host"):
-        assert found["placement", metric] == pytest.approx(found["a host copy each", metric] / 2, rel=0.05)
-    assert found["placement", "bit-exact"] == found["a host copy each", "bit-exact"] == 1
-
-
-@pytest.mark.slow
 def test_what_a_rollout_only_worker_saves_is_measured() -> None:
     """Registered as they are, the trainer's objects take their size in host memory; as `Lazy` they take none (verl 4229)."""
     found = {(row["system"], row["metric"]): row["value"] for row in file_of("rollout_only")["rows"]}

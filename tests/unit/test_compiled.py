@@ -75,7 +75,6 @@ def of_part(compile_it: Callable[..., Any], model: Stack) -> dict[str, Callable[
     return {
         "wrappers": lambda: functools.partial(lambda one, two, x: two(one(x)), compile_it(first), compile_it(last)),
         "layers": layers,
-        "function": lambda: compile_it(lambda x: last(first(x))),
         "leaf": lambda: compile_it(lambda x: last.down(last.act(last.up(first(x))))),
     }
 
@@ -145,9 +144,7 @@ def test_a_compiled_model_is_refused_and_compiled_once(root: str, form: str, whe
     assert_guarded(manager, call, wanted, counter, int(torch_compiles_it))
 
 
-@pytest.mark.parametrize(
-    ("form", "when"), [("wrappers", "after"), ("layers", "called before"), ("function", "called before"), ("leaf", "after")]
-)
+@pytest.mark.parametrize(("form", "when"), [("wrappers", "after"), ("layers", "called before"), ("leaf", "called before")])
 def test_compiled_parts_of_a_model_are_refused_and_compiled_once(form: str, when: str) -> None:
     counter, manager, model = CompileCounter(), make_manager(), Stack()
     with torch.no_grad():
