@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +46,6 @@ def viewing(worker: Worker) -> torch.nn.Module:
     return odd
 
 
-def sgd(worker: Worker) -> torch.optim.Optimizer:
-    return torch.optim.SGD(worker.net.parameters(), lr=0.1)
-
-
 REFUSED: dict[str, tuple[Callable[[Worker], Any], str]] = {
     "a registered module": (lambda worker: worker.net, "registered already, as 'actor'"),
     "a registered optimizer": (lambda worker: worker.adam, r"registered already, as 'actor\.optimizer'"),
@@ -68,70 +63,34 @@ REFUSED: dict[str, tuple[Callable[[Worker], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_registered(worker: Worker, kind: str) -> None:
-    make, message = REFUSED[kind]
-    target = make(worker)
-    hooks = len(getattr(target, "_forward_pre_hooks", ()))
-    with pytest.raises(RegistrationError, match=message):
-        worker.manager.register("more", target)
-    assert len(getattr(target, "_forward_pre_hooks", ())) == hooks
-    assert kind != "a shared parameter" or not in_a_range(target.bias)
+def test_what_cannot_be_registered(worker: Worker) -> None:
+    for kind, (make, message) in REFUSED.items():
+        target = make(worker)
+        hooks = len(getattr(target, "_forward_pre_hooks", ()))
+        with pytest.raises(RegistrationError, match=message):
+            worker.manager.register("more", target)
+        assert len(getattr(target, "_forward_pre_hooks", ())) == hooks, kind
+        assert kind != "a shared parameter" or not in_a_range(target.bias)
 
 
-ODD_NAMES = ["", " ", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a"]
-
-
-@pytest.mark.parametrize(
-    ("name", "keywords", "message"),
-    [
-        *((each, {}, "must match") for each in ODD_NAMES),
-        ("actor", {"role": "actor"}, "'actor' is registered already"),
-        ("more", {"role": "actr"}, "role 'actr' is none of actor, ref"),
-    ],
-)
-def test_odd_names_and_roles(worker: Worker, name: Any, keywords: dict[str, str], message: str) -> None:
-    model = net()
-    with pytest.raises(RegistrationError, match=message):
-        worker.manager.register(name, model, **keywords)
+def test_odd_names_roles_and_owners(worker: Worker) -> None:
+    model, sgd = net(), torch.optim.SGD(worker.net.parameters(), lr=0.1)
+    wrong: list[tuple[Any, Any, dict[str, str], str]] = [
+        *((each, model, {}, "must match") for each in ("", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a")),
+        ("actor", model, {"role": "actor"}, "'actor' is registered already"),
+        ("more", model, {"role": "actr"}, "role 'actr' is none of actor, ref"),
+        *(("more", sgd, {"owner": each}, "not a registered module") for each in ("actr", "actor.optimizer")),
+    ]
+    for name, target, keywords, message in wrong:
+        with pytest.raises(RegistrationError, match=message):
+            worker.manager.register(name, target, **keywords)
     assert not in_a_range(model[0].weight)
     assert model(torch.ones(1, 64)).isfinite().all()
-
-
-@pytest.mark.parametrize("owner", ["actr", "actor.optimizer"])
-def test_an_owner_that_is_none(worker: Worker, owner: str) -> None:
-    with pytest.raises(RegistrationError, match="not a registered module"):
-        worker.manager.register("more", sgd(worker), owner=owner)
 
 
 def test_a_module_of_another_manager_under_the_same_name(worker: Worker) -> None:
     with pytest.raises(RegistrationError, match=r"'actor' is registered in another manager of this process.*unregister it there first"):
         placement.Manager(device="simulated:1MiB").register("actor", worker.net, role="actor")
-
-
-@pytest.mark.parametrize("name", ["a", "x" * 64, "A.b_c:d-9", "0"])
-def test_names_that_are_fine(worker: Worker, name: str) -> None:
-    manager, model = make_manager(), net()
-    assert manager.register(name, model).name == name
-
-
-@pytest.mark.parametrize("first", ["wrapper", "inner"])
-def test_a_compiled_wrapper_and_what_it_wraps(worker: Worker, first: str) -> None:
-    manager, model = make_manager(), net()
-    wrapper = torch.compile(model, backend="eager")
-    one, other = (wrapper, model) if first == "wrapper" else (model, wrapper)
-    manager.register("one", one)
-    with pytest.raises(RegistrationError, match="registered already, as 'one'"):
-        manager.register("other", other)
-    assert list(manager.handles) == ["one"]
-
-
-def test_a_module_around_a_registered_one(worker: Worker) -> None:
-    around = torch.nn.Sequential(torch.nn.Linear(4, 4), worker.net)
-    with pytest.raises(RegistrationError, match="belongs to 'actor' already"):
-        worker.manager.register("around", around)
-    assert not in_a_range(around[0].weight)
-    assert around[0](torch.ones(1, 4)).isfinite().all()
 
 
 def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
@@ -140,14 +99,6 @@ def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
         with pytest.raises(RegistrationError, match=r"parameter \d of shape \(64, 64\) belongs to no registered module"):
             worker.manager.register("more", torch.optim.SGD(parameters, lr=0.1))
     assert not in_a_range(stranger[0].weight)
-
-
-def test_a_tensor_that_somebody_else_holds_is_fine_where_it_follows(worker: Worker) -> None:
-    manager, model = make_manager(), net()
-    view = model[0].weight.detach()
-    manager.register("actor", model, role="actor")
-    with manager.phase("log_prob"):
-        assert_same(view, model[0].weight.detach())
 
 
 # --- phases and plans
@@ -170,9 +121,8 @@ def test_an_unknown_name_in_only(worker: Worker) -> None:
             attempt()
 
 
-@pytest.mark.parametrize("name", [3, None, ["train"]])
-def test_a_phase_name_of_another_type(worker: Worker, name: Any) -> None:
-    for attempt in attempts(worker, name):
+def test_a_phase_name_of_another_type(worker: Worker) -> None:
+    for attempt in attempts(worker, ["train"]):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="string for a name"):
             attempt()
 
@@ -195,29 +145,25 @@ ANSWERS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_plan_that_is_none(answer: str, inside: bool) -> None:
-    reply, message = ANSWERS[answer]
-    worker = Worker(policy=Scripted(eval=reply))
+def test_a_plan_that_is_none(inside: bool) -> None:
+    worker = Worker(policy=(policy := Scripted()))
     if inside:
         worker.manager.enter("values")
     before = everything(worker.manager)
-    for attempt in [*attempts(worker, "eval"), *([lambda: worker.manager.switch("eval")] if inside else [])]:
-        with pytest.raises(PolicyError, match=message):
-            attempt()
-    assert everything(worker.manager) == before
-    assert worker.manager.snapshot().policy_decisions["refuse"] == 2 + inside
-    if inside:
-        worker.manager.leave()
-
-
-def test_an_interrupt_inside_a_policy_is_not_swallowed() -> None:
-    worker = Worker(policy=Scripted(eval=KeyboardInterrupt()))
-    before = everything(worker.manager)
+    for reply, message in ANSWERS.values():
+        policy.answers["eval"] = reply
+        for attempt in [*attempts(worker, "eval"), *([lambda: worker.manager.switch("eval")] if inside else [])]:
+            with pytest.raises(PolicyError, match=message):
+                attempt()
+        assert everything(worker.manager) == before
+    assert worker.manager.snapshot().policy_decisions["refuse"] == len(ANSWERS) * (2 + inside)
+    policy.answers["eval"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         worker.manager.enter("eval")
     assert everything(worker.manager) == before
+    if inside:
+        worker.manager.leave()
 
 
 def test_a_plan_that_does_not_fit_moves_nothing() -> None:
@@ -239,18 +185,3 @@ def test_keywords_of_the_manager() -> None:
         make_manager(group=object())
     with pytest.raises(PolicyError):
         make_manager(policy=object())
-
-
-def test_a_number_where_a_handle_is_meant(worker: Worker) -> None:
-    for wrong in ("nobody", "ACTOR"):
-        with pytest.raises(PhaseError, match=f"no handle '{wrong}'"):
-            worker.manager.unregister(wrong)
-
-
-def test_loading_a_wrong_state_dict_leaves_the_values() -> None:
-    worker = Worker()
-    values = copy.deepcopy(dict(worker.actor.state_dict()))
-    with worker.manager.phase("restore"), pytest.raises(RuntimeError, match="Missing key"):
-        worker.net.load_state_dict({})
-    assert_same(dict(worker.actor.state_dict()), values)
-    assert isinstance(worker.actor, placement.Handle)

@@ -88,10 +88,9 @@ def test_a_partial_call_costs_its_own_slots_in_three_kinds_of_calls(device: Cuda
         call()
         assert driver.calls == {"cuCtxPushCurrent": 1, "cuCtxPopCurrent": 1, "cuMemUnmap": 1, "cuMemMap": maps, "cuMemSetAccess": 1}
     driver.calls.clear()
-    device.unmap(addresses, 3 * SIZE + 2 * STEP, 0)
-    assert driver.calls["cuMemMap"] == 1, "what is poison already stays"
-    device.unmap(addresses, 3 * SIZE + 2 * STEP)
-    assert driver.calls["cuMemMap"] == 1
+    for _ in range(2):
+        device.unmap(addresses, 3 * SIZE + 2 * STEP)
+        assert driver.calls["cuMemMap"] == 1, "what is poison already stays"
     assert driver.behind(addresses) == expected([None] * 4)
     assert driver.behind(other) == expected([None, *chunks[1:]])
     assert driver.errors == 0
@@ -143,8 +142,7 @@ def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, d
     assert driver.errors == 0
 
 
-@pytest.mark.parametrize("fulls", [0, 1, 3])
-@pytest.mark.parametrize("steps", [1, 2, 37, 63])
+@pytest.mark.parametrize(("fulls", "steps"), [(0, 63), (1, 1), (3, 37)])
 def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int, steps: int) -> None:
     device, size, tail = CudaDevice(0, chunk_bytes=64 * STEP), 64 * STEP, steps * STEP
     addresses = device.reserve(fulls * size + tail)
@@ -155,19 +153,14 @@ def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int
     held = sum(driver.memory.values())
     chunks: list[Chunk] = [device.create(size) for _ in range(fulls)]
     last = device.create(tail)
-    for _ in range(3):
+    for _ in range(2):
         device.map(addresses, [*chunks, last])
         assert driver.behind(addresses) == [(chunk.nbytes, chunk.handle) for chunk in (*chunks, last)]  # type: ignore[attr-defined]
-        assert sum(driver.memory.values()) == held + addresses.nbytes
         driver.calls.clear()
         device.unmap(addresses, tail, fulls * size)
         assert driver.calls["cuMemMap"] == driver.calls["cuMemUnmap"] == driver.calls["cuMemSetAccess"] == 1
         assert driver.behind(addresses)[fulls:] == [(size, POISON)]
-        driver.calls.clear()
         device.map(addresses, [last], fulls * size)
-        assert driver.calls["cuMemMap"] == 1
-        device.unmap(addresses, addresses.nbytes)
-        assert driver.behind(addresses) == poison
         device.unmap(addresses, addresses.nbytes)
         assert driver.behind(addresses) == poison
         assert sum(driver.memory.values()) == held + addresses.nbytes
@@ -190,13 +183,7 @@ def test_a_chunk_shorter_than_its_tail_has_poison_after_it_up_to_the_end(driver:
     assert driver.behind(addresses) == found
     device.unmap(addresses, 2 * STEP, 64 * STEP)
     assert driver.behind(addresses) == [(64 * STEP, POISON)] * 2
-    growing = device.reserve(5 * STEP)
-    for steps in (1, 3, 4):
-        device.unmap(growing, steps * STEP)
-        assert driver.behind(growing) == [(STEP, POISON)] * steps
-    device.unmap(growing, 5 * STEP)
-    assert driver.behind(growing) == [(64 * STEP, POISON)]
-    del addresses, growing, short
+    del addresses, short
     device.close()
     assert (driver.mapped, driver.memory, driver.reserved, driver.errors) == ({}, {}, {}, 0)
 

@@ -12,20 +12,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import placement
 from placement import State
 from placement.core.journal import Record
 from placement.policies import Cyclic
-from placement.policies.keeping import Step, Unit, bits, schedule
+from placement.policies.keeping import schedule
 from placement.testing import SimulatedDevice
 from tests.support.cycles import Cycle, Moved, Simulator, best, steady
 from tests.support.early import wait_for_copies
 
 SWEEP = os.environ.get("SWEEP") == "all"
-PARTS = range(40 if SWEEP else 2)
+PARTS = range(40 if SWEEP else 1)
 """Each has 250 random cycles."""
 CHUNK = 4096
 
@@ -44,7 +42,7 @@ def test_as_little_moves_as_in_the_best_plan_and_never_more_than_under_colocated
         assert found.given_up == 0, cycle
 
 
-@pytest.mark.parametrize("seed", range(40 if SWEEP else 4))
+@pytest.mark.parametrize("seed", range(40 if SWEEP else 1))
 def test_whatever_comes_nobody_waits_longer_than_under_colocated(seed: int) -> None:
     """Phases in the wrong order, left out, put in: what was waited for until now is never more, from the first phase on."""
     rng = random.Random(f"disturbed {seed}")
@@ -69,7 +67,7 @@ def _disturbed(rng: random.Random, phases: tuple[str, ...]) -> Iterator[str]:
                 yield rng.choice([*phases, "idle", "eval"])
 
 
-@pytest.mark.parametrize("seed", range(6 if SWEEP else 2))
+@pytest.mark.parametrize("seed", range(6 if SWEEP else 1))
 def test_within_one_cycle_of_a_change_it_is_the_best_plan_again(seed: int) -> None:
     """A phase falls out for good, or one is put in for good: the second cycle of the new kind is in the history, the third is steady."""
     rng = random.Random(f"changed {seed}")
@@ -85,7 +83,7 @@ def test_within_one_cycle_of_a_change_it_is_the_best_plan_again(seed: int) -> No
             assert (found.waited <= least.waited, found.total <= least.total) == (True, True), (before.phases, after.phases, cycle)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(40 if SWEEP else 2))
 def test_a_manager_moves_the_bytes_that_the_simulator_says(seed: int) -> None:
     cycle = Cycle.drawn(random.Random(f"real {seed}"), most_handles=5)
     handles = tuple(replace(h, num_bytes=h.num_bytes * CHUNK, can_prefetch=True) for h in cycle.handles)
@@ -135,29 +133,6 @@ def _arrived(manager: placement.Manager) -> int:
     """Device bytes that have arrived early, once the copies of all of them have been started."""
     wait_for_copies(manager)
     return sum(each.prefetched_bytes for each in manager.snapshot().handles)
-
-
-UNITS = st.lists(
-    st.builds(Unit, st.integers(1, 20), st.integers(0, 20), st.booleans(), st.sampled_from(["never", "trained", "always"])),
-    min_size=1,
-    max_size=14,
-)
-
-
-@settings(deadline=None, max_examples=100)
-@given(UNITS, st.lists(st.tuples(*[st.integers(0)] * 3), min_size=1, max_size=10), st.integers(0, 200))
-def test_a_schedule_holds_what_is_needed_fits_and_loads_nothing_else(
-    units: list[Unit], masks: list[tuple[int, int, int]], budget_bytes: int
-) -> None:
-    everything = (1 << len(units)) - 1
-    steps = tuple(Step(need & everything, need & trained & everything, ~need & streamed & everything) for need, trained, streamed in masks)
-    found = schedule(tuple(units), steps, budget_bytes)
-    for index, (step, on) in enumerate(zip(steps, found, strict=True)):
-        assert step.needed & ~on == 0
-        assert step.streamed & on == 0
-        assert on & ~step.needed & ~found[index - 1] == 0
-        held = sum(units[i].nbytes for i in bits(on))
-        assert held <= max(budget_bytes, sum(units[i].nbytes for i in bits(step.needed)))
 
 
 def test_two_processes_make_the_same_plans() -> None:

@@ -64,21 +64,6 @@ def test_an_error_names_the_entry_point() -> None:
         placement.Manager(device="wrong")
 
 
-@pytest.mark.usefixtures("devices")
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    known = '"auto", "broken", "cuda:0", "opened", "simulated:64MiB", "wrong"'
-    with pytest.raises(ValueError, match=f"device 'tpu:0' is not known; write one of {known}"):
-        placement.Manager(device="tpu:0")
-
-
-def test_the_simulated_device_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:1.5MiB")
-    manager = placement.Manager.from_settings()
-    assert isinstance(manager.device, SimulatedDevice)
-    assert manager.device.memory().free_bytes == 3 << 19
-    manager.close()
-
-
 def test_a_device_of_torch_and_an_index_stand_for_a_name() -> None:
     for given, name in ((torch.device("cuda", 1), "cuda:1"), (torch.device("cuda"), "cuda"), (2, "cuda:2"), ("auto", "auto")):
         assert name_or_device(given) == name

@@ -13,17 +13,16 @@ import pytest
 import torch
 
 import placement
-from placement import HostMemoryError, IntegrityError, Manager, State
+from placement import IntegrityError, Manager, State
 from placement.devices.background import BackgroundThread
-from placement.devices.host import disk_file
 from placement.planning.host_tier import DiskTier
-from placement.policies import Colocated, Cyclic
+from placement.policies import Colocated
 from placement.storage.disk import Place
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.disk import damage, send_to_disk, settle, spills_of, tier_of, until
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, net
-from tests.unit.test_prefetch import ALL, CHUNK, early_bytes
-from tests.unit.test_saving import STAY, late_worker
+from tests.unit.test_prefetch import ALL, early_bytes
+from tests.unit.test_saving import late_worker
 from tests.unit.test_streamed_optimizer import Pair, adamw, words
 
 ROOM = 64 << 20
@@ -63,26 +62,6 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
     end(worker, tmp_path)
 
 
-def test_what_is_being_saved_stays_until_it_is_complete_and_can_leave_then(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, STAY)
-    with worker.manager.phase("train") as step:
-        learn(worker.net, worker.adam, 1)
-        worker.adam.zero_grad()
-        weights = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
-        moments = copy.deepcopy(worker.adam.state_dict())
-        step.switch("values")
-        assert not any(spill.may_leave for name in ("actor", "actor.optimizer") for spill in spills_of(worker.manager, name))
-        step.switch("ref_log_prob")  # does not want them early
-        assert early_bytes(worker) == {}
-        sent = send_to_disk(worker.manager, "actor", "actor.optimizer")
-        assert {spill.place for spill in sent} == {Place.DISK}
-        assert_same(dict(worker.actor.state_dict()), weights)
-        assert_same(worker.adam.state_dict(), moments)
-        step.switch("train")
-        assert_same(dict(worker.net.state_dict()), weights)
-    end(worker, tmp_path)
-
-
 def test_moves_are_verified_against_what_came_from_the_disk(tmp_path: Path) -> None:
     worker = disk_worker(tmp_path, {}, verify="always")
     for seed in range(3):
@@ -90,31 +69,6 @@ def test_moves_are_verified_against_what_came_from_the_disk(tmp_path: Path) -> N
         with worker.manager.phase("train"):
             learn(worker.net, worker.adam, seed)
     end(worker, tmp_path)
-
-
-def test_the_policy_that_learns_the_cycle_goes_with_a_limit(tmp_path: Path) -> None:
-    """Beside the same job without a limit."""
-    values = []
-    for limited in (False, True):
-        torch.manual_seed(0)
-        keywords: dict[str, Any] = {"policy": Cyclic(), "device": SimulatedDevice(160 << 10, chunk_bytes=CHUNK)}
-        if limited:
-            keywords |= {"host_limit_bytes": 80_000, "disk_directory": tmp_path}
-        worker = Worker(**keywords)
-        with worker.manager.phase("log_prob") as step:
-            for seed in range(4):
-                step.switch("values")
-                step.switch("ref_log_prob")
-                step.switch("train")
-                learn(worker.net, worker.adam, seed)
-                learn(worker.critic_net, worker.sgd, seed)
-                step.switch("log_prob")
-        shown = [copy.deepcopy(each.state_dict()) for each in (worker.net, worker.adam, worker.critic_net, worker.sgd)]
-        values.append(shown)
-        assert (sum(each.spilled_bytes for each in worker.manager.snapshot().handles) > 0) is limited
-        worker.manager.close()
-    assert_same(values[1], values[0])
-    assert [*tmp_path.iterdir()] == []
 
 
 # --- streamed steps
@@ -137,72 +91,22 @@ def step_from_disk(pair: Pair, step: int, used: Sequence[int] | None = None) -> 
 
 
 def test_streamed_steps_of_state_on_disk_are_those_of_the_optimizer_alone(tmp_path: Path) -> None:
-    """Whether it is there when the phase begins or when the step does."""
-    pair = streamed(tmp_path)
-    pair.step(0)  # creates the state, in parts of one slab
-    for step in range(1, 4):
-        (spill,) = send_to_disk(pair.manager, "adam")
-        assert pair.handle.host_bytes == 0
-        assert pair.handle.disk_bytes == spill.disk_bytes > 0
-        pair.step(step)
-        assert spill.is_here
-    for step in range(4, 6):
-        step_from_disk(pair, step)
-    send_to_disk(pair.manager, "adam")
-    pair.check()
-    pair.manager.close()
-    assert_same(pair.optimizer.state_dict(), pair.other.state_dict())
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_state_that_is_born_later_goes_beside_what_is_on_disk(tmp_path: Path) -> None:
-    """A part is cut from a slab whose other parts are away."""
+    """State that is born later is a part cut from a slab whose other parts are away."""
     pair = streamed(tmp_path)
     pair.step(0, used=[0, 1])
     for step, used in ((1, [2, 3]), (2, [0, 4]), (3, None)):
         step_from_disk(pair, step, used)
         assert len(spills_of(pair.manager, "adam")) == 1
-    pair.check()
+    (spill,) = send_to_disk(pair.manager, "adam")
+    assert pair.handle.host_bytes == 0
+    assert pair.handle.disk_bytes == spill.disk_bytes > 0
+    pair.step(4)
+    assert spill.is_here
     send_to_disk(pair.manager, "adam")
     pair.check()
     pair.manager.close()
-
-
-def test_state_that_begins_anew_beside_parts_on_disk(tmp_path: Path) -> None:
-    """No living range has a part of the slab that is away when the next part is cut from it."""
-    pair = streamed(tmp_path)
-    pair.step(0, used=[0])
-    with pair.manager.phase("train"):
-        send_to_disk(pair.manager, "adam")
-        for model, optimizer in pair.both():
-            optimizer.state.clear()
-            gc.collect()
-            optimizer.zero_grad()
-            model(words(1), [1]).backward()
-            optimizer.step()
-    pair.check()
-    send_to_disk(pair.manager, "adam")
-    pair.check()
-    pair.manager.close()
-
-
-def test_a_streamed_step_without_host_memory_for_its_state_steps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = streamed(tmp_path)
-    pair.step(0)
-    with pair.manager.phase("train"):
-        send_to_disk(pair.manager, "adam")
-        before = {name: tensor.clone() for name, tensor in pair.net.state_dict().items()}
-        pair.net(torch.tensor([1])).backward()
-        with monkeypatch.context() as patched:
-            patched.setattr(disk_file, "available_bytes", lambda: 0)
-            with pytest.raises(HostMemoryError, match="a host copy that had left it"):
-                pair.optimizer.step()
-        assert_same(dict(pair.net.state_dict()), before)
-        pair.plain(torch.tensor([1])).backward()
-        for _, optimizer in pair.both():
-            optimizer.step()
-    pair.check()
-    pair.manager.close()
+    assert_same(pair.optimizer.state_dict(), pair.other.state_dict())
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(tmp_path: Path) -> None:
@@ -273,26 +177,6 @@ def test_a_folder_that_is_missing_or_not_writable_is_refused_before_anything_is_
     manager = Manager.from_settings({"device": "simulated:1MiB", "host_limit_bytes": "1GiB", "disk_directory": str(tmp_path)})
     assert isinstance(tier_of(manager), DiskTier)
     manager.close()
-
-
-def test_a_folder_that_is_removed_under_a_job_costs_host_memory_and_no_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same as a full disk."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    worker = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK), host_limit_bytes=90_000, disk_directory=folder)
-    settle(worker.manager)
-    assert sum(handle.disk_bytes for handle in worker.manager.handles.values())
-    wanted = copy.deepcopy(worker.values)
-    folder.rmdir()
-    for seed in range(3):
-        with worker.manager.phase("train") as step:
-            learn(worker.critic_net, worker.sgd, seed)
-            step.switch("log_prob")
-        settle(worker.manager)
-    assert_same(dict(worker.actor.state_dict()), dict(wanted))
-    assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
-    assert sum("it cannot leave" in record.getMessage() for record in caplog.records) == 1
-    worker.manager.close()
 
 
 # --- a manager that nobody closed

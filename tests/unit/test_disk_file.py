@@ -8,7 +8,6 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,7 @@ def test_only_blocks_that_differ_are_written(tmp_path: Path) -> None:
     assert file.read(slab.address) == []
 
 
-@pytest.mark.parametrize("bit", [0, 7])
-@pytest.mark.parametrize("offset", [0, 3 * BLOCK - 1, 4 * BLOCK + PAGE - 1])
+@pytest.mark.parametrize(("offset", "bit"), [(0, 0), (4 * BLOCK + PAGE - 1, 7)])
 def test_every_changed_bit_is_found_in_its_block(tmp_path: Path, offset: int, bit: int) -> None:
     slab = slab_of(4 * BLOCK + PAGE)
     file = DiskFile(tmp_path, "a", slab.nbytes)
@@ -95,23 +93,16 @@ def test_every_changed_bit_is_found_in_its_block(tmp_path: Path, offset: int, bi
 # --- what a file system may refuse
 
 
-@pytest.mark.parametrize("refused", ["flag", "request"])
 def test_without_direct_io_the_cache_is_used_and_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_flags, write = fcntl.fcntl, os.pwrite
-
-    def refuses_flag(file: int, command: int, value: int = 0) -> int:
-        if refused == "flag" and value & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct IO")
-        return set_flags(file, command, value)
 
     def refuses_request(file: int, *rest: Any) -> int:
         if set_flags(file, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct IO")
         return write(file, *rest)
 
-    monkeypatch.setattr(fcntl, "fcntl", refuses_flag)
     monkeypatch.setattr(os, "pwrite", refuses_request)
     round_trip(tmp_path, 3 * BLOCK + 5)
     round_trip(tmp_path, BLOCK)
@@ -137,41 +128,16 @@ def test_a_full_disk_shows_before_a_byte_is_written(tmp_path: Path) -> None:
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
-def test_short_calls_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_continued_and_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda file, parts, offset: write(file, [memoryview(parts[0])[:4096]], offset))
     monkeypatch.setattr(os, "preadv", lambda file, parts, offset: read(file, [memoryview(parts[0])[:4096]], offset))
     round_trip(tmp_path, 3 * BLOCK)
-
-
-def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    source = slab_of(4 * BLOCK)
-    file = DiskFile(tmp_path, "a", 4 * BLOCK)
+    source, file = slab_of(4 * BLOCK), DiskFile(tmp_path, "a", 4 * BLOCK)
     file.write(source.address)
     os.ftruncate(file._file, BLOCK)
     with pytest.raises(OSError, match="the file ends at"):
         file.read(source.address)
-
-
-@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "preadv"])
-def test_every_failing_call_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    real = getattr(os, call)
-    source = slab_of(8 * BLOCK)
-    for failing in range(1, 9 if call != "fdatasync" else 2):
-        count = iter(range(1, 100))
-
-        def fails(*arguments: Any, count: Iterator[int] = count, failing: int = failing) -> Any:
-            if next(count) == failing:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real(*arguments)
-
-        file = DiskFile(tmp_path, "a", 8 * BLOCK)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, fails)
-            with pytest.raises(OSError, match="Input/output error"):
-                assert file.write(source.address)[1] is (file.read(source.address) == [])
-        assert file.write(source.address)[1]  # it can be tried again
-        assert file.read(source.address) == []
 
 
 def test_it_stops_when_it_is_told_to_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,22 +151,6 @@ def test_it_stops_when_it_is_told_to_and_goes_on_from_there(tmp_path: Path, monk
     assert file.write(source.address) == (file.nbytes - first, True)
     assert file.read(source.address, goes_on=lambda: False) is None
     assert file.read(source.address) == []
-
-
-@pytest.mark.parametrize("most", [0, 2])
-def test_without_threads_the_calling_one_does_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) >= most:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(disk_file.BackgroundThread, "start", limited)
-    round_trip(tmp_path, 5 * BLOCK + 3)
-    assert len(started) == most
 
 
 # --- the memory of a slab

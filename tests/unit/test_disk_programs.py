@@ -30,8 +30,13 @@ from tests.unit.test_prefetch import ALL, CHUNK
 IS_SWEEP = os.environ.get("SWEEP") == "all"
 HANDLES = ("actor", "actor.optimizer", "ref", "critic", "critic.optimizer")
 WANTED = st.dictionaries(st.sampled_from(HANDLES), st.sampled_from([ALL, 2 * CHUNK, CHUNK]))
-LIMITS = (82_000, 100_000, 130_000, None)
-"""The least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk."""
+MEMORY: list[tuple[int | None, HostCopies, int | None]] = [
+    *((limit_bytes, "reserved", None) for limit_bytes in (82_000, 100_000, 130_000)),
+    *((limit_bytes, "while_needed", None) for limit_bytes in (82_000, 130_000, None)),
+    *((None, "reserved", chunks) for chunks in (42, 56, 200)),
+]
+"""Host memory: the least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk.
+And a budget on the device that leaves room for little, for some, or for everything early."""
 PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "checkpoint")
 ACTIONS = ("compute", "compute", "accumulate", "zero_grad", "read", "write", "hold a state dict", "checkpoint", "nested", "done", "leave")
 STEPS = st.lists(st.tuples(st.sampled_from(PHASES), WANTED, st.sampled_from(ACTIONS), st.booleans()), min_size=1, max_size=12)
@@ -68,10 +73,10 @@ class Program:
     def __init__(
         self,
         folder: str,
-        limit_bytes: int | None,
         optimizer_in: Literal["train", "streamed"],
-        host_copies: HostCopies = "reserved",
-        chunks: int | None = None,
+        limit_bytes: int | None,
+        host_copies: HostCopies,
+        chunks: int | None,
     ) -> None:
         self.folder = folder
         self.policy = Changing(optimizer_in)
@@ -149,43 +154,24 @@ class Program:
 
 
 @pytest.mark.timeout(1500 if IS_SWEEP else 120)
-@settings(max_examples=2000 if IS_SWEEP else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6000 if IS_SWEEP else 45, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(
     steps=[("train", {}, "compute", True), ("values", {"actor.optimizer": ALL}, "zero_grad", True), ("train", {}, "compute", False)],
-    limit_bytes=82_000,
+    memory=(82_000, "reserved", None),
     optimizer_in="streamed",
 )
-@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS[:3]), optimizer_in=st.sampled_from(["train", "streamed"]))
-def test_random_programs_on_a_disk_compute_the_same_bits(
-    steps: list[Step], limit_bytes: int, optimizer_in: Literal["train", "streamed"]
+@example(
+    steps=[("train", {}, "compute", False), ("rollout", {"actor.optimizer": ALL}, "compute", False)],
+    memory=(None, "reserved", 42),
+    optimizer_in="train",
+)
+@given(steps=STEPS, memory=st.sampled_from(MEMORY), optimizer_in=st.sampled_from(["train", "streamed"]))
+def test_random_programs_compute_the_same_bits(
+    steps: list[Step], memory: tuple[int | None, HostCopies, int | None], optimizer_in: Literal["train", "streamed"]
 ) -> None:
-    compute_the_same_bits(steps, limit_bytes, optimizer_in)
-
-
-@pytest.mark.timeout(1500 if IS_SWEEP else 120)
-@settings(max_examples=2000 if IS_SWEEP else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=STEPS, limit_bytes=st.sampled_from(LIMITS), optimizer_in=st.sampled_from(["train", "streamed"]))
-def test_random_programs_compute_the_same_bits_where_each_host_copy_is_given_back_while_the_device_has_the_bytes(
-    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"]
-) -> None:
-    with unittest.mock.patch.object(UseHistory, "is_idle", return_value=True):  # expects that nobody will need any
-        compute_the_same_bits(steps, limit_bytes, optimizer_in, "while_needed")
-
-
-@pytest.mark.timeout(1500 if IS_SWEEP else 120)
-@settings(max_examples=2000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example(steps=[("train", {}, "compute", False), ("rollout", {"actor.optimizer": ALL}, "compute", False)], chunks=42)
-@given(steps=STEPS, chunks=st.sampled_from([42, 56, 200]))
-def test_random_programs_with_random_wishes_compute_the_same_bits(steps: list[Step], chunks: int) -> None:
-    """Under a budget that leaves room for little, for some, or for everything early."""
-    compute_the_same_bits(steps, None, "train", chunks=chunks)
-
-
-def compute_the_same_bits(
-    steps: list[Step], limit_bytes: int | None, optimizer_in: Literal["train", "streamed"], *keywords: Any, chunks: int | None = None
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        program = Program(folder, limit_bytes, optimizer_in, *keywords, chunks=chunks)
+    is_idle = unittest.mock.patch.object(UseHistory, "is_idle", return_value=True)  # host copies are given back: nobody may need any
+    with tempfile.TemporaryDirectory() as folder, is_idle:
+        program = Program(folder, optimizer_in, *memory)
         for index, step in enumerate(steps):
             program.run(index, *step)
         program.leave()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement import DeviceMemoryError, PlacementError
+from placement import PlacementError
 from placement.cli import main
 from placement.cli.doctor import examine, table
 from placement.devices import inspection
@@ -42,16 +42,11 @@ def test_a_healthy_device() -> None:
     assert table(found).endswith("nothing found")
 
 
-def test_the_rate_is_that_of_the_link() -> None:
-    """A link of 64 MiB a second needs 4 ms for 256 KiB, which a copy in host memory needs 20 us for."""
-    found = inspect(device(bandwidth_bytes_per_second=64 << 20), 4 * CHUNK)
-    assert found.link.to_device_bytes_per_second <= 64 << 20
-    assert found.link.to_host_bytes_per_second <= 64 << 20
-
-
-def test_buffers_shrink_to_the_room_that_there_is() -> None:
-    looked_at = device(5 * CHUNK)
-    assert inspect(looked_at).link.both_bytes_per_second > 0
+def test_the_rate_is_that_of_the_link_with_buffers_for_the_room_that_there_is() -> None:
+    looked_at = device(5 * CHUNK, bandwidth_bytes_per_second=64 << 20)
+    found = inspect(looked_at)
+    assert 0 < found.link.to_device_bytes_per_second <= 64 << 20
+    assert 0 < found.link.to_host_bytes_per_second <= 64 << 20
     assert looked_at.memory().chunk_bytes == 0
 
 
@@ -87,37 +82,27 @@ def test_figures_are_taken_once_they_have_settled(seconds: list[float], median: 
 def test_phase_transitions_are_timed_and_leave_nothing() -> None:
     looked_at = device()
     before = looked_at.memory()
-    found = examine(looked_at, 8 * CHUNK).transitions
+    report = examine(looked_at, 8 * CHUNK)
+    found = report.transitions
     gc.collect()
     assert looked_at.memory() == before
     assert found is not None
     assert 0 < found.alone <= found.moving
     assert min(found.loaded_byte, found.offloaded_byte, found.skipped_byte) >= 0
-    assert "if anything moves" in table(examine(looked_at, CHUNK))
+    assert "if anything moves" in table(report)
     assert "if anything moves" not in table(inspect(looked_at, CHUNK))
 
 
-@pytest.mark.parametrize("operation", ["create", "map", "copy"])
-def test_a_failure_in_a_timed_transition_leaves_nothing_on_the_device(operation: str) -> None:
+@pytest.mark.parametrize(("operation", "at"), [("create", 14), ("map", 21), ("copy", 28)])
+def test_a_failure_in_a_timed_transition_leaves_nothing_on_the_device(operation: str, at: int) -> None:
     looked_at = device()
     free_bytes = looked_at.memory().free_bytes
-    faulty, failed = Faults(looked_at), 0
-    for at in range(7, 70, 7):
-        faulty.fail(operation, at=at)
-        try:
-            examine(faulty, 2 * CHUNK)
-        except (InjectedFault, PlacementError):
-            failed += 1
-        finally:
-            faulty.clear()
-        gc.collect()
-        assert looked_at.memory().free_bytes == free_bytes
-    assert failed > 1
-
-
-def test_a_full_device_is_an_error() -> None:
-    with pytest.raises(DeviceMemoryError):
-        inspect(device(CHUNK), CHUNK)
+    faulty = Faults(looked_at)
+    faulty.fail(operation, at=at)
+    with pytest.raises((InjectedFault, PlacementError)):
+        examine(faulty, 2 * CHUNK)
+    gc.collect()
+    assert looked_at.memory().free_bytes == free_bytes
 
 
 def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +165,8 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--device", "simulated:64MiB", "--bytes", "0"])
     assert "no rate can be measured with 0 bytes" in capsys.readouterr().err
-    for name, message in (("simulated", "write how much memory it has"), ("bogus", "'bogus' is not known")):
-        assert main(["doctor", "--device", name]) == 2
-        assert message in capsys.readouterr().err
+    assert main(["doctor", "--device", "bogus"]) == 2
+    assert "'bogus' is not known" in capsys.readouterr().err
     assert main(["doctor", "--device", "simulated:256KiB"]) == 1
     assert "DeviceMemoryError" in capsys.readouterr().err
 

@@ -1,22 +1,20 @@
-"""The parts of a forecast: link, layout, cycles, models, optimizers, text and chart, and the laws that hold for all."""
+"""The parts of a forecast: link, layout, cycles, models, optimizers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import placement
-from placement.cli.plan import comparison, table
+from placement.cli import main
+from placement.cli.plan import table
 from placement.core.snapshot import TransitionSeconds
-from placement.core.states import PHASES
+from placement.core.states import IDLE
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
@@ -25,6 +23,7 @@ from placement.forecasting.device import SizesDevice
 from placement.forecasting.job import OPTIMIZERS, state_of
 from placement.forecasting.models import module_of, parts_of
 from placement.testing import SimulatedDevice
+from tests.support.worker import learn
 
 MIB = 1 << 20
 
@@ -43,6 +42,8 @@ def seconds(link: Link, to_device: int, to_host: int) -> float:
 
 
 def test_a_link_is_as_slow_as_its_slower_direction() -> None:
+    with pytest.raises(ValueError, match=r"to_host_bytes_per_second\n.*greater than 0"):
+        Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
     link = Link(to_device_bytes_per_second=50, to_host_bytes_per_second=25, both_bytes_per_second=60)
     assert seconds(link, 100, 0) == 2
     assert seconds(link, 0, 100) == 4
@@ -52,16 +53,6 @@ def test_a_link_is_as_slow_as_its_slower_direction() -> None:
     assert seconds(link, 100, 50) == pytest.approx(2.5)
     assert seconds(link, 100, 75) == pytest.approx(2.5 + 25 / 25)
     assert Link.of(link) is link
-
-
-def test_copies_go_on_while_the_worker_computes() -> None:
-    device = SizesDevice(Link.of(10.0))
-    device.copy([Copy(0, 0, 100)], "to_device")
-    device.work(4)
-    device.sync()
-    assert device.seconds == pytest.approx(10)
-    device.work(1)
-    assert device.seconds == pytest.approx(11)
 
 
 def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
@@ -90,8 +81,8 @@ RATES = ", ".join(f'"{name}_bytes_per_second": 1' for name in ("to_device", "to_
 @pytest.mark.parametrize(
     "content",
     [
-        *(None, "nothing", "{}", '{"link": {}}'),
-        *(f'{{"link": {{{RATES}}}, "transitions": {transitions}}}' for transitions in ('"slow"', '{"moving": "slow"}')),
+        *(None, "nothing", '{"link": {}}'),
+        f'{{"link": {{{RATES}}}, "transitions": {{"moving": "slow"}}}}',
     ],
 )
 def test_what_is_no_link_says_how_to_make_one(content: str | None, tmp_path: Path) -> None:
@@ -100,11 +91,6 @@ def test_what_is_no_link_says_how_to_make_one(content: str | None, tmp_path: Pat
         path.write_text(content)
     with pytest.raises((OSError, ValueError), match=r"(there is no file|has no link with rates).*placement doctor --json"):
         Link.of(path)
-
-
-def test_rates_are_positive() -> None:
-    with pytest.raises(ValueError, match=r"to_host_bytes_per_second\n.*greater than 0"):
-        Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
 
 
 def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
@@ -125,20 +111,9 @@ def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
     assert more == pytest.approx([5 + 0.1 * 4.194304, 5 + 0.4 * 4.194304, 1.0, 5 + 0.2 * 4.194304])
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"shards": 0}, "shards must be a whole number from 1 on"),
-        ({"tensor_parallel": 1.5}, "tensor_parallel must be a whole number"),
-        ({"shards": 12}, "12 ranks .* do not fill nodes of 8 GPUs"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(numbers: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Layout(**numbers)
-
-
 def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
+    with pytest.raises(ValueError, match=r"12 ranks .* do not fill nodes of 8 GPUs"):
+        Layout(shards=12)
     module = mlp(100)
     module.register_buffer("scale", torch.empty(50, device="meta"))
     names = {part.name: part.nbytes for part in parts_of(module, Layout(shards=8))}
@@ -156,29 +131,9 @@ def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
         parts_of(module, Layout(tensor_parallel=2))
 
 
-def test_tied_weights_count_once() -> None:
-    module = mlp()
-    module[1].weight = nn.Parameter(module[0].weight.detach())  # type: ignore[index,union-attr]
-    assert sum(part.nbytes for part in parts_of(module)) == 4 * 256 * 1024
-
-
 def config(**values: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 96, **sizes, **values}
-
-
-def test_a_configuration_is_divided_as_its_own_plan_says(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(config()))
-    module = module_of(tmp_path, torch.bfloat16, "lm")
-    whole = {part.name: part.nbytes for part in parts_of(module)}
-    halves = {part.name: part.nbytes for part in parts_of(module, Layout(tensor_parallel=2))}
-    assert halves["model.layers.0.mlp.down_proj.weight"] * 2 == whole["model.layers.0.mlp.down_proj.weight"] == 2 * 64 * 128
-    assert halves["model.norm.weight"] == whole["model.norm.weight"]
-    with pytest.raises(ValueError, match="tensor_parallel 4 does not divide the model's num_key_value_heads, 2"):
-        parts_of(module, Layout(tensor_parallel=4))
-    value = module_of(tmp_path, torch.bfloat16, "value")
-    assert sum(part.nbytes for part in parts_of(value)) < sum(whole.values())
 
 
 @pytest.mark.parametrize(
@@ -187,11 +142,8 @@ def test_a_configuration_is_divided_as_its_own_plan_says(tmp_path: Path) -> None
         (None, "there is no model configuration"),
         ("{", "is not JSON"),
         ("[]", "names no model_type"),
-        (json.dumps({"architectures": ["Qwen2ForCausalLM"]}), "names no model_type"),
         (json.dumps(config(model_type="no-such-model")), "cannot build a model"),
         (json.dumps(config(hidden_size=-64)), "cannot build a model .*: RuntimeError: .*negative dimension -64"),
-        (json.dumps(config(hidden_size="wide")), "cannot build a model .*'hidden_size'"),
-        (json.dumps(config(num_attention_heads=0)), "cannot build a model .*: ZeroDivisionError"),
         (json.dumps(config(hidden_act="no-such-function")), "cannot build a model .*: KeyError: 'no-such-function'"),
         (json.dumps(config(model_type="own", auto_map={"AutoConfig": "own.Config"})), "whose code comes with its checkpoint"),
     ],
@@ -225,8 +177,8 @@ def test_weights_of_a_quantized_configuration_are_counted_whole_and_the_forecast
         found.append(placement.forecast({name: Model(tmp_path, readonly=True) for name in ("ref", "reward")}))
     assert found[0].host_bytes == found[1].host_bytes
     assert not found[0].notes
-    assert len(found[1].notes) == 1
-    assert "quantization_config (gptq)" in found[1].notes[0]
+    (note,) = found[1].notes
+    assert "quantization_config (gptq)" in note
 
 
 def test_the_models_of_a_head(tmp_path: Path) -> None:
@@ -315,8 +267,6 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({}), "there is no handle"),
         (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"eval": 1}), "'eval', which the cycle does not have"),
-        (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"train": -1}), "must be 0 or more"),
-        (lambda: placement.forecast({"actor": Model(mlp())}, steps={"eval": 1}), "steps of 'eval', which the cycle does not have"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"), "not a number of bytes"),
         (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=-1), "budget_bytes must be 0 or more, not -1"),
@@ -325,18 +275,14 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({"actor": Model(mlp(), dtype=cast("Any", 3))}), "3 is no dtype"),
         (lambda: placement.forecast({"a": Model(mlp(), optimizer="sgd"), "a.optimizer": Model(mlp())}), "becomes the handle 'a.optimizer'"),
         (lambda: Model(mlp(), head=cast("Any", "tail")), "head must be one of lm, value"),
+        (lambda: placement.forecast({"actor": cast("Any", mlp())}), "'actor' is described by an object of Sequential; give a Model"),
         (lambda: Model(mlp(), optimizer=cast("Any", torch.optim.SGD([torch.zeros(1)]))), "an object of SGD; give its class"),
         (lambda: Rollout(1, 1, role="boss"), "role 'boss' is none of"),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
-
-
-def test_a_module_instead_of_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"'actor' is described by an object of Sequential; give a Model"):
-        placement.forecast({"actor": cast("Any", mlp())})
 
 
 def test_only_is_for_handles_that_there_are() -> None:
@@ -346,13 +292,6 @@ def test_only_is_for_handles_that_there_are() -> None:
         {"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")}, cycle=["train[critic]"]
     )
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
-def test_modes_of_the_caller_change_nothing(mode: Any) -> None:
-    expected = placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9)
-    with mode():
-        assert placement.forecast({"actor": Model(mlp(), optimizer="adamw")}, link=1e9) == expected
 
 
 def test_a_cuda_device_counts_in_its_own_chunks() -> None:
@@ -371,13 +310,6 @@ def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> 
     assert told["whole"].loaded_bytes == 8 * told["replicated"].loaded_bytes
     assert told["whole"].host_bytes == 8 * told["replicated"].host_bytes
     assert told["whole"].node_host_bytes == 8 * told["replicated"].node_host_bytes
-
-
-def test_an_engine_that_discards_its_weights_copies_nothing() -> None:
-    for keeps_weights, copied in ((True, MIB), (False, 0)):
-        told = placement.forecast({"rollout": Rollout(MIB, "3MiB", keeps_weights)}, cycle=["rollout"])
-        assert told.phase("rollout").device_bytes == 4 * MIB
-        assert (told.loaded_bytes, told.offloaded_bytes) == (copied, copied)
 
 
 def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
@@ -403,9 +335,10 @@ def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
     [("weight_sync,rollout,train", True, 1), ("rollout,train,weight_sync", True, 0), ("weight_sync,rollout,train", False, 0)],
 )
 def test_a_mirror_that_every_sync_overwrites_is_noted(cycle: str, keeps: bool, told: int) -> None:
-    handles = {"actor": Model(mlp(), optimizer="sgd"), "rollout": Rollout(MIB, MIB, keeps)}
+    handles = {"actor": Model(mlp(), optimizer="sgd"), "rollout": Rollout(MIB, "3MiB", keeps)}
     found = placement.forecast(handles, cycle=cycle.split(","))
     assert sum("weight_sync fills them anew" in note for note in found.notes) == told
+    assert found.phase("rollout").handle_bytes["rollout"] == 4 * MIB
 
 
 def test_what_a_node_has_too_little_of_is_told() -> None:
@@ -426,58 +359,72 @@ def test_what_a_node_has_too_little_of_is_told() -> None:
     assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
 
 
-# --- laws
+# --- steps that stream their state
 
-SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=5)
-
-
-def told(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> placement.Forecast:
-    """An actor with its optimizer, a readonly ref, and what more there are sizes for, in MiB."""
-    handles = {}
-    for name, size in zip(("actor", "ref", "critic", "reward"), sizes, strict=False):
-        with torch.device("meta"):
-            module = nn.Linear(1 << 10, size << 8, bias=False)
-        handles[name] = Model(module, optimizer="sgd-momentum" if name == "actor" else None, readonly=name in ("ref", "reward"))
-    device = SizesDevice(chunk_bytes=8 * MIB, granularity=MIB)
-    return placement.forecast(handles, policy=policy, cycle=cycle, budget_bytes=budget * MIB, link=1e9, device=device)
+STREAMED: dict[str, Any] = {"policy": "colocated('streamed')", "cycle": ["log_prob", "train"]}
 
 
-PHASE_NAMES = st.lists(st.sampled_from([name for name in PHASES if name != "idle"]), min_size=1, max_size=6)
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
 
 
-@given(sizes=SIZES, policy=st.sampled_from(["colocated", "resident"]), budget=st.integers(1, 200), cycle=PHASE_NAMES)
-@settings(max_examples=40, deadline=None)
-def test_sums_agree(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> None:
-    found = told(sizes, policy, budget, cycle)
-    assert found.fits is (found.over_bytes == 0)
-    held = 0
-    for index, phase in enumerate((*found.phases, *found.phases)):
-        assert phase.device_bytes == sum(phase.handle_bytes.values()) <= budget * MIB
-        assert phase.wanted_bytes - phase.over_bytes in (phase.wanted_bytes, budget * MIB)
-        if index:  # what was there, and came, and did not leave
-            assert phase.device_bytes == held + phase.loaded_bytes - phase.offloaded_bytes - phase.skipped_bytes
-        held = phase.device_bytes
-    assert found.loaded_bytes == found.offloaded_bytes + found.skipped_bytes
-    assert found.peak_bytes >= max(phase.device_bytes for phase in found.phases)
-    assert found.stall_seconds == pytest.approx(sum(phase.stall_seconds or 0 for phase in found.phases))
+def streamed(**keywords: Any) -> placement.Forecast:
+    device = SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
+    return placement.forecast({"actor": Model(layers(), optimizer="adamw")}, **{"device": device, **STREAMED, **keywords})
 
 
-@given(sizes=SIZES, budget=st.integers(1, 200), cycle=st.sampled_from(list(CYCLES.values())))
-@settings(max_examples=20, deadline=None)
-def test_resident_stalls_less_than_colocated_and_not_at_all_where_everything_fits(
-    sizes: Sequence[int], budget: int, cycle: Sequence[str]
-) -> None:
-    resident, colocated = told(sizes, "resident", budget, cycle), told(sizes, "colocated", budget, cycle)
-    if colocated.fits:
-        assert (resident.stall_seconds or 0) <= (colocated.stall_seconds or 0)
-    if sum(sizes) + sizes[0] <= budget:
-        assert resident.stall_seconds == 0
+@pytest.mark.parametrize(("steps", "bucket_bytes"), [(1, "512MiB"), (3, "48KiB")])
+def test_streamed_bytes_are_those_of_the_real_steps(steps: int, bucket_bytes: str) -> None:
+    device = SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
+    manager = placement.Manager(device=device, policy=STREAMED["policy"], streamed_bucket_bytes=bucket_bytes)
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    told = streamed(steps={"train": steps})
+    for phase in (*told.first_phases, *told.phases):
+        before = manager.snapshot()
+        if phase.phase == IDLE:
+            manager.leave()
+        else:
+            (manager.switch if manager.phase_name != IDLE else manager.enter)(phase.phase)
+        for _ in range(steps if phase.phase == "train" else 0):
+            learn(model, optimizer)
+            optimizer.zero_grad()
+        moved = manager.snapshot().since(before)
+        # With small buckets, each bucket of new state begins at a granule of its own.
+        tolerance = 0.02 if bucket_bytes == "48KiB" else 0
+        assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=tolerance)
+        assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=tolerance)
+    manager.close()
 
 
-@given(sizes=SIZES, budget=st.integers(1, 200))
-@settings(max_examples=8, deadline=None)
-def test_the_text_shows_every_phase(sizes: Sequence[int], budget: int) -> None:
-    forecasts = [told(sizes, policy, budget, CYCLES["grpo"]) for policy in ("colocated", "resident")]
-    for text in (table(forecasts[0]), comparison(forecasts, ["colocated", "resident"])):
-        assert all(phase in text for phase in (*CYCLES["grpo"], "idle"))
-    assert placement.Forecast.model_validate_json(forecasts[0].model_dump_json()) == forecasts[0]
+def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
+    state_bytes = streamed().phase("train").streamed_bytes // 2
+    told = streamed(steps={"train": 3})
+    assert told.phase("train").streamed_bytes == 6 * state_bytes
+    assert sum(phase.streamed_bytes for phase in told.first_phases) == 5 * state_bytes
+    assert streamed(steps={"train": 0}).phase("train").streamed_bytes == 0
+    told = streamed(cycle=["log_prob", "train", "optimizer_step"])  # in the phase that is nested, where there is one
+    assert [told.phase(name).streamed_bytes for name in ("train", "optimizer_step")] == [0, 2 * state_bytes]
+
+
+@pytest.mark.parametrize(("to_host", "both", "seconds"), [(20e9, None, (12 << 30) / 20e9), (40e9, 50e9, (24 << 30) / 50e9)])
+def test_the_slower_direction_gives_the_seconds_of_a_streamed_step(to_host: float, both: float | None, seconds: float) -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(48)))  # 12 GiB of state
+    link = Link(to_device_bytes_per_second=40e9, to_host_bytes_per_second=to_host, both_bytes_per_second=both)
+    two, none = (
+        placement.forecast({"actor": Model(large, optimizer="adamw")}, link=link, steps={"train": count}, **STREAMED) for count in (2, 0)
+    )
+    assert (two.phase("train").stall_seconds or 0) - (none.phase("train").stall_seconds or 0) == pytest.approx(2 * seconds, rel=0.1)
+
+
+def test_the_command_tells_streamed_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    command = ["plan", str(tmp_path), "--policy", STREAMED["policy"], "--rate", "50GB", "--cycle", "log_prob,train"]
+    assert main([*command, "--steps", "train=4"]) == 0
+    assert "is streamed by optimizers" in capsys.readouterr().out
+    assert main([*command, "--steps", "train=many"]) == 2
+    assert "no number of steps" in capsys.readouterr().err

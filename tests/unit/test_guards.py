@@ -17,7 +17,6 @@ from torch import nn
 
 import placement
 from placement import PHASES, Handle, NotResidentError, PhaseError, PlacementError, Plan, State, View
-from placement.core.states import ROLES
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -49,15 +48,15 @@ def test_a_step_is_for_training_only(worker: Worker) -> None:
     assert_same(dict(worker.actor.state_dict()), dict(values))
 
 
-@pytest.mark.parametrize(("phase", "state"), [("log_prob", "GPU_RESIDENT"), ("weight_sync", "SYNCING")])
-def test_a_step_with_everything_resident_but_not_in_training(phase: str, state: str) -> None:
+@pytest.mark.parametrize("phase", ["log_prob", "weight_sync"])
+def test_a_step_with_everything_resident_but_not_in_training(phase: str) -> None:
     worker = Worker(policy="resident")
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         worker.net(batch()).sum().backward()
     with worker.manager.phase(phase):
         values = copy.deepcopy(worker.net.state_dict())
-        with pytest.raises(PhaseError, match=rf"step\(\) of 'actor\.optimizer' in phase '{phase}' would change.*(GPU_RESIDENT|{state})"):
+        with pytest.raises(PhaseError, match=rf"step\(\) of 'actor\.optimizer' in phase '{phase}' would change.*GPU_RESIDENT"):
             worker.adam.step()
         assert_same(dict(worker.net.state_dict()), dict(values))
 
@@ -90,10 +89,9 @@ def refusals(handle: Handle) -> Iterator[Callable[[], Any]]:
     yield handle.weights
 
 
-@pytest.mark.parametrize("stream_sync", [False, True])
 @pytest.mark.parametrize("phase", PHASES)
-def test_no_advice_names_the_phase_that_one_is_in(phase: str, stream_sync: bool) -> None:
-    worker = Worker(policy=Colocated(stream_sync=stream_sync))
+def test_no_advice_names_the_phase_that_one_is_in(phase: str) -> None:
+    worker = Worker(policy=Colocated(stream_sync=True))
     found: list[str] = []
     with worker.manager.phase(phase) if phase != "idle" else contextlib.nullcontext():
         for handle in (worker.actor, worker.ref, worker.critic):
@@ -122,15 +120,6 @@ def test_a_role_that_no_shipped_phase_needs_is_told_of_a_phase_of_ones_own() -> 
         LoadGuard(handle)(None)
 
 
-def test_after_done_with_the_error_says_so() -> None:
-    manager, model = make_manager(), net()
-    manager.register("actor", model, role="actor")
-    with manager.phase("log_prob") as phase:
-        phase.done_with("actor")
-        with pytest.raises(NotResidentError, match=r"done_with\(\) offloads what it names until the phase ends$"):
-            model(batch())
-
-
 def test_a_module_without_a_role_is_told_to_have_one() -> None:
     manager, model = make_manager(), net()
     manager.register("actor", model)
@@ -141,17 +130,6 @@ def test_a_module_without_a_role_is_told_to_have_one() -> None:
     manager.register("actor.optimizer", adam)
     with pytest.raises(NotResidentError, match=r"'actor\.optimizer' .* call step\(\) inside manager\.phase\('train'\)$"):
         adam.step()
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_teacher_is_the_one_role_that_no_shipped_phase_needs(role: str) -> None:
-    manager, model = make_manager(), net()
-    handle = manager.register("model", model, role=role)
-    loaded = []
-    for phase in PHASES:
-        with manager.phase(phase):
-            loaded.append(handle.state is not State.CPU_OFFLOADED)
-    assert any(loaded) is (role != "teacher")
 
 
 def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
@@ -191,9 +169,6 @@ def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregister
     assert_same(dict(worker.actor.state_dict()), dict(worker.values))
 
 
-# --- torch.compile
-
-
 def test_an_optimizer_on_the_device_is_not_copied_with_an_offloaded_model() -> None:
     """The copy would have the parameters, too, and these are poison."""
 
@@ -230,26 +205,9 @@ def _wrapped(module: nn.Module) -> Callable[[], object]:
     return lambda: setattr(module, "forward", old)
 
 
-def _partial(module: nn.Module) -> Callable[[], object]:
-    old = module.forward
-    module.forward = functools.partial(old)
-    return lambda: setattr(module, "forward", old)
-
-
 def _method(module: nn.Module) -> Callable[[], object]:
     module.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 3, module)
     return lambda: vars(module).pop("forward")
-
-
-def _bound_anew(module: nn.Module) -> Callable[[], object]:
-    module.forward = types.MethodType(module.forward.__func__, module)
-    return lambda: vars(module).pop("forward")
-
-
-def _accelerate_hook(module: nn.Module) -> Callable[[], object]:
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(module, hooks.ModelHook())
-    return lambda: hooks.remove_hook_from_module(module)
 
 
 def _accelerate_mixed_precision(module: nn.Module) -> Callable[[], object]:
@@ -266,19 +224,16 @@ def _forget_precision(accelerate: types.ModuleType) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _net(leaf: bool) -> nn.Module:
+def _net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Linear(4, 4) if leaf else nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
 
-@pytest.mark.parametrize("leaf", [False, True])
-@pytest.mark.parametrize("patch", [_wrapped, _partial, _method, _bound_anew, _accelerate_hook, _accelerate_mixed_precision])
+@pytest.mark.parametrize("patch", [_wrapped, _method, _accelerate_mixed_precision])
 @pytest.mark.parametrize("patched_in", ["before", "log_prob", "idle"])
 @pytest.mark.parametrize("undone_in", ["log_prob", "idle"])
-def test_a_forward_is_patched_and_put_back(patch: Patch, patched_in: str, undone_in: str, leaf: bool) -> None:
-    if patch is _accelerate_hook and patched_in == "before":
-        return  # refused at registration
-    x, plain, model = torch.ones(2, 4), _net(leaf), _net(leaf)
+def test_a_forward_is_patched_and_put_back(patch: Patch, patched_in: str, undone_in: str) -> None:
+    x, plain, model = torch.ones(2, 4), _net(), _net()
     undo_plain = patch(plain)
     patched = plain(x)
     undo_plain()

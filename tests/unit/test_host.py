@@ -12,7 +12,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
-from placement.devices.host.mapping import PAGE, available_bytes, free_huge_bytes, left_in_cgroups
+from placement.devices.host.mapping import PAGE, free_huge_bytes, left_in_cgroups
 from placement.devices.host.slab import Slab, cut
 from tests.support.programs import Programs
 
@@ -22,7 +22,7 @@ def mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, PAGE, PAGE + 1, 1_000_003])
+@pytest.mark.parametrize("nbytes", [1, PAGE, 1_000_003])
 def test_size_is_exact_and_content_zero(nbytes: int) -> None:
     slab = Slab(nbytes)
     view = slab.view(0, nbytes)
@@ -59,23 +59,7 @@ def test_the_last_view_holds_the_memory_and_its_death_gives_it_back() -> None:
     assert not mapped(address)
 
 
-def test_a_swapped_storage_holds_the_memory_too() -> None:
-    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
-        pytest.skip("this torch cannot swap storages")
-    slab = Slab(400)
-    address = slab.address
-    tensor = torch.arange(100, dtype=torch.float32)
-    view = slab.view(0, 400)
-    view.copy_(tensor.view(torch.uint8))
-    tensor.untyped_storage()._swap_data_ptr_(view.untyped_storage())  # type: ignore[attr-defined]
-    del slab, view
-    assert tensor.data_ptr() == address
-    assert torch.equal(tensor, torch.arange(100, dtype=torch.float32))
-    del tensor
-    assert not mapped(address)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_uploads_are_whole(dtype: torch.dtype) -> None:
     slab = Slab(40_000)
     source = slab.view(0, 40_000).copy_(torch.arange(40_000) % 2).view(dtype)
@@ -96,25 +80,12 @@ def test_views_stay_within_the_slab() -> None:
         Slab(-1)
 
 
-def test_an_empty_slab_maps_and_registers_nothing() -> None:
-    slab = Slab(0, register=lambda address, nbytes: pytest.fail("registered"))
-    assert (slab.nbytes, slab.view(0, 0).numel()) == (0, 0)
-
-
-def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
+def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostMemoryError, match=rf"asked for {1 << 50:,} bytes, [\d,]+ available"):
         Slab(1 << 50)
-
-
-def test_what_the_kernel_refuses_is_a_host_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 1 << 62)
     with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
         Slab(1 << 60)
-
-
-def test_available_bytes_is_what_the_kernel_says() -> None:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
-    assert 0 < available_bytes() <= total
 
 
 @pytest.mark.parametrize(
@@ -205,25 +176,8 @@ def test_parts_of_a_slab_are_apart_and_keep_it_alive() -> None:
     part.view(0, 100).fill_(1)
     last.view(0, 872).fill_(2)
     assert part.view(90, 10).tolist() == [1] * 10
-    assert last.view(870, 2).tolist() == [2, 2]
-    assert part.view(8, 8).untyped_storage().nbytes() == 8
-    assert part.ready.is_set()
     assert (part.pinned_bytes, part.pageable_bytes, part.pageable_reason, part.held_bytes) == (0, 0, None, 100)
     with pytest.raises(ValueError, match="not within"):
         part.view(96, 8)
     with pytest.raises(ValueError, match="not within"):
         cut(last, 1000)
-
-
-class _Pinned(Slab):
-    """A slab of which the device has pinned some bytes and refused others."""
-
-    pinned_bytes = 600
-    pageable_bytes = 400
-    pageable_reason = "refused"
-
-
-def test_a_part_of_a_slab_that_is_pinned_in_part_has_its_share() -> None:
-    part, _ = cut(_Pinned(1000), 100)
-    assert (part.pinned_bytes, part.pageable_bytes, part.pageable_reason) == (60, 40, "refused")
-    assert not part.pinned

@@ -43,44 +43,30 @@ def test_every_row_of_the_table_fires_and_nothing_else_does() -> None:
             assert machine.state is target
 
 
-def nodes() -> list[tuple[State, bool]]:
-    return [
-        (State.CPU_OFFLOADED, False),
-        (State.GPU_RESIDENT, True),
-        (State.SYNCING, True),
-        (State.SYNCING, False),
-        (State.TRAINING, True),
-        (State.TRAINING, False),
-    ]
-
-
+USED = (State.SYNCING, State.TRAINING)
+NODES = [(State.CPU_OFFLOADED, False), (State.GPU_RESIDENT, True), *itertools.product(USED, (True, False))]
 FROM_HOST = (Trigger.BEGIN_STREAM, Trigger.END_STREAM, Trigger.BEGIN_STREAMED_TRAIN, Trigger.END_STREAMED_TRAIN)
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(nodes(), nodes())))
-def test_every_node_reaches_every_other_through_rows_of_the_table(source: tuple[State, bool], target: tuple[State, bool]) -> None:
-    state, on_device = source
-    for trigger in path(source, target):
-        streams = trigger in FROM_HOST
-        assert not (streams and on_device), "what is used from the host copy starts and ends off the device"
-        assert not (state is not State.CPU_OFFLOADED and not on_device and not streams), "it ends before anything else"
-        state = next(t for name, s, t in TRANSITIONS if name is trigger and s is state)
-        if trigger in (Trigger.LOAD, Trigger.OFFLOAD):
-            on_device = trigger is Trigger.LOAD
-    assert (state, on_device) == target
+def test_every_node_reaches_every_other_through_rows_of_the_table() -> None:
+    for source, target in itertools.product(NODES, NODES):
+        state, on_device = source
+        for trigger in path(source, target):
+            streams = trigger in FROM_HOST
+            assert not (streams and on_device), "what is used from the host copy starts and ends off the device"
+            assert not (state is not State.CPU_OFFLOADED and not on_device and not streams), "it ends before anything else"
+            state = next(t for name, s, t in TRANSITIONS if name is trigger and s is state)
+            if trigger in (Trigger.LOAD, Trigger.OFFLOAD):
+                on_device = trigger is Trigger.LOAD
+        assert (state, on_device) == target
 
 
 @pytest.mark.parametrize(
     ("source", "target", "wanted"),
     [
         ((State.SYNCING, True), (State.TRAINING, True), [Trigger.SYNC_TO_TRAIN]),
-        ((State.TRAINING, True), (State.SYNCING, True), [Trigger.TRAIN_TO_SYNC]),
-        ((State.TRAINING, True), (State.CPU_OFFLOADED, False), [Trigger.END_TRAIN, Trigger.OFFLOAD]),
         ((State.SYNCING, False), (State.TRAINING, True), [Trigger.END_STREAM, Trigger.LOAD, Trigger.BEGIN_TRAIN]),
-        ((State.SYNCING, True), (State.SYNCING, False), [Trigger.END_SYNC, Trigger.OFFLOAD, Trigger.BEGIN_STREAM]),
         ((State.TRAINING, True), (State.TRAINING, True), []),
-        ((State.CPU_OFFLOADED, False), (State.TRAINING, False), [Trigger.BEGIN_STREAMED_TRAIN]),
-        ((State.TRAINING, False), (State.TRAINING, True), [Trigger.END_STREAMED_TRAIN, Trigger.LOAD, Trigger.BEGIN_TRAIN]),
         ((State.TRAINING, True), (State.TRAINING, False), [Trigger.END_TRAIN, Trigger.OFFLOAD, Trigger.BEGIN_STREAMED_TRAIN]),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import sys
@@ -14,57 +13,11 @@ import torch
 
 import placement
 from placement import Manager, PlacementError, TorchEngine
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import SimulatedDevice
 from tests.support.threads import in_threads
 from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
-from tests.unit.test_policies import KeepReference
 
 # --- policies
-
-
-def test_a_users_policy_keeps_the_reference_where_it_fits() -> None:
-    worker = Worker(policy=KeepReference())
-    for _ in range(3):
-        with worker.manager.phase("train") as phase:
-            assert "ref" in worker.on_device()
-            phase.switch("log_prob")
-        assert worker.on_device() == {"ref"}
-    assert worker.ref.counters.transitions["load"] == 1
-    assert_nothing_resident(worker.manager, except_for=["ref"])
-    worker.manager.unregister("ref")
-    with worker.manager.phase("train"):
-        pass
-
-
-def test_a_users_policy_gives_the_place_up_where_it_does_not_fit() -> None:
-    worker = Worker(policy=KeepReference(), budget_bytes=102_400)  # actor, critic and its momentum 20,480 each, the actor's moments 40,960
-    with worker.manager.phase("log_prob") as phase:
-        assert worker.on_device() == {"actor", "ref"}
-        phase.switch("train")
-        assert worker.on_device() == {"actor", "critic"}  # the first step is about to create the moments
-        learn(worker.net, worker.adam)
-        worker.adam.zero_grad()
-    with worker.manager.phase("train"):
-        assert worker.on_device() == {"actor", "actor.optimizer", "critic"}
-    assert worker.on_device() == {"ref"}
-    assert worker.manager.audit().ok
-
-
-def test_resident_leaves_everything_that_fits_and_moves_nothing_in_between() -> None:
-    worker = Worker(policy="resident")
-    assert worker.on_device() == {"actor", "ref", "critic"}
-    with worker.manager.phase("train") as phase:
-        learn(worker.net, worker.adam)
-        phase.switch("log_prob")
-        phase.switch("train")
-    copied = sum(record.nbytes for record in worker.manager.journal)
-    for _ in range(2):
-        with worker.manager.phase("train") as phase:
-            learn(worker.net, worker.adam)
-            phase.switch("log_prob")
-    assert sum(record.nbytes for record in worker.manager.journal) == copied
-    assert worker.on_device() >= {"actor", "actor.optimizer", "ref", "critic"}
-    assert worker.manager.audit().ok
 
 
 @pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout", "cyclic"])
@@ -93,14 +46,6 @@ def test_every_policy_trains_to_the_same_bits(policy: str) -> None:
     assert_same(worker.optimizer.state_dict(), adam.state_dict())
     worker.manager.check_integrity()
     assert worker.manager.audit().ok
-
-
-def test_a_phase_of_ones_own() -> None:
-    worker = Worker(phases={"distill": ["ref", "critic"]})
-    with worker.manager.phase("distill"):
-        assert worker.on_device() == {"ref", "critic"}
-    with pytest.raises(placement.PolicyError, match="Did you mean 'distill'"):
-        worker.manager.enter("distil")
 
 
 def test_a_view_is_pure_data() -> None:
@@ -133,7 +78,7 @@ def test_a_snapshot_counts_what_happened(worker: Worker) -> None:
             phase.switch("log_prob")
     snapshot = worker.manager.snapshot()
     actor = snapshot.handles[0]
-    assert (actor.name, actor.kind, actor.role, actor.state, actor.adapter) == ("actor", "module", "actor", OFF, "ModuleAdapter")
+    assert (actor.kind, actor.role, actor.state, actor.adapter) == ("module", "actor", OFF, "ModuleAdapter")
     assert {t: n for t, n in actor.transitions.items() if n} == {"load": 2, "begin_train": 2, "end_train": 2, "offload": 2}
     nbytes = sum(p.nbytes for p in worker.net.parameters())
     assert actor.loaded_bytes >= 2 * nbytes
@@ -246,7 +191,7 @@ def test_the_device_is_told_whether_its_memory_was_portioned_out(
 @pytest.mark.parametrize("device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"])
 def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice | None) -> None:
     def come_and_go() -> None:
-        for _ in range(10):
+        for _ in range(5):
             worker = Worker(device=device or SimulatedDevice(1 << 20))
             with worker.manager.phase("train"):
                 learn(worker.net, worker.adam)
@@ -258,22 +203,6 @@ def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice |
         assert in_threads(come_and_go, come_and_go, come_and_go) == [None, None, None]
     finally:
         sys.setswitchinterval(interval)
-
-
-def test_two_managers_may_share_one_device() -> None:
-    device = SimulatedDevice(1 << 20)
-    one, other = make_manager(device=device), make_manager(device=device)
-    models = net(), net()
-    values = [copy.deepcopy(dict(model.state_dict())) for model in models]
-    one.register("actor", models[0], role="actor")
-    other.register("actor", models[1], role="actor")
-    with one.phase("log_prob"), other.phase("log_prob"):
-        for model, value in zip(models, values, strict=True):
-            assert_same(dict(model.state_dict()), value)
-    one.close()
-    with other.phase("log_prob"):
-        assert_same(dict(models[1].state_dict()), values[1])
-    assert device.memory().chunk_bytes == 0
 
 
 def test_a_closed_manager_says_so_and_its_objects_are_free(worker: Worker) -> None:
@@ -289,33 +218,16 @@ def test_a_closed_manager_says_so_and_its_objects_are_free(worker: Worker) -> No
 # --- the look at what a first step has born
 
 
-def _with_state_that_cannot_be_moved(worker: Worker) -> None:
-    learn(worker.net, worker.adam)
-    worker.adam.state[worker.net[0].weight]["odd"] = torch.eye(4).to_sparse_csr()
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_the_users_exception_leaves_a_phase_even_where_newborn_state_cannot_be_moved() -> None:
     worker = Worker(policy="resident")
 
-    def train() -> None:
-        with worker.manager.phase("train"):
-            _with_state_that_cannot_be_moved(worker)
-            raise LookupError("the user's")
-
-    with pytest.raises(LookupError, match="the user's") as caught:
-        train()
+    with pytest.raises(LookupError, match="the user's") as caught, worker.manager.phase("train"):  # noqa: PT012 - what its end does
+        learn(worker.net, worker.adam)
+        worker.adam.state[worker.net[0].weight]["odd"] = torch.eye(4).to_sparse_csr()
+        raise LookupError("the user's")
     assert any("sparse" in note for note in caught.value.__notes__)
     del worker.adam.state[worker.net[0].weight]["odd"]
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     assert worker.manager.audit().ok
-
-
-def test_the_record_of_the_first_training_shows_what_it_has_born() -> None:
-    worker = Worker(policy="resident")
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        worker.adam.zero_grad()
-    (ended,) = [record for record in worker.manager.journal if (record.handle, record.trigger) == ("actor.optimizer", "end_train")]
-    assert ended.resident_bytes == worker.optimizer.resident_bytes > 0

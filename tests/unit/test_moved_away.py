@@ -6,7 +6,6 @@ phase transition says so, once. What was moved while offloaded is where it was; 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -25,9 +24,8 @@ from torch.ao import quantization
 
 from placement import IntegrityError, RegistrationError, checkpoint
 from placement.devices import adoption
-from placement.policies import Colocated
 from placement.tensors.plain import nested_tensors
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net, trained
 
 
@@ -50,25 +48,7 @@ def _exchange(model: nn.Module) -> None:
         parameter.untyped_storage()._swap_data_ptr_(parameter.detach().clone().untyped_storage())  # type: ignore[attr-defined]
 
 
-def _emptied(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Its storage, without a byte and free to be resized, as one is whose memory torch's allocator gave."""
-    storage = tensor.untyped_storage()
-    storage._swap_data_ptr_(torch.UntypedStorage(0))  # type: ignore[attr-defined]
-    return storage
-
-
-def _enlarge(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        nbytes = parameter.untyped_storage().nbytes()
-        _emptied(parameter).resize_(2 * nbytes)
-
-
-def _free(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        _emptied(parameter)
-
-
-WAYS = pytest.mark.parametrize("move", [_share, _send, _share_one_storage, _exchange, _enlarge, _free])
+WAYS = pytest.mark.parametrize("move", [_share, _send, _share_one_storage, _exchange])
 
 
 def _addresses(worker: Worker) -> list[int]:
@@ -91,10 +71,9 @@ def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> W
 def test_storages_moved_while_offloaded_come_back(worker: Worker, move: Callable[[nn.Module], None]) -> None:
     wanted, addresses = copy.deepcopy(worker.net.state_dict()), _addresses(worker)
     forms = [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()]
-    for _ in range(3):
+    for _ in range(2):
         move(worker.net)
-        if move not in (_enlarge, _free):  # a state dict needs the bytes that belong to the tensors
-            assert_same(dict(worker.net.state_dict()), dict(wanted))
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
         assert not worker.manager.audit().ok
         with pytest.raises(IntegrityError) as caught, worker.manager.phase("log_prob"):
             pass
@@ -113,10 +92,10 @@ def test_storages_moved_while_offloaded_come_back(worker: Worker, move: Callable
     assert_same(dict(worker.net.state_dict()), dict(wanted))
 
 
-@pytest.mark.parametrize("move", [_share, _send, _share_one_storage, _exchange])
+@WAYS
 def test_storages_moved_on_the_device_keep_their_newest_values(worker: Worker, move: Callable[[nn.Module], None]) -> None:
     """What is written after it was moved is written there alone, and counts."""
-    for _ in range(3):
+    for _ in range(2):
         worker.manager.enter("train")
         learn(worker.net, worker.adam, 1)
         move(worker.net)
@@ -150,52 +129,19 @@ def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
     assert_same(dict(taken), dict(wanted))
 
 
-def test_a_state_dict_that_was_shared_stands_in_no_others_way(worker: Worker) -> None:
-    shared = worker.net.state_dict()
-    for value in shared.values():
-        value.share_memory_()
-    with worker.manager.phase("restore"):
-        worker.net.load_state_dict({name: value + 1 for name, value in shared.items()})
-    now = worker.net.state_dict()
-    assert all(torch.equal(now[name], value + 1) for name, value in shared.items())
-    assert_nothing_resident(worker.manager)
-
-
-def test_storages_resized_on_the_device_are_new_state() -> None:
-    manager, model = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=4096)), net()
-    model.register_buffer("scale", torch.ones(1))
-    model.register_buffer("gone", torch.ones(5))
-    manager.register("actor", model, role="actor")
-    for size in (8, 3, 12):
-        with manager.phase("log_prob"):
-            _emptied(model.get_buffer("scale")).resize_(4 * size)
-            model.get_buffer("scale").resize_(size).copy_(torch.arange(size))
-            _emptied(model.get_buffer("gone"))
-            model.gone = torch.ones(0)
-        assert_nothing_resident(manager)
-        assert model.state_dict()["scale"].tolist() == [*range(size)]
-        with manager.phase("log_prob"):
-            assert model.get_buffer("scale").tolist() == [*range(size)]
-        assert_nothing_resident(manager)
-    manager.close()
-    assert model.get_buffer("scale").tolist() == [*range(12)]
-
-
-@pytest.mark.parametrize("backend", ["fbgemm", "qnnpack"])
-def test_quantisation_aware_training(backend: str) -> None:
+def test_quantisation_aware_training() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).train()
-        model.qconfig = quantization.get_default_qat_qconfig(backend)  # type: ignore[assignment]
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
         model = quantization.prepare_qat(model)
         manager = make_manager()
-        if backend == "fbgemm":  # by channel
-            with pytest.raises(RegistrationError, match=r"submodule '0\.weight_fake_quant'.*run one forward pass before registering"):
-                manager.register("actor", model, role="actor")
+        with pytest.raises(RegistrationError, match=r"submodule '0\.weight_fake_quant'.*run one forward pass before registering"):
+            manager.register("actor", model, role="actor")  # by channel
         model(torch.ones(2, 4))
         plain = copy.deepcopy(model)
         manager.register("actor", model, role="actor")
-        for step in range(3):
+        for step in range(2):
             inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
             with manager.phase("log_prob"):
                 assert torch.equal(model(inputs), plain(inputs))
@@ -245,7 +191,7 @@ class Cut(nn.Module):
         self.alone = nn.Parameter(torch.full((2, 2), 9.0, dtype=dtype))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
@@ -298,8 +244,7 @@ def _fill(worker: Worker) -> None:
         tensor.data.fill_(3)
 
 
-@pytest.mark.parametrize("filled", [False, True])
-@pytest.mark.parametrize("add", [_buffer, _nested, _state])
+@pytest.mark.parametrize(("add", "filled"), [(_buffer, False), (_nested, False), (_state, True)])
 def test_tensors_added_from_poison_are_raised_once(
     add: Callable[[Worker], Callable[[], object]], filled: bool, tmp_path: pathlib.Path
 ) -> None:
@@ -348,16 +293,14 @@ def test_replaced_and_added_tensors_are_named_apart() -> None:
         for entry in worker.adam.state.values():
             del entry["extra"]
     assert_same(worker.optimizer.state_dict(), wanted)
-    assert_nothing_resident(worker.manager)
 
 
-@pytest.mark.parametrize("write", [lambda p: p.detach().mul_(0), lambda p: p.data.fill_(1)], ids=["counted", "data"])
-def test_writes_and_what_the_same_call_added_are_one_error(write: Callable[[torch.Tensor], object]) -> None:
+def test_writes_and_what_the_same_call_added_are_one_error() -> None:
     """As PEFT's `add_adapter()` of OLoRA does."""
     worker = trained()
     wanted = copy.deepcopy(worker.net.state_dict())
     _buffer(worker)
-    write(worker.net[0].weight)
+    worker.net[0].weight.data.fill_(1)
     worker.net[2].to(torch.float16)
     said = (
         r"0.weight.* of 'actor'.*values are unchanged.* 2.weight, 2.bias of 'actor' were replaced.* put back.* extra were added to 'actor'"
@@ -369,43 +312,17 @@ def test_writes_and_what_the_same_call_added_are_one_error(write: Callable[[torc
     assert_nothing_resident(worker.manager)
 
 
-@pytest.mark.parametrize("place", ["optimizer_step", "streamed"])
-def test_state_that_was_added_from_poison_is_raised_once_by_the_phase_of_the_step(place: Any) -> None:
-    worker = Worker(policy=Colocated(optimizer_in=place))
-
-    def step() -> None:
-        with worker.manager.phase("train"):
-            worker.net(batch()).square().mean().backward()
-            with worker.manager.phase("optimizer_step") if place == "optimizer_step" else contextlib.nullcontext():
-                worker.adam.step()
-            worker.adam.zero_grad()
-
-    step()
-    _state(worker)
-    with pytest.raises(IntegrityError, match=r"^state.0.extra, .* were added"):
-        step()
-    step()
-    assert_nothing_resident(worker.manager)
-
-
-# --- interrupts
-
-
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": lambda t: t.clone(),
     "columns that begin inside a word": lambda t: t[:, 6:].clone(),
     "transposed": lambda t: t.t().contiguous(),
-    "converted": lambda t: t.to(torch.int64, copy=True),
     "with a number of its own": lambda t: torch.cat([torch.full_like(t[:, :1], 5), t[:, 1:]], 1),
 }
 
 
 @pytest.mark.parametrize("way", REPLACED)
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
 def test_integers_computed_from_poison_come_back_and_others_are_taken_over(dtype: torch.dtype, way: str) -> None:
-    if dtype is torch.uint8 and way == "converted":
-        pytest.skip("unsigned numbers convert to others than those that poison reads as")
     manager, model = make_manager(), net()
     model.packed = nn.Parameter(torch.randint(0, 100, (9, 24), dtype=dtype), requires_grad=False)
     wanted = copy.deepcopy(model.state_dict())
@@ -421,7 +338,7 @@ def test_integers_computed_from_poison_come_back_and_others_are_taken_over(dtype
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("computed", [lambda t: t.clone(), lambda t: t.float(), lambda t: t[3:].clone()], ids=["clone", "float", "rows"])
+@pytest.mark.parametrize("computed", [lambda t: t.float(), lambda t: t[3:].clone()], ids=["float", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_float8_poison_is_found_in_added_and_replaced_tensors(dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """One element of float8 poison in eight is a number."""
