@@ -161,16 +161,6 @@ def test_only_its_own_export_publishes(crates: type[Framework], manager: placeme
         actor.weights()
 
 
-def test_once_removed_it_is_unknown(manager: placement.Manager) -> None:
-    known.add(Crates)
-    known.remove(Crates)
-    assert Crates not in known.frameworks()
-    model = Crate(nn.Linear(2, 3))
-    actor = manager.register("actor", model, role="actor")
-    assert model.hidden().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "nobody knew of it, so it was left alone"
-    assert {info.name for info in actor.weights_info()} == {"packed.weight", "packed.bias"}
-
-
 def test_what_is_no_framework_is_refused() -> None:
     with pytest.raises(TypeError, match=r"subclass of placement\.frameworks\.base\.Framework, not <class 'int'>"):
         known.add(int)  # type: ignore[arg-type]

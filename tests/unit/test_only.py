@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
-from placement.group.protocol import Basis, Reached, Stage
 from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -71,13 +69,6 @@ def test_what_merely_may_stay_gives_way_as_without_only(policy: Any, budget: int
     assert job.manager.audit().ok
 
 
-def test_where_everything_fits_nothing_moves_for_only() -> None:
-    job = Job("resident", 24, THREE)
-    records = len(job.manager.journal)
-    assert job.fits("values", ["critic"]) == {"ref", "actor", "critic"}
-    assert len(job.manager.journal) == records
-
-
 def test_only_the_deficit_leaves_cheapest_first() -> None:
     """A readonly module and one that nobody trains before one that would be copied back; of them the smallest that is enough."""
     sizes = {"actor": 2, "ref": 6, "reward": 3, "critic": 4}
@@ -87,35 +78,6 @@ def test_only_the_deficit_leaves_cheapest_first() -> None:
     assert Job("resident", 6, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "critic"}
     assert Job("resident", 5, sizes, ["actor"]).fits("values", ["critic"]) == {"critic"}
     assert Job("resident", 3, sizes, ["actor"]).fits("values", ["critic"]) is None
-
-
-def test_a_switch_makes_room_as_an_entry_does() -> None:
-    job = Job("resident", 20, THREE)
-    with job.manager.phase("log_prob", only=["ref"]) as step:
-        step.switch("values", only=["critic"])
-        assert job.on_device() == {"actor", "critic"}
-        records = len(job.manager.journal)
-        step.switch("values", only=["critic"])
-        assert len(job.manager.journal) == records
-        step.switch("ref_log_prob", only=["ref"])
-        assert "ref" in job.on_device()
-
-
-def test_what_a_phase_has_of_the_chosen_and_does_not_need_gives_way_too() -> None:
-    """`only` names the actor as well, which `values` does not use: under Resident it may stay, no more."""
-    job = Job("resident", 12, {"ref": 4, "actor": 4, "critic": 4}, ["ref"])
-    with job.manager.phase("train"):
-        assert job.fits("values", ["critic", "actor"]) == {"ref", "critic", "actor"}
-    small = Job("resident", 8, {"ref": 4, "actor": 4, "critic": 4}, ["ref"])
-    with small.manager.phase("train"):
-        assert small.fits("values", ["critic", "actor"]) == {"ref", "critic"}
-
-
-def test_an_optimizer_that_the_plan_wants_leaves_with_nobody() -> None:
-    job = Job(Colocated(), 8, {"actor": 4, "critic": 4}, ["actor", "critic"])
-    with job.manager.phase("train", only=["actor"]):
-        assert job.fits("values", ["critic"]) == {"actor", "critic"}
-        assert job.manager.handles["actor"].state is TRAIN
 
 
 # --- inside a phase
@@ -129,26 +91,6 @@ def test_what_the_enclosing_phase_needs_stays_or_the_phase_is_refused() -> None:
         assert job.on_device() >= {"actor", "ref"}
     with job.manager.phase("ref_log_prob"):
         assert job.fits("values", ["critic"]) == {"ref", "critic", "teacher"}
-
-
-def test_the_enclosing_phase_may_have_only_too() -> None:
-    """`actor` is here although log_prob was opened for ref alone: it merely may be."""
-    job = Job("resident", 20, THREE)
-    with job.manager.phase("log_prob", only=["ref"]):
-        assert job.on_device() == {"ref", "actor"}
-        with job.manager.phase("values", only=["critic"]):
-            assert job.on_device() == {"ref", "critic"}
-            with job.manager.phase("checkpoint"):
-                assert job.on_device() == {"ref", "critic"}
-            assert job.fits("log_prob", ["actor"]) is None  # nothing is left that may go
-        assert job.on_device() == {"ref", "actor"}
-
-
-def test_a_handle_that_has_gone_from_an_only_is_no_obstacle() -> None:
-    job = Job("resident", 20, {**THREE, "reward": 1})
-    with job.manager.phase("log_prob", only=["ref", "reward"]):
-        job.manager.unregister("reward")
-        assert job.fits("values", ["critic"]) == {"ref", "critic"}
 
 
 def test_what_trains_or_is_published_never_gives_way() -> None:
@@ -165,24 +107,7 @@ def test_what_trains_or_is_published_never_gives_way() -> None:
             assert job.manager.handles["actor"].state is state
 
 
-def test_a_streamed_sync_takes_no_room_and_stays() -> None:
-    job = Job(Colocated(stream_sync=True), 8, {"actor": 8, "critic": 8})
-    with job.manager.phase("weight_sync"):
-        assert job.fits("values", ["critic"]) == {"critic"}
-        assert job.manager.handles["actor"].is_streaming
-
-
 # --- kept
-
-
-def test_a_kept_handle_that_only_leaves_out_expires_where_the_phase_does_not_want_it() -> None:
-    job = Job("colocated", 12, THREE)
-    with job.manager.phase("log_prob", only=["actor"]) as phase:
-        phase.keep("actor")
-    for expired in (1, 1):
-        assert job.fits("values", ["critic"]) == {"critic"}
-        assert job.manager.snapshot().expired_keeps == expired
-    assert_nothing_resident(job.manager)
 
 
 def test_a_kept_handle_that_only_leaves_out_is_taken_over_where_the_phase_wants_it() -> None:
@@ -204,16 +129,6 @@ def test_a_kept_handle_gives_way_like_whatever_else_only_leaves_out() -> None:
     assert job.manager.snapshot().expired_keeps == 1
 
 
-def test_a_kept_handle_that_the_enclosing_phase_needs_stays() -> None:
-    job = Job("colocated", 16, THREE)
-    with job.manager.phase("log_prob", only=["actor"]):
-        with job.manager.phase("values") as inner:
-            inner.switch("log_prob", only=["actor"])
-            inner.keep("actor")
-        assert job.fits("values", ["critic"]) == {"actor", "critic"}
-    assert job.manager.snapshot().expired_keeps == 0
-
-
 def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
     job = Job("colocated", 12, {**THREE, "critic": 16})
     with job.manager.phase("log_prob", only=["actor"]) as phase:
@@ -224,50 +139,6 @@ def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
 
 
 # --- budgets from elsewhere
-
-
-class LeastOfAll:
-    """Stands for a group whose other rank has the smaller budget."""
-
-    compares_plans = False
-    placing = ""
-
-    def __init__(self, least_bytes: int) -> None:
-        self.least_bytes = least_bytes
-        self.agreed: list[Plan] = []
-
-    def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> Basis:
-        return Basis(budget_bytes=min(self.least_bytes, budget_bytes), budget_rank=1)
-
-    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
-        self.agreed.append(plan)
-        return Reached(stage, lacks_engines)
-
-    def abort(self, error: BaseException, **_: object) -> None:
-        raise error
-
-
-def test_ranks_with_different_budgets_let_the_same_handles_leave() -> None:
-    plans = []
-    for budget in (20, 40):
-        group = LeastOfAll(20 * UNIT)
-        job = Job("resident", budget, THREE, group=group)
-        with job.manager.phase("log_prob"):  # from here on the ranks know of each other's budgets
-            pass
-        assert job.fits("values", ["critic"]) == {"actor", "critic"}
-        plans.append(group.agreed)
-    assert plans[0] == plans[1]
-
-
-def test_a_lease_is_a_budget_like_any_other(tmp_path: Path) -> None:
-    device = SimulatedDevice(64 * UNIT, chunk_bytes=UNIT, shared_with=tmp_path / "device")
-    options: dict[str, Any] = {"leases": str(tmp_path / "leases"), "lease_capacity_bytes": 21 * UNIT, "headroom": 0.0}
-    job = Job("resident", None, THREE, device=device, **options)
-    assert job.fits("values", ["critic"]) == {"actor", "critic"}
-    lease = job.manager.snapshot().lease
-    assert lease is not None
-    assert lease.held_bytes <= 21 * UNIT
-    job.manager.close()
 
 
 # --- in general

@@ -35,12 +35,6 @@ def lines(worker: Worker) -> list[str]:
     return [line for line in worker.manager.audit().report.splitlines() if line.startswith("outside: ")]
 
 
-def test_a_device_that_is_all_ours_has_nothing_outside(worker: Worker) -> None:
-    assert worker.manager.audit().unaccounted_bytes == 0
-    assert lines(worker) == []
-    assert worker.manager.snapshot().communicator_bytes == 0
-
-
 def test_memory_outside_is_measured_and_is_no_finding() -> None:
     device = SimulatedDevice(CAPACITY)
     worker = Worker(device=Faults(device))
@@ -51,15 +45,6 @@ def test_memory_outside_is_measured_and_is_no_finding() -> None:
     with worker.manager.phase("log_prob"):
         assert worker.manager.snapshot().unaccounted_bytes == 12345
     worker.manager.check_integrity()
-
-
-def test_memory_outside_cannot_be_had_for_chunks() -> None:
-    device = SimulatedDevice(CAPACITY)
-    device.outside_bytes = CAPACITY - device.granularity
-    assert device.memory().free_bytes == device.granularity
-    chunk = device.create(device.granularity)
-    assert device.memory().free_bytes == 0
-    device.release(chunk)
 
 
 def test_each_communicator_is_named_with_its_ranks_and_bytes() -> None:

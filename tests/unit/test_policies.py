@@ -10,9 +10,9 @@ import pytest
 import placement
 import placement.policies
 from placement import HandleView, Plan, PolicyError, State, View
-from placement.core.states import PHASES, WORKER_ROLES
+from placement.core.states import PHASES
 from placement.planning.policy_lookup import resolve_policy
-from placement.policies import AsyncRollout, Colocated, Cyclic, Policy, Resident
+from placement.policies import AsyncRollout, Colocated, Resident
 from tests.support.views import after
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
@@ -67,11 +67,6 @@ class TestColocated:
         assert plan.targets.keys() == {h.name for h in WORKER}
         assert not plan.streamed
 
-    @pytest.mark.parametrize("phase", sorted(set(PHASES) - {"checkpoint"}))
-    def test_where_the_handles_are_now_makes_no_difference(self, phase: str) -> None:
-        there = view(phase, *(replace(h, state=GPU, resident_bytes=h.num_bytes) for h in WORKER))
-        assert used(Colocated().plan(there)) == TABLE[phase]
-
     @pytest.mark.parametrize("phase", ["rollout", "eval"])
     def test_the_actor_generates_where_no_engine_is_registered(self, phase: str) -> None:
         assert used(Colocated().plan(view(phase, *WORKER[:-1]))) == {"actor": GPU}
@@ -80,10 +75,6 @@ class TestColocated:
         handles = (*WORKER[:2], handle("copy", role="rollout"), handle("judge", "engine", "reward"))
         assert used(Colocated().plan(view("rollout", *handles))) == {"copy": GPU}
         assert used(Colocated().plan(view("reward", *handles))) == {"judge": GPU}
-
-    def test_an_engine_without_a_role_generates(self) -> None:
-        engine = HandleView(name="vllm", kind="engine", role=None, state=OFF, num_bytes=1)
-        assert used(Colocated().plan(view("rollout", *WORKER[:-1], engine))) == {"vllm": GPU}
 
     def test_a_module_that_no_optimizer_steps_is_not_trained(self) -> None:
         tower = handle("tower", role="actor")
@@ -128,11 +119,6 @@ class TestColocated:
             unbuilt = [replace(h, built=False) for h in gathering]
             assert not used(policy.plan(view("checkpoint", *unbuilt)))
 
-    def test_a_checkpoint_within_a_streamed_sync_stays_streamed(self) -> None:
-        policy = Colocated(stream_sync=True)
-        syncing = policy.plan(view("weight_sync", *WORKER))
-        assert policy.plan(replace(after(view("weight_sync", *WORKER), syncing), phase="checkpoint")) == syncing
-
     def test_a_users_phase_loads_the_models_of_its_roles(self) -> None:
         plan = Colocated().plan(view("distill", *WORKER, phases={"distill": ("teacher", "actor")}))
         assert used(plan) == {"teacher": GPU, "actor": GPU}
@@ -140,10 +126,6 @@ class TestColocated:
     def test_an_unknown_phase_names_the_nearest(self) -> None:
         with pytest.raises(PolicyError, match=r"unknown phase 'trian'. Did you mean 'train'\?.*rollout.*distill"):
             Colocated().plan(view("trian", *WORKER, phases={"distill": ("teacher",)}))
-
-    def test_an_unknown_option_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="optimizer_in"):
-            Colocated("step")  # type: ignore[arg-type]
 
 
 def resident(*handles: HandleView) -> tuple[HandleView, ...]:
@@ -160,10 +142,6 @@ class TestResident:
         plan = Resident().plan(view("idle", *WORKER, budget_bytes=90))
         assert used(plan) == {"actor": GPU, "actor.optimizer": GPU, "ref": GPU, "critic": GPU}
 
-    def test_idle_does_not_displace_what_is_there(self) -> None:
-        handles = (*WORKER[:-1], *resident(WORKER[-1]))
-        assert used(Resident().plan(view("idle", *handles, budget_bytes=105))) == {"engine": GPU}
-
     def test_readonly_handles_go_first(self) -> None:
         handles = (*resident(*WORKER[:3]), WORKER[3])
         assert used(Resident().plan(view("values", *handles, budget_bytes=80))) == {"actor": GPU, "actor.optimizer": GPU, "critic": GPU}
@@ -179,22 +157,10 @@ class TestResident:
         plan = Resident().plan(view("values", *handles, budget_bytes=80))
         assert used(plan) == {"actor": GPU, "ref": GPU, "critic": GPU}
 
-    def test_a_need_that_does_not_fit_evicts_everything_else_and_is_left_to_the_manager(self) -> None:
-        plan = Resident().plan(view("rollout", *resident(*WORKER[:-1]), WORKER[-1], budget_bytes=50))
-        assert used(plan) == {"engine": GPU}
-
     def test_an_unbuilt_handle_is_not_built_because_it_would_fit(self) -> None:
         lazy = replace(WORKER[3], built=False, num_bytes=0)
         assert used(Resident().plan(view("idle", WORKER[0], lazy))) == {"actor": GPU}
         assert used(Resident().plan(view("values", WORKER[0], lazy))) == {"critic": GPU}
-
-    def test_an_external_handle_out_of_use_is_offloaded(self) -> None:
-        external = replace(WORKER[2], external=True, state=GPU)
-        assert used(Resident().plan(view("values", *WORKER[3:4], external))) == {"critic": GPU}
-
-    def test_a_trained_handle_is_only_read_in_the_next_phase(self) -> None:
-        training = after(view("train", *WORKER), Resident().plan(view("train", *WORKER)))
-        assert used(Resident().plan(replace(training, phase="log_prob"))) == dict.fromkeys(TRAINED, GPU) | {"ref": GPU}
 
 
 class TestAsyncRollout:
@@ -215,29 +181,6 @@ class TestAsyncRollout:
     @pytest.mark.parametrize("phase", PHASES)
     def test_a_hybrid_worker_is_colocated(self, phase: str) -> None:
         assert AsyncRollout().plan(view(phase, *WORKER)) == Colocated().plan(view(phase, *WORKER))
-
-
-STEP = ("rollout", "log_prob", "train", "weight_sync")
-POLICIES = [
-    Colocated(),
-    Colocated("optimizer_step", stream_sync=True),
-    Resident(),
-    Resident("optimizer_step"),
-    AsyncRollout(),
-    AsyncRollout("optimizer_step", stream_sync=True),
-    Cyclic(),
-    Cyclic(cycle=STEP, optimizer_in="optimizer_step"),
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-class TestEveryPolicy:
-    def test_all_know_the_same_phases(self, policy: Policy) -> None:
-        for phase in PHASES:
-            policy.plan(view(phase, *WORKER))
-        for role in WORKER_ROLES:
-            with pytest.raises(PolicyError, match="unknown phase 'nap'"):
-                policy.plan(view("nap", *WORKER, worker_role=role))
 
 
 class KeepReference(placement.policies.Colocated):

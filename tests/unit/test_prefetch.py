@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Mapping
@@ -92,16 +91,6 @@ def test_a_part_arrives_early_and_the_load_brings_the_rest() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_what_has_arrived_stays_over_a_phase_that_still_wants_it() -> None:
-    worker = early_worker({"log_prob": {"critic": 2 * CHUNK}, "ref_log_prob": {"critic": ALL}})
-    with worker.manager.phase("log_prob") as step:
-        step.switch("ref_log_prob")
-        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
-        step.switch("values")
-    assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
-    assert worker.manager.snapshot().prefetch_discarded_bytes == 0
-
-
 # --- room
 
 
@@ -118,12 +107,6 @@ def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
         assert last_load(worker, "critic")[1] == 3 * CHUNK
 
 
-def test_the_first_in_the_plan_comes_first() -> None:
-    worker = early_worker({"reward": {"critic": CHUNK, "ref": ALL, "actor": ALL}}, budget_bytes=7 * CHUNK)
-    with worker.manager.phase("reward"):
-        assert early_bytes(worker) == {"critic": CHUNK, "ref": worker.ref.num_bytes, "actor": CHUNK}
-
-
 def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
     """The device holds the critic early and then the actor and the reference: together they would not fit."""
     sizes = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK))
@@ -137,17 +120,6 @@ def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
     assert worker.manager.snapshot().peak_bytes <= budget
 
 
-def test_a_device_without_memory_prefetches_nothing_and_fails_nothing() -> None:
-    sizes = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK))
-    capacity = sizes.actor.num_bytes + sizes.ref.num_bytes
-    worker = early_worker({"log_prob": {"critic": ALL}}, budget_bytes=CAPACITY, device=SimulatedDevice(capacity, chunk_bytes=CHUNK))
-    with worker.manager.phase("log_prob") as step:
-        assert early_bytes(worker) == {}
-        step.switch("values")
-        assert worker.on_device() == {"critic"}
-    assert_nothing_resident(worker.manager)
-
-
 # --- what nobody needs
 
 
@@ -158,25 +130,6 @@ def test_nothing_is_left_outside_every_phase() -> None:
     assert_nothing_resident(worker.manager)
     assert worker.manager.device.memory().chunk_bytes == 0
     assert worker.manager.snapshot().prefetch_discarded_bytes == worker.critic.num_bytes
-
-
-def test_an_idle_plan_may_prefetch_too() -> None:
-    worker = early_worker({"idle": {"critic": ALL}, "log_prob": {"critic": ALL}})
-    with worker.manager.phase("log_prob"):
-        pass
-    assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
-    with worker.manager.phase("values"):
-        assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
-    worker.manager.close()
-    assert worker.manager.device.memory().chunk_bytes == 0
-
-
-def test_only_leaves_the_prefetch_of_other_handles_to_the_phase_around_it() -> None:
-    worker = early_worker({"train": {"ref": ALL}, "log_prob": {"critic": ALL}})
-    with worker.manager.phase("train"), worker.manager.phase("log_prob", only=["ref"]):
-        assert early_bytes(worker) == {}  # the critic trains around it, and the reference is on the device
-    with worker.manager.phase("train"):
-        assert early_bytes(worker) == {"ref": worker.ref.num_bytes}
 
 
 @pytest.mark.parametrize("end", ["unregister", "close", "drop"])
@@ -276,16 +229,6 @@ def test_an_engine_cannot_arrive_early() -> None:
     manager.register("lazy", placement.Lazy(lambda: torch.nn.Linear(4, 4)), role="critic")
     with pytest.raises(PolicyError, match="of which nothing can arrive early"), manager.phase("reward"):
         pass
-
-
-def test_a_plan_keeps_its_prefetch_through_its_methods() -> None:
-    plan = Plan({"a": State.CPU_OFFLOADED, "b": State.CPU_OFFLOADED, "c": State.GPU_RESIDENT}, prefetch={"b": 2, "a": 1})
-    assert list(plan.prefetch) == ["b", "a"]
-    assert plan.also("a", State.GPU_RESIDENT).prefetch == {"b": 2}
-    assert plan.without("b").prefetch == {"a": 1}
-    other = Plan(dict.fromkeys("abc", State.CPU_OFFLOADED), prefetch={"a": 9, "c": 9})
-    assert plan.limited_to(["a"], other).prefetch == {"a": 1, "c": 9}
-    assert copy.deepcopy(plan) == plan
 
 
 # --- memory that the user's own allocations need
