@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from placement import HostMemoryError, Manager, RegistrationError
+from placement import Manager, RegistrationError
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
 from tests.group import frozen_worker as frozen
@@ -242,8 +243,8 @@ def four() -> Iterator[Ranks]:
 
 
 def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(four: Ranks, generation: int) -> None:
-    together = four.run(trained.trains, generation, 50, False, True, {}, deadline_seconds=200.0)
-    alone = four.run(trained.trains, generation + 100_000, 50, False, False, {}, deadline_seconds=200.0)
+    together = four.run(trained.trains, generation, 12, False, True, {})
+    alone = four.run(trained.trains, generation + 100_000, 12, False, False, {})
     for ours, theirs in zip(together, alone, strict=True):
         names = [name for name in ours["values"] if name != "seen"]
         assert all(ours["values"][name] == theirs["values"][name] == together[0]["values"][name] for name in names)
@@ -275,14 +276,21 @@ def test_what_is_written_into_a_host_copy_is_the_ranks_own(two_ranks: Ranks, gen
         assert loaded == [False, False]
 
 
-@pytest.mark.parametrize(("born", "switches"), [(False, False), (True, False), (False, True)], ids=["later", "at birth", "in a switch"])
-@pytest.mark.parametrize(("method", "when"), trained.STEPS)
-def test_a_rank_dies_while_all_write(three: Ranks, generation: int, method: str, when: str, born: bool, switches: bool) -> None:
-    results = three.run(trained.killed, generation, 1, method, when, born, switches, dies=1)
-    for shares, told in (each for rank, each in enumerate(results) if rank != 1):
-        met = (method, when) not in (("meet", "before"),)
-        assert shares[0] == met
-        assert met or "rank 1 has died" in told[0]
+@pytest.mark.parametrize(
+    ("born", "switches", "steps"),
+    [(False, False, trained.STEPS), (True, False, trained.STEPS[::3]), (False, True, trained.STEPS[::3])],
+    ids=["later", "at birth", "in a switch"],
+)
+def test_a_rank_dies_while_all_write(generation: int, born: bool, switches: bool, steps: tuple[tuple[str, str], ...]) -> None:
+    def dies(step: tuple[str, str]) -> list[Any]:
+        return Ranks(3).run(trained.killed, generation, 1, *step, born, switches, dies=1)
+
+    with ThreadPoolExecutor(3) as pool:  # the ranks wait for the one that has died
+        for step, (first, _, third) in zip(steps, pool.map(dies, steps), strict=True):
+            for shares, told in (first, third):
+                met = step != ("meet", "before")
+                assert shares[0] == met, step
+                assert met or "rank 1 has died" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -294,14 +302,11 @@ def test_a_rank_stops_while_all_write_and_goes_on_later(three: Ranks, generation
         assert rank == 1 or shares[0] == (method != "meet" or when == "after")
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, HostMemoryError])
 @pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
-@pytest.mark.parametrize(("method", "when"), trained.STEPS)
-def test_a_step_of_the_shared_write_fails_on_one_rank(
-    three: Ranks, generation: int, method: str, when: str, born: bool, kind: type[Exception]
-) -> None:
-    for shares in three.run(trained.fails, generation, 1, method, when, born, kind):
-        assert shares == [True, True]
+def test_each_step_of_the_shared_write_may_fail_on_one_rank(three: Ranks, generation: int, born: bool) -> None:
+    for shares in three.run(trained.fails, generation, 1, born):
+        assert len(shares) >= len(trained.STEPS)
+        assert all(each == [True, True] for each in shares)
 
 
 @pytest.mark.parametrize(("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
