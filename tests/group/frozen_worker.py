@@ -18,7 +18,7 @@ from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, Metered, as_bytes, told
 
-_SIZE = 192
+_SIZE = 128
 
 
 class Adapted(nn.Module):

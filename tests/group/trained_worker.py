@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placement import Handle, Manager, checkpoint
+from placement import Handle, HostMemoryError, Manager, checkpoint
 from placement.core.errors import GroupError, PlacementError
 from placement.group import StoreGroup
 from placement.storage.cast import CastRange
@@ -29,7 +29,7 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, told
 from tests.unit import test_cast
 
-_SIZE = 128
+_SIZE = 64
 
 
 class Actor(nn.Module):
@@ -51,7 +51,14 @@ class Rank:
     """An actor and its optimizer, placed, and a twin of both that is not."""
 
     def __init__(
-        self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, replicated: bool = True, **settings: Any
+        self,
+        generation: int,
+        *,
+        cuda: bool = False,
+        deadline_seconds: float = 20.0,
+        replicated: bool = True,
+        size: int = _SIZE,
+        **settings: Any,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
@@ -60,8 +67,8 @@ class Rank:
         self.device = Metered(_cuda_device() if cuda else SimulatedDevice(400 * CHUNK, chunk_bytes=CHUNK))
         self.manager = Manager(device=self.device, group=self.group, **settings)
         self.torch_device = self.device.torch_device
-        self.actor, self.optimizer = self._made(1024 if cuda else _SIZE)
-        self.twin, self.twins_optimizer = self._made(1024 if cuda else _SIZE)
+        self.actor, self.optimizer = self._made(1024 if cuda else size)
+        self.twin, self.twins_optimizer = self._made(1024 if cuda else size)
         self.manager.register("actor", self.actor, role="actor", replicated=replicated)
         self.manager.register("optimizer", self.optimizer, replicated=replicated)
         self.data = torch.Generator().manual_seed(self.rank)
@@ -178,7 +185,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any], switches: bool = False) -> dict[str, Any]:
     """Train, and look at host memory and at what crosses the link to the host."""
-    rank = Rank(generation, cuda=cuda, replicated=replicated, **settings)
+    rank = Rank(generation, cuda=cuda, replicated=replicated, size=128, **settings)
     rank.switches = switches
     crossed = []
     for number in range(steps):
@@ -313,13 +320,16 @@ STEPS = tuple((method, when) for method in ("meet", "wait_for_all", "note_arrive
 """The steps of the shared write."""
 
 
+def _hurries(rank: Rank, seconds: float) -> None:
+    """Once all have met, or nobody can any more, this rank waits no longer than this for the others' votes."""
+    _arm(rank, "wait_for_all", "after", lambda: setattr(rank.group, "deadline_seconds", seconds))
+
+
 def killed(
     generation: int, victim: int, method: str, when: str, born: bool, switches: bool, cuda: bool = False
 ) -> tuple[list[bool], list[str]]:
     """A rank dies in the shared write. Returns what this one shares then, and what it was told."""
-    rank, heard = Rank(generation, cuda=cuda, deadline_seconds=3.0), Heard()
-    # On a busy machine the victim comes late to the call before which it dies. Afterwards the others vote until the deadline.
-    rank.group.deadline_seconds = 10.0 if cuda else 8.0 if (method, when) == ("meet", "before") else 3.0
+    rank, heard = Rank(generation, cuda=cuda), Heard()
     rank.switches = switches
     if not born:
         rank.step()
@@ -327,6 +337,8 @@ def killed(
     dist.barrier()
     if rank.rank == victim:
         _arm(rank, method, when, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    else:
+        _hurries(rank, 10.0 if cuda else 1.0)
     try:
         rank.step()
         raise AssertionError("it left the phase without the rank that died")
@@ -342,8 +354,8 @@ def killed(
 
 def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
     """A rank stops in the shared write, and goes on when the others have long gone on without it. Nobody's values suffer."""
-    rank = Rank(generation, deadline_seconds=2.0)
-    shared_copy._PATIENCE_SECONDS = 0.5
+    rank = Rank(generation, deadline_seconds=4.0)
+    store = dist.distributed_c10d._get_default_store()
     rank.step()
     rank.check()
     pid = torch.tensor([os.getpid()])
@@ -351,19 +363,26 @@ def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
     stops = rank.rank == victim
     if stops:
         _arm(rank, method, when, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    else:
+        _hurries(rank, 0.5)
     error = None
-    try:
-        rank.step()
-    except (GroupError, PlacementError) as found:
-        error = found
+    with mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5):
+        try:
+            rank.step()
+        except (GroupError, PlacementError) as found:
+            error = found
     assert error is not None or stops
     shares = rank.shares
     rank.check_offloaded()
+    if not stops:
+        store.add(f"gone on {generation}", 1)
     if rank.rank == (victim + 1) % rank.world_size:
-        time.sleep(4.0)  # the others have left the phase, each with all that it needs
+        while store.add(f"gone on {generation}", 0) < rank.world_size - 1:
+            time.sleep(0.01)
         os.kill(int(pid), signal.SIGCONT)
     dist.barrier()
     rank.check_offloaded()
+    rank.group.deadline_seconds = 20.0
     _meet_again(rank)
     assert_nothing_resident(rank.manager)
     rank.step()
@@ -410,9 +429,12 @@ def lacks_memory(generation: int, lacking: int) -> list[Any]:
         rank.device.fail("host", at=1, forever=True)
     told = rank.fails(lambda: rank.step(also=spoil))
     resident = rank.handle("actor").resident_bytes
+    rank.group.deadline_seconds = 1.0
     if resident:
         with contextlib.suppress(GroupError), rank.manager.phase("train"):  # nothing is lost
             rank.check_loaded()
+    dist.barrier()
+    rank.group.deadline_seconds = 20.0
     rank.device.clear()
     _meet_again(rank)
     rank.check_offloaded()
@@ -451,8 +473,8 @@ def _meet_again(rank: Rank) -> None:
     for _ in range(6):
         is_fine = True
         try:
-            with rank.manager.phase("log_prob"):
-                assert as_bytes(rank.actor) == as_bytes(rank.twin)
+            with rank.manager.phase("train"):
+                rank.check_loaded()
         except (PlacementError, RuntimeError):
             is_fine = False
         said = torch.tensor([is_fine])
@@ -462,29 +484,39 @@ def _meet_again(rank: Rank) -> None:
     raise AssertionError("the ranks did not come together again")
 
 
-def fails(generation: int, failing: int, method: str, when: str, born: bool, kind: type[Exception]) -> list[bool]:
-    """A step of the shared write raises on one rank. Returns what this rank shares after the next step that succeeds."""
-    rank = Rank(generation)
-    if not born:
-        rank.step()
-        rank.check()
-
-    def fail() -> None:
-        raise kind("injected")
-
-    if rank.rank == failing:
-        _arm(rank, method, when, fail)
-    with contextlib.suppress(PlacementError, RuntimeError):
-        rank.step()
-    rank.check_offloaded()
-    _meet_again(rank)
-    for _ in range(2):
-        rank.step()
-        rank.check()
-    seen = rank.shares
-    rank.end()
-    dist.barrier()
+def fails(generation: int, failing: int, born: bool) -> list[list[bool]]:
+    """Each step of the shared write raises on one rank, in turn. Returns what this rank shares after the next step that succeeds."""
+    seen = []
+    rank: Rank | None = None
+    for number, (method, when) in enumerate(STEPS * (1 if born else 2)):
+        if rank is None:
+            rank = Rank(generation + 100_000 * number)
+            if not born:
+                rank.step()
+                rank.check()
+        kind = (RuntimeError, HostMemoryError)[(number + number // len(STEPS)) % 2]
+        if rank.rank == failing:
+            _arm(rank, method, when, functools.partial(_raise, kind("injected")))
+        with contextlib.suppress(PlacementError, RuntimeError), mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5):
+            rank.step()
+        rank.check_offloaded()
+        _meet_again(rank)
+        for _ in range(2):
+            rank.step()
+            rank.check()
+        seen.append(rank.shares)
+        if born:
+            rank.end()
+            dist.barrier()
+            rank = None
+    if rank is not None:
+        rank.end()
+        dist.barrier()
     return seen
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def faults(generation: int, failing: int, switches: bool) -> int:
@@ -504,7 +536,7 @@ def faults(generation: int, failing: int, switches: bool) -> int:
             _step_that_may_fail(rank)
             rank.device.clear()
             _meet_again(rank)
-            rank.check()
+            assert_nothing_resident(rank.manager)
             cases += 1
     rank.end()
     dist.barrier()
