@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -48,7 +48,6 @@ class Variant:
     hook: str | None = None
     accumulates: bool = False
     """The first backward pass of a step is not averaged."""
-    sets_to_none: bool = True
     leaves_out: bool = False
     """Every other batch uses only some of the parameters."""
 
@@ -59,15 +58,12 @@ class Variant:
         if self.hook == "power_sgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self.hook == "half":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return model
 
     def program(self, **keywords: Any) -> Program:
         model = self.model()
         optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        options = {"accumulates": self.accumulates, "sets_to_none": self.sets_to_none}
-        return Program(model, optimizer, self.loss_of(model), **options, **keywords)
+        return Program(model, optimizer, self.loss_of(model), accumulates=self.accumulates, **keywords)
 
     def loss_of(self, model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
         return lambda number: model(batch(number), not self.leaves_out or number % 4 < 2).square().mean()
@@ -89,15 +85,6 @@ def _zero(parameters: list[torch.Tensor], **keywords: Any) -> torch.optim.Optimi
 
 @dataclass
 class Program(training.Wrapped):
-    sets_to_none: bool = True
-
-    def learn(self, step: int) -> torch.Tensor:
-        loss = self.loss(2 * step + 1)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.sets_to_none)
-        return loss.detach()
-
     def optimizers(self) -> list[Any]:
         return [getattr(self.optimizer, "optim", self.optimizer)]
 

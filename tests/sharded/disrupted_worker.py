@@ -175,38 +175,6 @@ def graph_over_a_transition(stage: Stage) -> None:
     stage.step(9)
 
 
-def state_dicts(stage: Stage) -> None:
-    """Values go back to an earlier state dict of model and optimizer, and forward again."""
-    stage.step(0)
-    with stage.phase("train"):
-        weights = {key: value.clone() for key, value in stage.program.model.state_dict().items()}
-        state = _cloned(stage.program.optimizer.state_dict())
-    for number in (1, 2):
-        stage.step(number)
-    with stage.phase("restore"):
-        stage.program.model.load_state_dict(weights)
-        stage.program.optimizer.load_state_dict(state)
-    for number in (1, 2):
-        stage.step(number)
-
-
-def assigned(stage: Stage) -> None:
-    """A state dict is assigned: the parameters are other objects afterwards, so the optimizer steps the old ones, which is reported."""
-    stage.step(0)
-    before = {id(parameter) for parameter in stage.program.model.parameters()}
-    stage.reported.add("drift")
-    with stage.phase("restore"):
-        weights = {key: value.clone() for key, value in stage.program.model.state_dict().items()}
-        stage.program.model.load_state_dict(weights, assign=True)
-    for number in (1, 2):
-        with stage.phase("log_prob"):
-            stage.see(stage.program.evaluate(number))
-    if stage.manager is not None:
-        stage.program.reshard()
-        found = any(finding.what == "drift" and "steps" in finding.detail for finding in stage.manager.audit().findings)
-        assert found == any(id(parameter) not in before for parameter in stage.program.model.parameters())
-
-
 def left_for_good(stage: Stage) -> None:
     """Placement is closed in the middle of the training, which goes on, and the same objects are registered once more."""
     stage.step(0)
@@ -223,30 +191,6 @@ def left_for_good(stage: Stage) -> None:
         return
     stage.step(1)
     stage.step(2)
-
-
-def cast(stage: Stage) -> None:
-    """The model's precision changes inside a phase."""
-    with stage.phase("log_prob"):
-        stage.see(stage.program.evaluate(0))
-    with stage.phase("restore"):
-        stage.program.model.double()
-    with stage.phase("log_prob"):
-        stage.see(sum((each.detach().sum() for each in _local(stage.program.model)), torch.zeros(())))
-
-
-def _local(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for parameter in model.parameters():
-        for _, part in training.local_parts(parameter):
-            yield part
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _cloned(each) for key, each in value.items()}
-    return [_cloned(each) for each in value] if isinstance(value, list) else value
 
 
 class Interrupts(Faults):
@@ -376,28 +320,4 @@ def readonly(name: str) -> None:
         assert training.as_bytes(program.evaluate(0)) == loss
     assert handle.counters.offloaded_bytes == copied
     assert_nothing_resident(manager)
-    manager.close()
-
-
-def lazy(name: str) -> None:
-    """A model that is sharded only when its phase comes: building calls collectives, so on all ranks in the same place."""
-    built = []
-
-    def factory() -> torch.nn.Module:
-        torch.manual_seed(0)
-        built.append(PROGRAMS[name]("cpu"))
-        model = built[0].model
-        assert isinstance(model, torch.nn.Module)
-        return model
-
-    manager = placement.Manager(device=simulated())
-    late = manager.register("critic", placement.Lazy(factory), role="critic")
-    with manager.phase("log_prob"):
-        assert not built
-    with manager.phase("values"):
-        loss = training.as_bytes(built[0].evaluate(0))
-    assert late.object is built[0].model
-    assert_nothing_resident(manager)
-    torch.manual_seed(0)
-    assert training.as_bytes(PROGRAMS[name]("cpu").evaluate(0)) == loss
     manager.close()

@@ -147,25 +147,6 @@ def what_stays_gathered(variant: Variant) -> tuple[dict[str, int], dict[str, int
     return inside, gathered_bytes(program.model)
 
 
-def shares_storages(variant: Variant) -> tuple[bool, ...]:
-    """Whether flat parameter, local shard and original parameters lie in one storage: at first, loaded again, closed."""
-    manager, program = managed(variant)
-    answers = []
-    for step in range(2):
-        with manager.phase("train"):
-            program.learn(step)
-            answers.append(all(map(_is_one, (handle for _, handle in units(program.model)))))
-    manager.close()
-    answers.append(all(map(_is_one, (handle for _, handle in units(program.model)))))
-    return tuple(answers)
-
-
-def _is_one(handle: Any) -> bool:
-    flat = handle.flat_param
-    parts = [flat._local_shard, *(part for part in flat._params or () if part.numel())]
-    return all(part.untyped_storage()._cdata == flat.untyped_storage()._cdata for part in parts)
-
-
 def summons_across_a_transition(variant: Variant) -> tuple[str, ...]:
     """What is said when full parameters are summoned at a phase transition and at registration. Nothing is lost by it."""
     manager, program = managed(variant)

@@ -46,15 +46,12 @@ class Kind:
 
 KINDS = (
     Kind(),
-    Kind(overlaps=True),
-    Kind(gradients_in_fp32=False),
+    Kind(overlaps=True, gradients_in_fp32=False),
     Kind(is_precision_aware=True),
-    Kind(dtype=torch.float32),
     Kind(dtype=torch.float32, overlaps=True),
     Kind(is_distributed=False),
-    Kind(is_distributed=False, overlaps=True, gradients_in_fp32=False),
     Kind(dtype=torch.float32, is_distributed=False),
-    Kind(is_distributed=False, has_masters=True),
+    Kind(is_distributed=False, overlaps=True, gradients_in_fp32=False, has_masters=True),
 )
 
 

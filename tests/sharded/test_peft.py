@@ -20,15 +20,13 @@ GENERATION = 500_000
 """Of this file's one group: other files count theirs from small numbers, on the same processes."""
 
 
-@pytest.mark.parametrize("save_head", [False, True])
-def test_steps_of_lora(one_rank: Ranks, save_head: bool) -> None:
-    (outcome,) = one_rank.run(peft_worker.compare, False, save_head)
+def test_steps_of_lora(one_rank: Ranks) -> None:
+    (outcome,) = one_rank.run(peft_worker.compare, False, False)
     assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
-@pytest.mark.parametrize("save_head", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_steps_of_lora_under_fsdp2(two_ranks: Ranks, save_head: bool) -> None:
-    for outcome in two_ranks.run(peft_worker.compare, True, save_head):
+def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
+    for outcome in two_ranks.run(peft_worker.compare, True, True):
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 

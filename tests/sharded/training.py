@@ -34,9 +34,9 @@ from tests.support.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
-STEPS = 20 if os.environ.get("SWEEP") == "all" else 5
-"""Enough for the first step, in which state is born, and for two synchronisations of weights with steps in between."""
-SYNC_EVERY = 4
+STEPS = 20 if os.environ.get("SWEEP") == "all" else 3
+"""Enough for the first step, in which state is born, and for two synchronisations of weights with a step in between."""
+SYNC_EVERY = 2
 """Weights are synchronised after one step of so many, as an asynchronous trainer does it."""
 
 
