@@ -200,16 +200,6 @@ def test_a_storage_that_dies_before_another_moves_in_changes_no_place(device: Cu
     assert [s.data_ptr() - addresses.base for s in storages[3:]] == [pool.offsets[i] for i in range(3, 8)]
 
 
-def test_a_dead_slab_is_not_registered_any_more(device: CudaDevice) -> None:
-    slab = device.host(3 * MIB)
-    assert slab.ready.wait(60)
-    assert slab.pinned
-    address = slab.address
-    assert device._driver.failed("cuMemHostGetFlags", address) is None
-    del slab
-    assert device._driver.failed("cuMemHostGetFlags", address) is not None
-
-
 def test_adoption_while_other_threads_allocate_and_free(device: CudaDevice) -> None:
     stop = threading.Event()
     made = [0, 0]
@@ -323,17 +313,6 @@ def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
     return lambda target: target.copy_(source)
 
 
-def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice) -> None:
-    tensors = {"a": torch.randn(5 * MIB, device="cuda"), "b": torch.randn(5 * MIB, device="cuda")}
-    PlacedStorage(device, claims_of(tensors))
-    assert not device.heal_poison()
-    tensors["a"][1234] = 1.0
-    assert device.heal_poison()
-    assert not device.heal_poison()
-    assert bool(tensors["a"].isnan().all())
-    assert bool(tensors["b"].isnan().all())
-
-
 def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
     static = torch.ones(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -343,21 +322,6 @@ def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
         range_layout.RangeLayout(device, claims_of({"static": static, "made": made}))
     graph.replay()
     assert float(made.sum()) == 2000.0
-
-
-def test_a_graph_captured_after_adoption_replays_after_cycles(device: CudaDevice) -> None:
-    weight = torch.randn(3 * MIB, device="cuda")
-    expected = weight.cpu() * 2
-    placed = PlacedStorage(device, claims_of({"weight": weight}))
-    placed.load()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = weight * 2
-    for _ in range(2):
-        placed.offload()
-        placed.load()
-        graph.replay()
-        assert torch.equal(made.cpu(), expected)
 
 
 def test_a_range_that_dies_during_a_capture_does_not_spoil_it(device: CudaDevice) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
 from placement.testing import assert_nothing_resident
-from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, peft_worker, test_quantized, training
+from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, test_quantized, training
 from tests.sharded.fsdp1_worker import units
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed
@@ -139,7 +139,6 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
     "fsdp1, flat and whole": (fsdp1_worker.Variant(False, ShardingStrategy.NO_SHARD).program, "to"),
     "ddp": (ddp_worker.Variant({"gradient_as_bucket_view": True}).program, "layers"),
     "ddp, buckets apart": (ddp_worker.Variant().program, "to"),
-    "adapters": (functools.partial(peft_worker.build, True, False), "to"),
     "torchao": (functools.partial(test_quantized.build, "torchao", "int8"), "to"),
     "bitsandbytes": (functools.partial(test_quantized.build, "bitsandbytes", "nf4"), "half"),
 }

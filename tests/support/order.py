@@ -24,6 +24,7 @@ _TOGETHER = {
         "tests/sharded/test_state_dicts.py",
         "tests/sharded/test_peft.py",
         "tests/sharded/test_publish_lora.py",
+        "tests/engines/test_frameworks.py",
     ),
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
@@ -38,6 +39,7 @@ _TOGETHER = {
         "tests/sharded/test_publish_frameworks.py",
         "tests/sharded/test_deepspeed.py",
         "tests/sharded/test_veomni.py",
+        "tests/sharded/test_put_back.py",
     ),
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",
@@ -50,7 +52,6 @@ _IMPORTS = {
     "peft": ("peft",),
     "trl": ("trl.trainer.grpo_trainer",),
     "megatron": (*_MEGATRON, "deepspeed"),
-    "tests/sharded/test_put_back.py": (*_MEGATRON, "peft"),
     "verl": ("tests.integrations.verl.imported",),
 }
 """What ranks of these scopes import that takes seconds."""

@@ -13,6 +13,7 @@ from placement import EngineError, State
 from placement.engines.sglang import SglangInProcess
 from tests.gpu.sglang.server import options
 from tests.gpu.vllm import models
+from tests.gpu.vllm.cases import refused_until_filled
 from tests.gpu.vllm.job import Job, assert_bytes, ended
 
 _engines: list[Any] = []
@@ -71,16 +72,9 @@ def steps(kind: str) -> None:
         made.manager.check_integrity()
 
 
-def refused_until_filled() -> None:
-    """Discarded weights, filled by half a sync and by a whole one."""
+def discarded() -> None:
     with job() as made:
-        with pytest.raises(EngineError, match="mean nothing now"):
-            made.manager.phase("rollout").__enter__()
-        with made.manager.phase("weight_sync") as step:
-            assert made.publish(buckets=1) == 1
-            with pytest.raises(EngineError, match="mean nothing now"):
-                step.switch("rollout")
-        made.step(5)
+        refused_until_filled(made)
 
 
 def after_close() -> None:

@@ -13,7 +13,7 @@ import torch
 from placement import BrokenHandleError, DeviceMemoryError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
-from tests.gpu.vllm import models
+from tests.gpu.vllm import cases, models
 from tests.gpu.vllm.job import BATCHED_TOKENS, KV_CACHE_BYTES, Job, assert_bytes, ended
 
 WAKES = ("weights", "kv_cache")
@@ -88,16 +88,7 @@ def steps(weights: str, kind: str) -> None:
 def refused_until_filled() -> None:
     """Discarded weights, filled by half a sync, by a whole one, and from the disk."""
     with job("discard") as made:
-        with pytest.raises(EngineError, match="mean nothing now"):
-            made.manager.phase("rollout").__enter__()
-        with made.manager.phase("weight_sync") as step:
-            assert made.publish(buckets=1) == 1
-            with pytest.raises(EngineError, match="mean nothing now"):
-                step.switch("rollout")
-            assert step.name == "weight_sync"
-        with pytest.raises(EngineError, match="mean nothing now"):
-            made.manager.phase("eval").__enter__()
-        made.step(5, is_twice=False)
+        cases.refused_until_filled(made)
         with made.manager.phase("weight_sync") as step:
             _llms[0].collective_rpc("reload_weights", kwargs={"weights_path": _folders[0]})
             made.engine.weights_filled()
