@@ -14,23 +14,16 @@ from tests.integrations.trl_jobs import assert_same, grpo_config, make, placed, 
 from tests.support import huggingface as hf
 
 
-def trains_alike(folder: str, out: str, together: bool) -> tuple[int, list[str]]:
-    """Train with TRL's own trainer and with the placed one, and compare.
-
-    Args:
-        folder: where the model is.
-        out: where checkpoints go.
-        together: whether the ranks change phase together.
+def trains_alike(folder: str, out: str) -> tuple[int, list[str]]:
+    """Train with TRL's own trainer and with the placed one, whose ranks change phase together, and compare.
 
     Returns:
         The number of optimizer steps, and the classes of what the trainers have made of the model.
     """
     os.environ["CI"] = "1"  # TRL sends telemetry otherwise
     warnings.simplefilter("ignore")
-    group = None
-    if together:
-        store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
-        group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
+    store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
+    group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
     device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
     manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
     trainers = []

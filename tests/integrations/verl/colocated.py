@@ -20,7 +20,7 @@ from placement.integrations.verl import rollout
 from placement.integrations.verl.rollout import PlacedRollout
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.sglang_replica import BYTES, SglangReplica
-from tests.integrations.verl.subject import logged
+from tests.integrations.verl.subject import OFF, logged
 from tests.integrations.verl.worker import CAPACITY, batch
 
 
@@ -31,7 +31,6 @@ class Replica:
         self._share, self._options = SharedCapacity(file, CAPACITY), options
         self.awake: set[str] = set()
         self.calls: list[str] = []
-        self.fails = False
         self.answers = True
 
     def _hold(self) -> None:
@@ -39,8 +38,6 @@ class Replica:
 
     async def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake_up {' '.join(tags)}")
-        if self.fails:
-            raise RuntimeError("no memory left on the device")
         self.awake |= set(tags)
         self._hold()
 
@@ -125,10 +122,11 @@ class Job:
 
 
 def steps(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Three steps in which the driver puts the rollout to sleep before the worker computes."""
+    """Two steps in which the driver puts the rollout to sleep before the worker computes, a sync between which and the next nobody but
+    the driver did anything, and an inference before which the driver does not put it to sleep."""
     job = Job(rollout, model, file, **options)
     found: dict[str, Any] = {"syncs": [], "awake": [], "asleep": []}
-    for seed in range(3):
+    for seed in range(2):
         found["syncs"].append(job.sync())
         found["awake"].append((job.states(), job.manager.phase_name, job.manager.handles["rollout"].resident_bytes, job.manager.audit().ok))
         job.sleep()
@@ -137,6 +135,11 @@ def steps(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> dic
         found["asleep"].append(
             (job.states(), job.manager.phase_name, job.manager.handles["rollout"].resident_bytes, job.manager.audit().ok)
         )
+    job.sync()
+    job.sleep()
+    job.sync()
+    job.actor.infer_batch(batch(0))
+    assert job.states()["rollout"] == OFF
     return found | {"calls": job.replica.calls, "told": job.told}
 
 
@@ -180,23 +183,6 @@ def over_two_ranks(rollout: str, model: Path, file: Path) -> tuple[list[dict[str
     return states, replica.calls
 
 
-def slept_unseen(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> list[str]:
-    """The calls of two syncs between which the driver alone did something."""
-    job = Job(rollout, model, file, **options)
-    for _ in range(2):
-        job.sync()
-        job.sleep()
-    return job.replica.calls  # type: ignore[no-any-return]
-
-
-def left_awake(rollout: str, model: Path, file: Path) -> tuple[list[str], str]:
-    """A driver that does not put the rollout to sleep."""
-    job = Job(rollout, model, file)
-    job.sync()
-    job.actor.infer_batch(batch(0))
-    return job.replica.calls, job.states()["rollout"]
-
-
 def left_alone(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
     """A rollout that is no handle: the handles, what was logged, and the calls of a sync."""
     job = Job(rollout, model, file, **options)
@@ -215,15 +201,6 @@ def too_little_budget(rollout: str, model: Path, file: Path) -> tuple[str, list[
     with pytest.raises(DeviceMemoryError) as refused:  # 8 MiB, and the budget is 6 MiB
         job.sync()
     return str(refused.value), job.replica.calls, job.states()["rollout"]
-
-
-def failure(model: Path, file: Path) -> str:
-    """The error of a rollout that cannot wake."""
-    job = Job("vllm", model, file)
-    job.replica.fails = True
-    with pytest.raises(PlacementError) as failed:
-        job.sync()
-    return str(failed.value)
 
 
 def refused_weights(model: Path, file: Path) -> tuple[str, dict[str, str], list[str]]:

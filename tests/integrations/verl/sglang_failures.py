@@ -42,23 +42,6 @@ def refused(model: Path, file: Path) -> dict[str, Any]:
     return found | {"later": job.replica.calls[len(found["calls"]) :], "accidents": job.replica.server.accidents}
 
 
-def cut_off(model: Path, file: Path) -> tuple[str, str, list[str], list[str]]:
-    """A sync that ends in the middle: the error, the state after it, the calls, and those of the next step."""
-    job = Job("sglang", model, file)
-
-    def torn() -> Any:
-        weights, _ = job.actor.engine.get_per_tensor_param()
-        yield next(weights)
-        raise RuntimeError("the actor failed")
-
-    asyncio.run(job.adapter.resume(["weights"]))
-    with pytest.raises(RuntimeError) as error:
-        asyncio.run(job.adapter.update_weights(torn()))
-    found = str(error.value), job.states()["rollout"], list(job.replica.calls)
-    job.sync()
-    return *found, job.replica.calls[len(found[2]) :]
-
-
 def killed(model: Path, file: Path) -> dict[str, Any]:
     """A server that dies while it is awake: the state in which the actor trains on, and the errors of the next two syncs."""
     job = Job("sglang", model, file)

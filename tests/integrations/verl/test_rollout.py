@@ -30,40 +30,21 @@ each_rollout = pytest.mark.parametrize("rollout", SLEEP)
 def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
     (found,) = one_rank.run(colocated.steps, rollout, model, tmp_path / "capacity", {})
     asleep = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
-    assert found["syncs"] == [["weights", "weights", "kv_cache weights"]] * 3
-    assert found["awake"] == [({**asleep, "rollout": GPU}, "rollout", sum(BYTES.values()), True)] * 3
-    assert found["asleep"] == [(asleep, "idle", 0, True)] * 3
+    assert found["syncs"] == [["weights", "weights", "kv_cache weights"]] * 2
+    assert found["awake"] == [({**asleep, "rollout": GPU}, "rollout", sum(BYTES.values()), True)] * 2
+    assert found["asleep"] == [(asleep, "idle", 0, True)] * 2
     assert found["told"] == [
         f"placement knows the rollout as 'rollout' ({'PlacedAdapter' if rollout == 'vllm' else 'PlacedServerAdapter'})"
     ]
-    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 3, "each call once, and the sleep is the driver's"
+    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 4, "each call once"
 
 
 def test_sglang_that_serves_an_adapter_keeps_its_base_weights(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
     (found,) = one_rank.run(colocated.steps, "sglang", model, tmp_path / "capacity", {"lora_rank": 4})
-    assert found["syncs"] == [["", "kv_cache"]] * 3
-    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["awake"]] == [(GPU, "rollout", BYTES["kv_cache"])] * 3
-    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["asleep"]] == [(OFF, "idle", 0)] * 3
-    assert found["calls"] == ["wake_up kv_cache", "sleep kv_cache"] * 3
-
-
-@pytest.mark.parametrize(("rollout", "lora_rank"), [("vllm", None), ("sglang", None), ("sglang", 4)], ids=["vllm", "sglang", "adapter"])
-def test_it_wakes_again_where_the_worker_did_nothing_since(
-    one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, lora_rank: int | None
-) -> None:
-    options = {} if lora_rank is None else {"lora_rank": lora_rank}
-    (calls,) = one_rank.run(colocated.slept_unseen, rollout, model, tmp_path / "capacity", options)
-    assert (
-        calls
-        == (["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] if lora_rank is None else ["wake_up kv_cache", "sleep kv_cache"]) * 2
-    )
-
-
-@each_rollout
-def test_it_is_put_to_sleep_where_the_driver_has_not(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
-    ((calls, state),) = one_rank.run(colocated.left_awake, rollout, model, tmp_path / "capacity")
-    assert calls == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]]
-    assert state == OFF
+    assert found["syncs"] == [["", "kv_cache"]] * 2
+    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["awake"]] == [(GPU, "rollout", BYTES["kv_cache"])] * 2
+    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["asleep"]] == [(OFF, "idle", 0)] * 2
+    assert found["calls"] == ["wake_up kv_cache", "sleep kv_cache"] * 4
 
 
 _WOKEN = ["wake_up weights", "wake_up kv_cache"]
@@ -74,7 +55,6 @@ _WOKEN = ["wake_up weights", "wake_up kv_cache"]
     [
         ("vllm", {"policy": "resident"}, "policy 'resident' may keep it", [*_WOKEN, "sleep"]),
         ("vllm", {"free_cache_engine": False}, "free_cache_engine=False", [*_WOKEN, "sleep"]),
-        ("sglang", {"policy": "resident"}, "policy 'resident' may keep it", [*_WOKEN, SLEEP["sglang"]]),
         ("sglang", {"free_cache_engine": False}, "free_cache_engine=False", []),
         (
             "sglang",
@@ -83,7 +63,7 @@ _WOKEN = ["wake_up weights", "wake_up kv_cache"]
             [*_WOKEN, SLEEP["sglang"]],
         ),
     ],
-    ids=["policy", "never sleeps", "policy, sglang", "never sleeps, sglang", "no memory saver"],
+    ids=["policy", "never sleeps", "never sleeps, sglang", "no memory saver"],
 )
 def test_what_stays_verls_own(
     one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, options: dict[str, Any], reason: str, calls: list[str]
@@ -94,17 +74,11 @@ def test_what_stays_verls_own(
     assert made == calls
 
 
-@pytest.mark.parametrize(("rollout", "back"), [("vllm", "sleep"), ("sglang", "sleep weights")])
-def test_a_budget_counts_it(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, back: str) -> None:
-    ((error, calls, state),) = one_rank.run(colocated.too_little_budget, rollout, model, tmp_path / "capacity")
+def test_a_budget_counts_it(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    ((error, calls, state),) = one_rank.run(colocated.too_little_budget, "sglang", model, tmp_path / "capacity")
     assert "rollout" in error
-    assert calls[-2:] == ["wake_up weights", back], "the KV cache that does not fit was not asked for, and the weights went back"
+    assert calls[-2:] == ["wake_up weights", "sleep weights"], "the KV cache that does not fit was not asked for, and the weights went back"
     assert state == OFF
-
-
-def test_a_rollout_that_fails_to_wake(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (error,) = one_rank.run(colocated.failure, model, tmp_path / "capacity")
-    assert "no memory left on the device" in error
 
 
 def test_the_weights_that_reach_sglang_are_the_actors(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
@@ -119,13 +93,6 @@ def test_an_sglang_that_refuses_to_wake_is_asleep_again(one_rank: Ranks, model: 
     assert (found["state"], found["phase"], found["held"]) == (OFF, "idle", [])
     assert found["later"] == ["wake_up weights", "wake_up kv_cache"]
     assert found["accidents"] == []
-
-
-def test_a_sync_that_is_cut_off_leaves_sglang_asleep(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((error, state, calls, later),) = one_rank.run(sglang_failures.cut_off, model, tmp_path / "capacity")
-    assert (error, state) == ("the actor failed", OFF)
-    assert calls == ["wake_up weights", "sleep weights"]
-    assert later == ["wake_up weights", "wake_up kv_cache"]
 
 
 def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
