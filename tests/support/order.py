@@ -44,6 +44,8 @@ _TOGETHER = {
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",
         "tests/integrations/verl/test_two_ranks.py",
+        "tests/integrations/verl/test_rollout.py",
+        "tests/integrations/verl/test_plugin.py",
     ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}

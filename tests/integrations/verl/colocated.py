@@ -23,6 +23,8 @@ from tests.integrations.verl.sglang_replica import BYTES, SglangReplica
 from tests.integrations.verl.subject import OFF, logged
 from tests.integrations.verl.worker import CAPACITY, batch
 
+rollout._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once here
+
 
 class Replica:
     """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep."""
@@ -305,8 +307,6 @@ def _refusing() -> Iterator[None]:
 def placed_adapters() -> dict[str, Any]:
     """The class that verl gets for a rollout that `place` was called for, twice; and for one of no name."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class
-
-    from placement.integrations.verl import rollout
 
     _ROLLOUT_REGISTRY["nearby", "async"] = f"{__name__}.Adapter"
     try:
