@@ -160,29 +160,6 @@ def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: C
     assert model.last.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
 
 
-def test_old_memory_goes_back_to_torch_and_chunks_to_the_driver(device: CudaDevice) -> None:
-    tensors = {f"t{i}": torch.randn(n, device="cuda") for i, n in enumerate((4 * MIB, 700_000, 5000, 1))}
-    torch.cuda.synchronize()
-    before = device.torch_allocated_bytes()
-    held = sum(-(-t.nbytes // 512) * 512 for t in tensors.values())
-    placed = PlacedStorage(device, claims_of(tensors))
-    assert device.torch_allocated_bytes() == before - held
-    placed.load()
-    torch.cuda.synchronize()
-    loaded = device.memory()
-    placed.offload()
-    offloaded = device.memory()
-    chunks = -(-placed.layout.nbytes // device.granularity) * device.granularity
-    assert loaded.chunk_bytes == chunks
-    assert offloaded.chunk_bytes == 0
-    assert offloaded.free_bytes - loaded.free_bytes == chunks
-    assert offloaded.torch_reserved_bytes == loaded.torch_reserved_bytes
-    for _ in range(20):
-        placed.load()
-        placed.offload()
-    assert device.memory() == offloaded
-
-
 def test_a_storage_that_dies_before_another_moves_in_changes_no_place(device: CudaDevice) -> None:
     if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         pytest.skip("this torch swaps storages and needs no pool")
@@ -253,25 +230,6 @@ def test_a_range_is_given_back_when_its_storages_are_dead(device: CudaDevice) ->
     assert addresses() is None
     assert len(cuda_pool._ranges) == ranges
     assert (after.chunk_bytes, device.torch_allocated_bytes()) == (0, allocated)
-
-
-def test_a_model_born_on_the_cpu_is_rebound_without_a_byte_on_the_device(device: CudaDevice) -> None:
-    before = device.memory(), device.torch_allocated_bytes()
-    torch.manual_seed(0)
-    model = Net()
-    expected = {name: t.detach().clone() for name, t in model.tensors().items()}
-    ids = {name: id(t) for name, t in model.tensors().items()}
-    placed = PlacedStorage(device, claims_of(model.tensors()))
-    assert set(placed.layout.ways) == {"rebind"}
-    assert all(t.device == device.torch_device and placed.contains(t) for t in model.tensors().values())
-    assert (device.memory(), device.torch_allocated_bytes()) == before
-    assert bool(model.first.weight.isnan().all())
-    placed.load()
-    assert all(torch.equal(t.cpu(), expected[name]) for name, t in model.tensors().items())
-    assert ids == {name: id(t) for name, t in model.tensors().items()}
-    assert model.last.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
-    model(torch.randn(2, 512, device="cuda")).sum().backward()
-    assert model.first.weight.grad is not None
 
 
 def test_an_unknown_alias_of_a_cpu_model_is_refused(device: CudaDevice) -> None:

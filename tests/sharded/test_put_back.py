@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
 from placement.testing import assert_nothing_resident
-from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, test_quantized, training
-from tests.sharded.fsdp1_worker import units
+from tests.sharded import fsdp2_worker, megatron_worker, test_ddp, test_fsdp1, test_quantized, training
+from tests.sharded.test_fsdp1 import units
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed
 
@@ -132,13 +132,13 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
     "fsdp2, two dimensions": (fsdp2_worker.hybrid_fsdp2, "exchanged"),
     "fsdp2, several groups": (fsdp2_worker.several_meshes, "to"),
     "tensor parallel": (functools.partial(fsdp2_worker.tensor_parallel_program, "AdamW", foreach=True), "to"),
-    "fsdp1": (fsdp1_worker.Variant(True).program, "to"),
+    "fsdp1": (test_fsdp1.Variant(True).program, "to"),
     # Under original names torch's own `_apply` fails beside gradients that no reduction has brought to their parameters yet.
-    "fsdp1, gradients not reduced": (fsdp1_worker.Variant(True, accumulates=True).program, "verl"),
-    "fsdp1, flat": (fsdp1_worker.Variant(False, ShardingStrategy.SHARD_GRAD_OP, fsdp1_worker.HALF).program, "verl"),
-    "fsdp1, flat and whole": (fsdp1_worker.Variant(False, ShardingStrategy.NO_SHARD).program, "to"),
-    "ddp": (ddp_worker.Variant({"gradient_as_bucket_view": True}).program, "layers"),
-    "ddp, buckets apart": (ddp_worker.Variant().program, "to"),
+    "fsdp1, gradients not reduced": (test_fsdp1.Variant(True, accumulates=True).program, "verl"),
+    "fsdp1, flat": (test_fsdp1.Variant(False, ShardingStrategy.SHARD_GRAD_OP, test_fsdp1.HALF).program, "verl"),
+    "fsdp1, flat and whole": (test_fsdp1.Variant(False, ShardingStrategy.NO_SHARD).program, "to"),
+    "ddp": (test_ddp.Variant({"gradient_as_bucket_view": True}).program, "layers"),
+    "ddp, buckets apart": (test_ddp.Variant().program, "to"),
     "torchao": (functools.partial(test_quantized.build, "torchao", "int8"), "to"),
     "bitsandbytes": (functools.partial(test_quantized.build, "bitsandbytes", "nf4"), "half"),
 }
@@ -157,7 +157,7 @@ def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind) -> None:
 
 def loses_hooks() -> str:
     """The values come back; returns what is said of what does not."""
-    program = ddp_worker.Variant().program()
+    program = test_ddp.Variant().program()
     manager = training.managed(program)
     with manager.phase("log_prob"):
         wanted = training.digest(program)
