@@ -87,7 +87,6 @@ def test_the_rooms_are_in_the_order_of_imports() -> None:
 
 @cache
 def classes(room: str) -> dict[str, str]:
-    """Module by name of each class in a room."""
     place = PACKAGE / room
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     found = {}

@@ -53,7 +53,6 @@ class Job:
 
     @contextmanager
     def rolling_out(self) -> Iterator[Any]:
-        """A rollout after a sync, as a user writes them."""
         with self.manager.phase("weight_sync") as step:
             self.publish()
             step.switch("rollout")
@@ -85,7 +84,6 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started() -> Iterator[list[StandIn]]:
-    """Servers to close at the end."""
     servers: list[StandIn] = []
     yield servers
     for server in servers:

@@ -25,7 +25,6 @@ every_server = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for 
 
 
 def start(kind: Any, shared: Path, started: list[StandIn], weights: str = "discard", **options: Any) -> Job:
-    """A job whose engine is registered."""
     job = unregistered(kind, shared, started, weights, **options)
     job.register()
     return job

@@ -52,8 +52,6 @@ def test_modules_of_which_a_framework_places_some_are_refused_together(two_ranks
 
 
 class Tied(nn.Module):
-    """An embedding that is the head as well."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
@@ -172,8 +170,6 @@ def test_an_object_that_is_collected_while_registered_is_told_of(kind: str, capl
 
 
 class Several(Engine):
-    """As many modules as it is told to have."""
-
     def __init__(self, *parts: nn.Module) -> None:
         self.parts: Sequence[nn.Module] = parts
 

@@ -400,7 +400,6 @@ def test_what_stays_behind_is_a_finding(shared: Path) -> None:
 
 
 def serve(answer: Any) -> tuple[str, threading.Thread, socket.socket]:
-    """A server that says what a test wants, byte by byte."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def run() -> None:

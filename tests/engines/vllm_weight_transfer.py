@@ -22,8 +22,6 @@ class ParamMeta:
 
 
 class Source033(ABC):
-    """`WeightSource` of 0.33.0."""
-
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if not isinstance(cls.__dict__.get("metadata", cached_property(len)), cached_property):
@@ -44,8 +42,6 @@ class Source033(ABC):
 
 
 class Source032(ABC):
-    """`WeightSource` of 0.32.0."""
-
     @abstractmethod
     def metadata(self) -> list[ParamMeta]: ...
 

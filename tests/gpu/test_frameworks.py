@@ -62,7 +62,6 @@ def two_gpus() -> Iterator[Ranks]:
 
 
 def _program(name: str) -> Callable[[], Program]:
-    """What builds it; skips where its package is not installed."""
     package = name.split(maxsplit=1)[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed here")

@@ -20,8 +20,6 @@ MIB = 1 << 20
 
 
 class Net(nn.Module):
-    """Tied weights, BatchNorm buffers and a plain tensor attribute."""
-
     def __init__(self, width: int = 512, vocabulary: int = 1000) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)

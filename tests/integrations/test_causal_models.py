@@ -139,7 +139,6 @@ def test_all_models(part: slice, counted: Callable[[str], None]) -> None:
 
 
 def tuned(tuner: str) -> Any:
-    """A tiny Llama under one of PEFT's tuners."""
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -150,7 +149,6 @@ def tuned(tuner: str) -> Any:
 
 
 def can_merge(tuner: str) -> bool:
-    """Whether PEFT itself can merge a tuner's adapters."""
     try:
         tuned(tuner).merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError):

@@ -16,7 +16,6 @@ from placement.cli import main
 
 
 def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run the demo in this process; the text it printed."""
     assert main(["demo", "--steps", "2", *arguments]) == 0
     return capsys.readouterr().out
 

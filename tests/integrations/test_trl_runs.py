@@ -118,8 +118,6 @@ def test_two_ranks(folder: str, tmp_path: Path, two_ranks: Ranks) -> None:
 
 
 class Interrupting:
-    """A reward function that is interrupted at its n-th call."""
-
     __name__ = "interrupting"
 
     def __init__(self, at: int) -> None:
@@ -175,7 +173,6 @@ def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path
 
 
 def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
-    """The trainer refuses to train, and nothing stays registered."""
     from transformers import Qwen2ForSequenceClassification
 
     model, judge = hf.model_from(folder), Qwen2ForSequenceClassification(hf.config(num_labels=1))

@@ -60,8 +60,6 @@ class Net(torch.nn.Module):
 
 @dataclass
 class Program:
-    """A model and its optimizer, registered or not."""
-
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     manager: Manager | None = None
@@ -77,7 +75,6 @@ class Program:
         return self.manager.handles["actor.optimizer"]
 
     def step(self, number: int) -> bytes:
-        """One training step; the loss."""
         tokens = torch.randint(0, 21, (3, 5), generator=torch.Generator().manual_seed(number))
         loss = self.model(tokens).square().mean()
         loss.backward()
@@ -204,7 +201,6 @@ def _save_in_the_background(manager: Manager, path: str) -> None:
 
 
 def without_placement(kind: str, root: str) -> None:
-    """What placement saved, torch reads into a plain program; and the other way round."""
     program = build(kind)
     assert program.manager is not None
     program.train(1, 2)
@@ -276,7 +272,6 @@ def stateful(kind: str, root: str) -> None:
 
 
 def one_rank_that_cannot(root: str) -> tuple[str, str, bool]:
-    """On rank 1 a parameter has another shape. Returns what each rank hears, and whether anything changed."""
     program = build("plain")
     assert program.manager is not None
     program.train(1)

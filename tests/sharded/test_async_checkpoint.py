@@ -21,8 +21,6 @@ SECONDS = 30.0
 
 
 class Busy:
-    """Keeps the writer's thread busy, so that what is saved in the meantime stays to be written until `go`."""
-
     def __init__(self) -> None:
         self._free = threading.Event()
         self._blocked: Future[None] = files.submit(lambda: self._free.wait(SECONDS) or None, "blocked")

@@ -43,8 +43,6 @@ class Net(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to wrap a model."""
-
     keywords: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[..., Any] = torch.optim.AdamW
     hook: str | None = None
@@ -107,8 +105,6 @@ def managed(variant: Variant, **keywords: Any) -> tuple[Manager, Program]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is said of a reducer's memory."""
-
     foreign_bytes: int
     report: str
     is_ok: bool

@@ -56,7 +56,6 @@ class Stage:
         self.seen.append(training.as_bytes(value))
 
     def step(self, number: int) -> None:
-        """One whole step."""
         for phase, method in self.program.phases:
             with self.phase(phase):
                 self.see(getattr(self.program, method)(number))
@@ -198,8 +197,6 @@ def left_for_good(stage: Stage) -> None:
 
 
 class Interrupts(Faults):
-    """A device during whose calls the user presses Ctrl-C."""
-
     def _count(self, operation: str) -> None:
         try:
             super()._count(operation)

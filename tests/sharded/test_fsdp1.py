@@ -40,8 +40,6 @@ class Net(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to wrap a model."""
-
     use_orig_params: bool
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     mixed_precision: MixedPrecision | None = None
@@ -88,7 +86,6 @@ def loss_of(model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
 
 
 def units(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and handle of every unit."""
     for name, part in model.named_modules():
         if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
             yield name, part._handle

@@ -298,7 +298,6 @@ ALONE = (
 
 @pytest.mark.parametrize("body", ALONE, ids=lambda body: body.__name__)
 def test_trap(one_rank: Ranks, body: Callable[[], None]) -> None:
-    """What each is about stands at the body."""
     one_rank.run(body)
 
 

@@ -22,7 +22,6 @@ from tests.support.ranks import Ranks
 
 
 def compare(name: str, device: str, steps: int = training.STEPS) -> training.Outcome:
-    """Some steps of a program, plain and under a manager of this rank's device."""
     return training.compare(lambda: PROGRAMS[name](device), steps, device=device)
 
 
@@ -49,7 +48,6 @@ def started(name: str, device: str) -> training.Program:
 
 
 def managed(name: str, device: str, **keywords: Any) -> tuple[training.Program, placement.Manager]:
-    """A program and its manager, after two steps; everything is offloaded."""
     program = started(name, device)
     manager = placement.Manager(device=training.device_of(device), **keywords)
     program.register(manager)
@@ -58,7 +56,6 @@ def managed(name: str, device: str, **keywords: Any) -> tuple[training.Program, 
 
 
 def run(program: training.Program, manager: placement.Manager, steps: range) -> list[bytes]:
-    """The losses of some steps, as bytes."""
     losses = []
     for step in steps:
         for phase, method in program.phases:
@@ -94,7 +91,6 @@ def whole(name: str, device: str) -> dict[str, torch.Tensor]:
 
 
 def publish(name: str, device: str, streamed: bool) -> Published:
-    """Publish after two steps, in small buckets."""
     expected = whole(name, device)
     _, manager = managed(name, device, policy=Colocated(stream_sync=True) if streamed else "colocated")
     actor = manager.handles["actor"]
@@ -131,7 +127,6 @@ def check_published(published: Published) -> None:
 
 
 def save_and_load(name: str, device: str, path: str) -> None:
-    """Save while everything is offloaded; a new manager that loads it goes on as the first one does."""
     program, manager = managed(name, device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -162,7 +157,6 @@ def save_and_load(name: str, device: str, path: str) -> None:
 
 
 def needed(name: str) -> str:
-    """Skip where what a program needs is not installed."""
     if name == "lora":
         pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
     return name

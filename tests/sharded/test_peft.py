@@ -67,7 +67,6 @@ def build(sharded: bool, save_head: bool) -> training.Program:
 
 
 def compare(sharded: bool, save_head: bool) -> training.Outcome:
-    """Steps, plain and under a manager."""
     return training.compare(functools.partial(build, sharded, save_head))
 
 
@@ -198,7 +197,6 @@ def tell() -> dict[str, Any]:
 
 
 def values(model: Any, optimizer: Any) -> dict[str, bytes]:
-    """The bytes of the state dicts of a model and its optimizer, or of their handles."""
     found = {f"model.{name}": training.as_bytes(value) for name, value in model.state_dict().items()}
     for index, entry in optimizer.state_dict()["state"].items():
         found |= {f"optimizer.{index}.{key}": training.as_bytes(value) for key, value in entry.items()}

@@ -18,8 +18,6 @@ from tests.support.ranks import Ranks
 
 
 class Mixture(torch.nn.Module):
-    """Experts in one tensor, and a dense layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dense = torch.nn.Linear(6, 6)

@@ -401,8 +401,6 @@ def test_what_peft_cannot_merge_is_refused_by_its_name() -> None:
 
 
 class Lm(torch.nn.Module):
-    """What prompts can be put before."""
-
     def __init__(self) -> None:
         super().__init__()
         self.word_embeddings = torch.nn.Embedding(8, 4)

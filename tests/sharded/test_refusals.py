@@ -18,7 +18,6 @@ CPU = torch.device("cpu")
 
 
 def refused(target: Any, message: str) -> None:
-    """Refused, and nothing of the object or the manager has changed."""
     manager = make_manager()
     with pytest.raises(RegistrationError, match=message):
         manager.register("actor", target)

@@ -21,7 +21,6 @@ from tests.support.ranks import Ranks
 
 
 def parts(values: Any, path: str = "") -> dict[str, bytes]:
-    """The bytes of every tensor in a state dict, of a sharded one those of this rank."""
     if isinstance(values, torch.Tensor):
         return {f"{path}{inner}": as_bytes(part) for inner, part in local_parts(values)}
     pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, (list, tuple)) else ()

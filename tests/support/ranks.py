@@ -94,7 +94,6 @@ class Ranks:
         return answers
 
     def close(self) -> None:
-        """End the processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:

@@ -20,7 +20,6 @@ _engines: list[Any] = []
 
 
 def build(folder: str, keeps_weights: bool, moves: bool = True) -> None:
-    """Make the engine of this process; its scheduler runs in another one."""
     import sglang
 
     _engines.append(
@@ -37,7 +36,6 @@ def build(folder: str, keeps_weights: bool, moves: bool = True) -> None:
 
 
 def end() -> None:
-    """End the engine with its processes."""
     _engines.pop().shutdown()
 
 
@@ -55,7 +53,6 @@ def resume(engine: SglangInProcess) -> None:
 
 @contextmanager
 def job(kind: str = "plain") -> Iterator[Job]:
-    """A job with the engine of this process, which is on the device again at the end."""
     engine = SglangInProcess(_engines[0], deadline_seconds=60)
     try:
         with ended(Job(engine, generate, kind)) as made:
@@ -65,7 +62,6 @@ def job(kind: str = "plain") -> Iterator[Job]:
 
 
 def steps(kind: str) -> None:
-    """Four steps; the driver's numbers of the last three count."""
     with job(kind) as made:
         assert made.rollout.state is State.CPU_OFFLOADED
         assert_bytes([made.step(number) for number in range(1, 5)], models.weights_bytes())

@@ -30,7 +30,6 @@ def job(url: str, kind: str = "plain", *, weights: Any = None, in_flight: Any = 
 
 
 def begun(made: Job, url: str, pool: ThreadPoolExecutor, num_tokens: int) -> list[Future[Answer]]:
-    """Requests that the server has begun: of each the first tokens have come."""
     answering = [threading.Event() for _ in range(IN_FLIGHT)]
     asked = zip(made.asked, answering, strict=False)
     futures = [pool.submit(server.complete_one, url, prompt, num_tokens, event) for prompt, event in asked]
@@ -48,7 +47,6 @@ def discarded(url: str) -> None:
 
 
 def killed(url: str, group: int) -> None:
-    """The last case of its server."""
     engine = SglangServer(url, send=server.Sender(url), deadline_seconds=30)
     made = Job(engine, functools.partial(server.generate, url))
     trains_on_without(made, lambda: end(group))

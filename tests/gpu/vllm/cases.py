@@ -28,7 +28,6 @@ def _module(ends: str) -> Any:
 
 
 def steps(ends: str, url: str, kind: str, **options: Any) -> None:
-    """Four steps; the driver's numbers of the last three count."""
     with _module(ends).job(url, kind, **options) as made:
         assert made.rollout.state is State.CPU_OFFLOADED
         assert_bytes([made.step(number) for number in range(1, 5)], models.weights_bytes())
@@ -81,7 +80,6 @@ def held_back(ends: str, url: str) -> None:
 
 
 def refused_until_filled(made: Job) -> None:
-    """Discarded weights, filled by half a sync and by a whole one."""
     with pytest.raises(EngineError, match="mean nothing now"):
         made.manager.phase("rollout").__enter__()
     with made.manager.phase("weight_sync") as step:

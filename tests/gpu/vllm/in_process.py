@@ -24,7 +24,6 @@ _folders: list[str] = []
 
 
 def build(folder: str, sleeps: bool = True) -> None:
-    """Make the engine of this process."""
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] in "01"
     from vllm import LLM
 
@@ -67,7 +66,6 @@ def wake(engine: VllmInProcess) -> None:
 
 @contextmanager
 def job(weights: Any, kind: str = "plain", **options: Any) -> Iterator[Job]:
-    """A job with the engine of this process, which is awake again at the end."""
     engine = VllmInProcess(_llms[0], weights=weights)
     try:
         with ended(Job(engine, generate, kind, **options)) as made:
@@ -77,7 +75,6 @@ def job(weights: Any, kind: str = "plain", **options: Any) -> Iterator[Job]:
 
 
 def steps(weights: str, kind: str) -> None:
-    """Four steps; the driver's numbers of the last three count."""
     (weights_bytes,) = _llms[0].apply_model(_parameter_bytes)
     with job(weights, kind) as made:
         assert made.rollout.state is State.CPU_OFFLOADED

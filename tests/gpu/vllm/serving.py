@@ -23,7 +23,6 @@ Answer = tuple[list[int], str]
 
 @contextmanager
 def job(url: str, kind: str = "plain", *, weights: Any = "keep", in_flight: Any = "wait") -> Iterator[Job]:
-    """A job with the server, which is awake again at the end."""
     engine = VllmServer(url, send=server.Sender(url), weights=weights, in_flight=in_flight, deadline_seconds=120)
     try:
         with ended(Job(engine, functools.partial(server.generate, url), kind)) as made:
@@ -42,7 +41,6 @@ def _complete_one(url: str, prompt: list[int], num_tokens: int) -> Answer:
 
 
 def begun(made: Job, url: str, pool: ThreadPoolExecutor, num_tokens: int) -> list[Future[Answer]]:
-    """Requests that the server has begun."""
     futures = [pool.submit(_complete_one, url, prompt, num_tokens) for prompt in made.asked[:IN_FLIGHT]]
     until = time.monotonic() + 30
     while _running(url) < IN_FLIGHT:
@@ -65,7 +63,6 @@ def after_close(url: str) -> None:
 
 
 def killed(url: str, group: int) -> None:
-    """The last case of its server, whose memory comes back when it ends."""
     free = torch.cuda.mem_get_info()[0]
     engine = VllmServer(url, send=server.Sender(url), deadline_seconds=30)
     made = Job(engine, functools.partial(server.generate, url))

@@ -40,7 +40,6 @@ def _chosen(is_chosen: bool) -> Iterator[list[str]]:
 
 
 def activation() -> dict[str, list[str]]:
-    """The lines that are logged when the engines are registered."""
     workers.import_verl()
     from placement.integrations.verl.plugin import register_engines
 

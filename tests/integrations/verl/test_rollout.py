@@ -29,7 +29,6 @@ from tests.support.ranks import Ranks
 
 
 def weights_sent(model: Path, file: Path) -> tuple[str, str]:
-    """Digests of the weights that the server has after a sync, and of those that the actor publishes."""
     job = Job("sglang", model, file)
     job.sync()
     weights, _ = job.actor.engine.get_per_tensor_param()
@@ -338,8 +337,6 @@ def failed_sender(model: Path, file: Path, cancelled: bool) -> tuple[str, dict[s
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """The rollout fails while it reads the weights."""
-
     async def refuse(_: Adapter, weights: Iterator[tuple[str, torch.Tensor]], **__: Any) -> None:
         raise RuntimeError(f"no room for {next(weights)[0]}")
 

@@ -42,7 +42,6 @@ def test_lora(two_ranks: Ranks, model: Path) -> None:
 
 
 def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
-    """Memory that one rank lacks is an error of both, and both can go on."""
     told = two_ranks.run(several.no_memory_on_one_rank, model)
     assert told == [["GroupError", "GroupError"]] * 2
 
