@@ -62,13 +62,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 def links(page: Path) -> list[str]:
-    """The targets of all links and images of a page."""
     text = re.sub(r"`[^`\n]*`", lambda match: "x" * len(match[0]), prose_with_code(page))
     return [match[2] for match in _LINK.finditer(text)]
 
 
 def prose_with_code(page: Path) -> str:
-    """A page without its fenced blocks."""
     text = page.read_text(encoding="utf-8")
     for block in blocks(page):
         text = text.replace(block.text, "\n")

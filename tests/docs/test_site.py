@@ -43,25 +43,6 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert not list((tmp_path / "site").rglob("_mermaid*"))
 
 
-def test_without_the_script_the_site_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mkdocs", reason="mkdocs (the extra docs) is not installed")
-    import importlib.util
-
-    from mkdocs.config.defaults import MkDocsConfig
-
-    monkeypatch.setenv("MERMAID_SCRIPT", str(tmp_path / "not there"))
-    spec = importlib.util.spec_from_file_location("mermaid_hook", DOCS / "_mermaid.py")
-    assert spec is not None
-    assert spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    config = MkDocsConfig()
-    config.load_dict({"site_name": "x"})
-    config.validate()
-    hook.on_config(config)
-    assert list(config.extra_javascript) == []
-
-
 def test_diagrams_have_no_semicolon() -> None:
     """Mermaid ends a statement there, also in the middle of a note, and then draws nothing."""
     diagrams = [block for page in PAGES for block in blocks(page) if block.language == "mermaid"]

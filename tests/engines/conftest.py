@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Job:
             options = {"tags": ("weights", "kv_cache", "cuda_graph")} | options
         self.engine: TaggedEngine = kind(server.url, **options)
         self.received: list[str] = []
-        self.handle: Handle | None = None
+        self.handle: Any = None
 
     def send(self, bucket: Any) -> None:
         if self.server.memory.is_moving and "weights" not in self.server.memory.tags:
@@ -48,15 +49,23 @@ class Job:
         return self.handle
 
     def publish(self, bucket_bytes: int = 1 << 14) -> None:
-        for bucket in self.actor.weights(bucket_bytes=bucket_bytes):
-            self.engine.update_weights(bucket)
+        publish(self.actor, self.engine, bucket_bytes)
 
-    def step(self) -> str:
-        """The choreography, as a user writes it."""
+    @contextmanager
+    def rolling_out(self) -> Iterator[Any]:
         with self.manager.phase("weight_sync") as step:
             self.publish()
             step.switch("rollout")
+            yield step
+
+    def step(self) -> str:
+        with self.rolling_out():
             return self.server.generate()
+
+
+def publish(actor: Any, engine: TaggedEngine, bucket_bytes: int = 1) -> None:
+    for bucket in actor.weights(bucket_bytes=bucket_bytes):
+        engine.update_weights(bucket)
 
 
 def beside(engine: Any, shared: Path, **options: Any) -> tuple[Manager, Any, Any]:
@@ -75,7 +84,6 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started() -> Iterator[list[StandIn]]:
-    """Servers to close at the end."""
     servers: list[StandIn] = []
     yield servers
     for server in servers:

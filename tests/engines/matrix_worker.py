@@ -33,7 +33,6 @@ def compiled(device: str) -> training.Program:
 
 
 def ddp_apart(device: str) -> training.Program:
-    """DDP as it is by default."""
     return one_of_each.program(nn.parallel.DistributedDataParallel(one_of_each.net(device)), device)
 
 
@@ -55,7 +54,6 @@ def local_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]
 
 
 def whole_weights(module: nn.Module, device: str, adapters: Any = "merged") -> dict[str, torch.Tensor]:
-    """The weights of a module that is on the device, gathered."""
     reader = Reader(training.here(device))
     with torch.no_grad():
         return {name: weight.whole(reader, weight.dtype) for name, weight in published(module, frameworks_of(module), adapters)}
@@ -95,7 +93,6 @@ class Rig:
             self.answer()
 
     def sync(self) -> dict[str, bytes]:
-        """Publish the actor's weights into the engine."""
         seen: dict[str, bytes] = {}
         for adapters in self.published:
             for bucket in self.actor.weights(bucket_bytes=BUCKET_BYTES, adapters=adapters):
@@ -170,7 +167,6 @@ def refuses_what_it_should(rig: Rig) -> None:
 
 
 def roll_out_megatron() -> None:
-    """Megatron's DDP keeps parameters in buffers of its own."""
     kind = megatron_worker.KINDS[0]
     with pretend_cuda():
         module = megatron_worker.build(kind).model.eval()
@@ -194,8 +190,6 @@ def roll_out_megatron() -> None:
 
 
 def mixes_external_and_moved() -> str:
-    """An engine of two modules, of which FSDP2 keeps one on the CPU."""
-
     class Two(TorchEngine):
         def modules(self) -> tuple[nn.Module, ...]:
             return (self.module, self.other)

@@ -25,6 +25,12 @@ every_server = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for 
 
 
 def start(kind: Any, shared: Path, started: list[StandIn], weights: str = "discard", **options: Any) -> Job:
+    job = unregistered(kind, shared, started, weights, **options)
+    job.register()
+    return job
+
+
+def unregistered(kind: Any, shared: Path, started: list[StandIn], weights: str = "discard", **options: Any) -> Job:
     is_vllm = issubclass(kind, Vllm033)
     server = kind(shared) if is_vllm else kind(shared, keeps_weights=weights == "keep")
     started.append(server)
@@ -35,7 +41,7 @@ def start(kind: Any, shared: Path, started: list[StandIn], weights: str = "disca
 @pytest.mark.parametrize("weights", ["keep", "discard"])
 def test_each_transition_has_on_the_device_what_it_says(kind: Any, weights: str, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, weights)
-    handle, sizes = job.register(), {tag: TAG_BYTES[tag] for tag in job.engine.residency.tags}
+    handle, sizes = job.handle, {tag: TAG_BYTES[tag] for tag in job.engine.residency.tags}
     assert (handle.state, handle.num_bytes) == (State.CPU_OFFLOADED, sum(sizes.values()))  # measured
     assert job.server.memory.tags == set()
     for _ in range(2):
@@ -70,7 +76,6 @@ def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, sha
     sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
     budget = sum(TAG_BYTES[tag] for tag in TAG_BYTES) + 4096
     job = start(kind, shared, started, tag_bytes=sizes, manager={"budget_bytes": budget})
-    job.register()
     for _ in range(2):
         assert job.step() == "actor"
         with job.manager.phase("train"):
@@ -81,7 +86,6 @@ def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, sha
 @every_server
 def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
-    job.register()
     with pytest.raises(EngineError, match=r"'rollout' mean nothing now.*discarded when they were offloaded"):
         job.manager.phase("rollout").__enter__()
     assert job.server.memory.tags == set()
@@ -93,42 +97,16 @@ def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(ki
     assert job.step() == "actor"
 
 
-@pytest.mark.parametrize("kind", [Vllm033, Sglang0523])
-def test_a_sync_that_stops_half_way_spoils_weights_that_are_kept_too(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started, "keep")
-    job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
-        with pytest.raises(EngineError, match="a sync has begun and was not finished"):
-            step.switch("rollout")
-        job.publish(bucket_bytes=1)
-        step.switch("rollout")
-
-
-@pytest.mark.parametrize("kind", [Vllm033, Sglang0523])
-def test_weights_that_come_by_another_way_count_when_it_is_said(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started)
-    job.register()
-    with pytest.raises(EngineError, match="cannot have been filled"):
-        job.engine.weights_filled()
-    with job.manager.phase("weight_sync") as step:
-        job.engine.weights_filled()
-        step.switch("rollout")
-
-
 @every_server
 def test_requests_in_flight_are_waited_for(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
-    job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
+    with job.rolling_out() as step:
         job.server.in_flight = 3
 
         def finish() -> None:
             job.server.in_flight = 0
 
-        timer = threading.Timer(0.15, finish)
+        timer = threading.Timer(0.05, finish)
         timer.start()
         step.switch("train")
         timer.join()
@@ -138,11 +116,9 @@ def test_requests_in_flight_are_waited_for(kind: Any, shared: Path, started: lis
 
 @pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
 def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started, deadline_seconds=0.6)
-    handle = job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
+    job = start(kind, shared, started, deadline_seconds=0.2)
+    handle = job.handle
+    with job.rolling_out() as step:
         job.server.in_flight = 1
         with pytest.raises(EngineError, match="in flight"):
             step.switch("train")
@@ -157,10 +133,7 @@ def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(
 @pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
 def test_requests_in_flight_are_cut_off_where_that_is_wanted(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, in_flight="abort")
-    job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
+    with job.rolling_out():
         job.server.in_flight = 3
     assert job.server.aborted == 3
     assert job.server.memory.tags == set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +12,9 @@ import torch
 
 from placement import EngineError, EngineLost, State, TorchEngine
 from placement.engines.sglang import SglangInProcess
-from placement.engines.tagged import TaggedEngine
 from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
-from tests.engines.conftest import beside
+from tests.engines.conftest import beside, publish
 from tests.engines.standin import CHUNK, GARBAGE, TAG_BYTES, Memory
 
 
@@ -121,11 +118,6 @@ class SglEngine:
         assert not flush_cache
         self.says = "actor" if self.accepts else self.says
         return self.accepts, "" if self.accepts else "shape mismatch"
-
-
-def publish(actor: Any, engine: TaggedEngine) -> None:
-    for bucket in actor.weights(bucket_bytes=1):
-        engine.update_weights(bucket)
 
 
 @pytest.mark.parametrize("weights", ["keep", "discard"])
@@ -275,21 +267,3 @@ def test_the_mirror_of_sglang_is_as_large_as_its_weights(keeps: bool, retains: b
     with manager.phase("weight_sync"):
         publish(actor, rollout.object)
         assert rollout.host_bytes == (TAG_BYTES["weights"] if keeps and retains else 0)
-
-
-@pytest.mark.parametrize(
-    ("package", "module", "name", "ours", "methods"),
-    [
-        ("vllm", "vllm", "LLM", LLM, ("sleep", "wake_up", "apply_model", "reset_prefix_cache")),
-        (
-            "sglang", "sglang.srt.entrypoints.engine", "Engine", SglEngine,
-            ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor"),
-        ),
-    ],
-)  # fmt: skip
-def test_the_real_one_has_this_shape(package: str, module: str, name: str, ours: type, methods: tuple[str, ...]) -> None:
-    pytest.importorskip(package, reason="the engine is not installed")
-    real = getattr(importlib.import_module(module), name)
-    for method in methods:
-        wanted = {each for each in inspect.signature(getattr(ours, method)).parameters if each != "mode"}
-        assert set(inspect.signature(getattr(real, method)).parameters) >= wanted

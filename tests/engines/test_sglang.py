@@ -21,7 +21,6 @@ ALL = {"weights", "kv_cache", "cuda_graph"}
 @every_sglang
 def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
-    job.register()
     pause = 'POST /pause_generation {"mode": "abort"}'
     release = 'POST /release_memory_occupation {"tags": ["cuda_graph", "kv_cache", "weights"]}'
     assert job.server.sent == [pause, release]
@@ -41,9 +40,8 @@ def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandI
     assert job.server.sent[-1] == 'POST /release_memory_occupation {"tags": ["weights"]}'
 
 
-@every_sglang
-def test_without_its_memory_saver(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    server = kind(shared, has_saver=False)
+def test_without_its_memory_saver(shared: Path, started: list[StandIn]) -> None:
+    server = Sglang0523(shared, has_saver=False)
     started.append(server)
     job = Job(server, shared)
     with pytest.raises(EngineError, match="--enable-memory-saver"):
@@ -51,22 +49,9 @@ def test_without_its_memory_saver(kind: Any, shared: Path, started: list[StandIn
     assert server.sent == []
 
 
-@every_sglang
-@pytest.mark.parametrize("keeps", [False, True])
-def test_whether_weights_are_kept_is_what_the_server_says(kind: Any, keeps: bool, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started, "keep" if keeps else "discard")
-    job.register()
-    if keeps:
-        with job.manager.phase("rollout"):
-            assert job.server.generate() == "disk"
-    else:
-        with pytest.raises(EngineError, match="discarded"):
-            job.manager.phase("rollout").__enter__()
-
-
 def test_a_server_that_was_restarted_has_released_nothing(shared: Path, started: list[StandIn]) -> None:
     job = start(Sglang0523, shared, started)
-    handle = job.register()
+    handle = job.handle
     job.server.restart()  # type: ignore[attr-defined]
     sent = [*job.server.sent]
     with pytest.raises(EngineLost, match="was restarted since it was registered"):
@@ -78,14 +63,11 @@ def test_a_server_that_was_restarted_has_released_nothing(shared: Path, started:
     assert job.server.memory.tags == set()
 
 
-@every_sglang
-def test_the_trainer_goes_on_without_a_server_that_has_ended(kind: Any, shared: Path, started: list[StandIn]) -> None:
+def test_the_trainer_goes_on_without_a_server_that_has_ended(shared: Path, started: list[StandIn]) -> None:
     """What it held is free, and nobody can be asked. It never comes back under this registration, whoever answers at its address."""
-    job = start(kind, shared, started)
-    handle = job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
+    job = start(Sglang0523, shared, started)
+    handle = job.handle
+    with job.rolling_out() as step:
         job.server.is_dead = True
         with pytest.raises(EngineLost):
             step.switch("train")
@@ -108,8 +90,8 @@ def test_the_trainer_goes_on_without_a_server_that_has_ended(kind: Any, shared: 
 @pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])
 @pytest.mark.parametrize("trap", ["500", "hang"])
 def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path, started: list[StandIn]) -> None:
-    job = start(Sglang0523, shared, started, deadline_seconds=0.6)
-    handle = job.register()
+    job = start(Sglang0523, shared, started, deadline_seconds=0.2)
+    handle = job.handle
     with job.manager.phase("weight_sync") as step:
         job.publish()
         is_release = route.startswith("/release")
@@ -133,13 +115,10 @@ def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path,
     assert job.server.memory.tags == set()
 
 
-@every_sglang
-def test_a_refusal_changes_nothing(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started)
-    handle = job.register()
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        step.switch("rollout")
+def test_a_refusal_changes_nothing(shared: Path, started: list[StandIn]) -> None:
+    job = start(Sglang0523, shared, started)
+    handle = job.handle
+    with job.rolling_out() as step:
         job.server.failing["/release_memory_occupation"] = 400, {"error": {"message": "no"}}
         with pytest.raises(EngineError, match=r"answered with 400 .*'no'|answered with 400"):
             step.switch("train")

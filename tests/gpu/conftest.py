@@ -12,7 +12,6 @@ from placement.testing import assert_nothing_resident
 
 @pytest.fixture
 def manager() -> Iterator[placement.Manager]:
-    """A manager of the first GPU, which is empty again at the end."""
     manager = placement.Manager(device="cuda:0")
     yield manager
     assert_nothing_resident(manager)

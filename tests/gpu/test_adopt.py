@@ -159,29 +159,6 @@ def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: C
     assert model.last.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
 
 
-def test_old_memory_goes_back_to_torch_and_chunks_to_the_driver(device: CudaDevice) -> None:
-    tensors = {f"t{i}": torch.randn(n, device="cuda") for i, n in enumerate((4 * MIB, 700_000, 5000, 1))}
-    torch.cuda.synchronize()
-    before = device.torch_allocated_bytes()
-    held = sum(-(-t.nbytes // 512) * 512 for t in tensors.values())
-    placed = PlacedStorage(device, claims_of(tensors))
-    assert device.torch_allocated_bytes() == before - held
-    placed.load()
-    torch.cuda.synchronize()
-    loaded = device.memory()
-    placed.offload()
-    offloaded = device.memory()
-    chunks = -(-placed.layout.nbytes // device.granularity) * device.granularity
-    assert loaded.chunk_bytes == chunks
-    assert offloaded.chunk_bytes == 0
-    assert offloaded.free_bytes - loaded.free_bytes == chunks
-    assert offloaded.torch_reserved_bytes == loaded.torch_reserved_bytes
-    for _ in range(20):
-        placed.load()
-        placed.offload()
-    assert device.memory() == offloaded
-
-
 def test_a_storage_that_dies_before_another_moves_in_changes_no_place(device: CudaDevice) -> None:
     if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         pytest.skip("this torch swaps storages and needs no pool")
@@ -197,16 +174,6 @@ def test_a_storage_that_dies_before_another_moves_in_changes_no_place(device: Cu
     for index in (7, 3, 5, 4, 6):
         pool.take(index, storages[index])
     assert [s.data_ptr() - addresses.base for s in storages[3:]] == [pool.offsets[i] for i in range(3, 8)]
-
-
-def test_a_dead_slab_is_not_registered_any_more(device: CudaDevice) -> None:
-    slab = device.host(3 * MIB)
-    assert slab.ready.wait(60)
-    assert slab.pinned
-    address = slab.address
-    assert device._driver.failed("cuMemHostGetFlags", address) is None
-    del slab
-    assert device._driver.failed("cuMemHostGetFlags", address) is not None
 
 
 def test_adoption_while_other_threads_allocate_and_free(device: CudaDevice) -> None:
@@ -264,25 +231,6 @@ def test_a_range_is_given_back_when_its_storages_are_dead(device: CudaDevice) ->
     assert (after.chunk_bytes, device.torch_allocated_bytes()) == (0, allocated)
 
 
-def test_a_model_born_on_the_cpu_is_rebound_without_a_byte_on_the_device(device: CudaDevice) -> None:
-    before = device.memory(), device.torch_allocated_bytes()
-    torch.manual_seed(0)
-    model = Net()
-    expected = {name: t.detach().clone() for name, t in model.tensors().items()}
-    ids = {name: id(t) for name, t in model.tensors().items()}
-    placed = PlacedStorage(device, claims_of(model.tensors()))
-    assert set(placed.layout.ways) == {"rebind"}
-    assert all(t.device == device.torch_device and placed.contains(t) for t in model.tensors().values())
-    assert (device.memory(), device.torch_allocated_bytes()) == before
-    assert bool(model.first.weight.isnan().all())
-    placed.load()
-    assert all(torch.equal(t.cpu(), expected[name]) for name, t in model.tensors().items())
-    assert ids == {name: id(t) for name, t in model.tensors().items()}
-    assert model.last.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
-    model(torch.randn(2, 512, device="cuda")).sum().backward()
-    assert model.first.weight.grad is not None
-
-
 def test_an_unknown_alias_of_a_cpu_model_is_refused(device: CudaDevice) -> None:
     model = torch.nn.Linear(4, 4)
     state = model.state_dict()
@@ -318,17 +266,6 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     assert tensors["view"].untyped_storage()._cdata == tensors["t0"].untyped_storage()._cdata
 
 
-def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice) -> None:
-    tensors = {"a": torch.randn(5 * MIB, device="cuda"), "b": torch.randn(5 * MIB, device="cuda")}
-    PlacedStorage(device, claims_of(tensors))
-    assert not device.heal_poison()
-    tensors["a"][1234] = 1.0
-    assert device.heal_poison()
-    assert not device.heal_poison()
-    assert bool(tensors["a"].isnan().all())
-    assert bool(tensors["b"].isnan().all())
-
-
 def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
     static = torch.ones(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -338,21 +275,6 @@ def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
         range_layout.RangeLayout(device, claims_of({"static": static, "made": made}))
     graph.replay()
     assert float(made.sum()) == 2000.0
-
-
-def test_a_graph_captured_after_adoption_replays_after_cycles(device: CudaDevice) -> None:
-    weight = torch.randn(3 * MIB, device="cuda")
-    expected = weight.cpu() * 2
-    placed = PlacedStorage(device, claims_of({"weight": weight}))
-    placed.load()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = weight * 2
-    for _ in range(2):
-        placed.offload()
-        placed.load()
-        graph.replay()
-        assert torch.equal(made.cpu(), expected)
 
 
 def test_a_range_that_dies_during_a_capture_does_not_spoil_it(device: CudaDevice) -> None:

@@ -22,8 +22,6 @@ WIDTH = 2048
 
 
 class Job:
-    """A model with AdamW on the GPU under placement, and the same without."""
-
     def __init__(self, **settings: Any) -> None:
         self.manager = placement.Manager(device="cuda:0", streamed_bucket_bytes=32 * MIB, **settings)
         torch.manual_seed(0)

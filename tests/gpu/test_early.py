@@ -48,7 +48,6 @@ def worker() -> Iterator[tuple[placement.Manager, Nets]]:
 
 
 def busy(milliseconds: float) -> None:
-    """Keep the device busy with kernels, without waiting."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 

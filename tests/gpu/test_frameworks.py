@@ -45,7 +45,7 @@ WHOLE: dict[str, Callable[[], Program]] = {
 }
 EXTERNAL = {f"deepspeed zero {stage}" for stage in (1, 2, 3)}
 """What the framework places itself."""
-PLAIN, PRECISION_AWARE = f"megatron {megatron_worker.KINDS[0]}", f"megatron {megatron_worker.KINDS[3]}"
+PLAIN, PRECISION_AWARE = f"megatron {megatron_worker.KINDS[0]}", f"megatron {megatron_worker.KINDS[2]}"
 ON_ONE = (PLAIN, PRECISION_AWARE, "megatron_fsdp optim_grads_params", "deepspeed zero 0", *WHOLE)
 MEASURED = (PLAIN, PRECISION_AWARE, "megatron_fsdp optim_grads_params", "deepspeed zero 0", "deepspeed zero 3", "veomni 2")
 MEASURED_ON_ONE = ("torchao int8", "torchao AdamW8bit", "bitsandbytes nested", "bitsandbytes AdamW8bit")
@@ -62,7 +62,6 @@ def two_gpus() -> Iterator[Ranks]:
 
 
 def _program(name: str) -> Callable[[], Program]:
-    """What builds it; skips where its package is not installed."""
     package = name.split(maxsplit=1)[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed here")

@@ -34,7 +34,6 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def round_trip(device: CudaDevice, address: int, source: torch.Tensor) -> bool:
-    """Whether the bytes come back that went."""
     back = torch.zeros_like(source)
     device.copy([Copy(source.data_ptr(), address, source.nbytes)], "to_host")
     device.sync()

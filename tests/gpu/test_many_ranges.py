@@ -36,24 +36,3 @@ def test_many_handles_that_grow_swap_every_bit(device: CudaDevice) -> None:
     assert sum(each.num_ranges for each in scene.all.values()) > 200
     scene.leave()
     assert device.memory().chunk_bytes == 0
-
-
-def test_two_handles_that_grow_for_a_long_time_swap_every_bit(device: CudaDevice) -> None:
-    chance, drawn = random.Random(1), sizes(device.granularity // 8, device.granularity)
-    scene = Scene(device, {f"{side}.0": [100] for side in SIDES}, [f"{side}.0" for side in SIDES])
-    for step in range(60):
-        with scene.manager.phase(SIDES[0]) as phase:
-            for side in SIDES:
-                if side != SIDES[0]:
-                    phase.switch(side)
-                (each,) = scene.of(side)
-                each.grow_by(chance.choice(drawn))
-        if step % 20 == 19:
-            scene.check(None)
-    assert all(each.num_ranges > 150 for each in scene.all.values())
-    with scene.manager.phase(SIDES[0]) as phase:
-        scene.check(SIDES[0])
-        phase.switch(SIDES[1])
-        scene.check(SIDES[1])
-    scene.leave()
-    assert device.memory().chunk_bytes == 0

@@ -41,8 +41,6 @@ def consume(connection: Connection) -> None:
 
 
 class Consumer:
-    """Another process that opens tensors of this one."""
-
     def __init__(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()

@@ -165,7 +165,6 @@ def test_poison_that_is_copied_onto_poison_counts_where_there_is_a_counter(manag
 
 
 def after_a_backward(manager: placement.Manager) -> tuple[nn.Linear, torch.optim.Optimizer]:
-    """An offloaded model with gradients, and what steps it."""
     model = nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager.register("actor", model, role="actor")

@@ -26,8 +26,6 @@ def test_steps_with_everything_offloaded_in_between(optimizer: str) -> None:
 
 
 class Case:
-    """An embedding and its optimizer, built on the GPU or on the CPU."""
-
     def __init__(self, born: str = "cuda", **policy: bool) -> None:
         self.model = nn.Embedding(WORDS, WIDTH, sparse=True).to(born)
         self.optimizer = torch.optim.SparseAdam(self.model.parameters())

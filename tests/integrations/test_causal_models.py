@@ -128,7 +128,7 @@ def test_models_unlike_others() -> None:
     assert problems({name: partial(causal_models.build, name) for name in UNLIKE_OTHERS}) == {}
 
 
-@part_of(12)
+@part_of(24)
 def test_all_models(part: slice, counted: Callable[[str], None]) -> None:
     names = causal_models.model_types()
     assert {*causal_models.LEFT_OUT, *causal_models.MORE} <= set(names)
@@ -139,7 +139,6 @@ def test_all_models(part: slice, counted: Callable[[str], None]) -> None:
 
 
 def tuned(tuner: str) -> Any:
-    """A tiny Llama under one of PEFT's tuners."""
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -150,7 +149,6 @@ def tuned(tuner: str) -> Any:
 
 
 def can_merge(tuner: str) -> bool:
-    """Whether PEFT itself can merge a tuner's adapters."""
     try:
         tuned(tuner).merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError):
@@ -159,7 +157,7 @@ def can_merge(tuner: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:::peft.*", "ignore:::transformers.*")
-@part_of(4)
+@part_of(8)
 def test_all_tuners(part: slice, counted: Callable[[str], None]) -> None:
     needs("peft")
     from peft import PeftType

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from placement.cli import main
-from placement.cli.demo import pick
 
 
 def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run the demo in this process; the text it printed."""
     assert main(["demo", "--steps", "2", *arguments]) == 0
     return capsys.readouterr().out
 
@@ -48,6 +46,7 @@ def test_output_shows_phases_and_an_empty_device(managed: tuple[str, dict[str, A
     for word in ("rollout", "log_prob", "train", "weight_sync", "idle", "skipped", "stall"):
         assert word in text
     assert "audit: 0 bytes left on the device" in text
+    assert "metrics at http://127.0.0.1:" in text
 
 
 def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(managed: tuple[str, dict[str, Any]]) -> None:
@@ -63,14 +62,9 @@ def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(managed: t
     assert result["resident_bytes"] == 0
 
 
-def test_serves_metrics_while_it_runs(managed: tuple[str, dict[str, Any]]) -> None:
-    assert "metrics at http://127.0.0.1:" in managed[0]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("extra", [[], ["--no-placement"]])
-def test_cuda_without_cuda_is_one_line(extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--device", "cuda:0", *extra]) == 1
+def test_cuda_without_cuda_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cuda:0"]) == 1
     assert "torch sees no CUDA device for 'cuda:0'" in capsys.readouterr().err
 
 
@@ -91,8 +85,3 @@ def test_example_worker_runs_and_learns() -> None:
     losses = run_example()
     assert len(losses) == 3
     assert all(map(math.isfinite, losses)), "NaN: something was read while it was offloaded"
-
-
-def test_auto_is_cuda_only_where_there_is_one() -> None:
-    assert pick("simulated") == "simulated"
-    assert pick("auto") in ("simulated", "cuda:0")

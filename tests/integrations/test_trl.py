@@ -77,7 +77,6 @@ def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None
     [
         pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}, id="reference synced"),
         pytest.param({"activation_checkpointing": True, "bf16": True}, id="checkpointing and autocast"),
-        pytest.param({"steps_per_generation": 1, "num_iterations": 1}, id="generation between two backward passes"),
         pytest.param({"beta": 0.0, "max_grad_norm": 0.0}, id="no reference"),
     ],
 )

@@ -60,15 +60,13 @@ def on_device_of(tmp_path: Path, shared: str) -> Manager:
     return Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / shared), phases=placed.PHASES)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM], kind: str) -> None:
-    config_of = {"GRPO": trl.GRPOConfig, "RLOO": trl.RLOOConfig}[kind]
+def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
     manager = on_device_of(tmp_path, "ours")
     watch = Watch(manager)
     made = {}
-    for whose, cls in (("own", getattr(trl, f"{kind}Trainer")), ("ours", getattr(placed, f"Placed{kind}Trainer"))):
+    for whose, cls in (("own", trl.RLOOTrainer), ("ours", placed.PlacedRLOOTrainer)):
         llm = engines(whose)
-        config = config_of(**{**COMMON, "beta": 0.1, **VLLM}, output_dir=str(tmp_path / "out"))
+        config = trl.RLOOConfig(**{**COMMON, "beta": 0.1, **VLLM}, output_dir=str(tmp_path / "out"))
         keywords = {"manager": manager} if whose == "ours" else {}
         trainer = make(cls, config, folder, eval_dataset=hf.prompts(), **keywords)
         if whose == "ours":
@@ -101,19 +99,16 @@ def test_vllm_and_lora(folder: str, tmp_path: Path, engines: Callable[[str], Gen
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_vllm_that_does_not_sleep(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM], kind: str) -> None:
+def test_vllm_that_does_not_sleep(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
     """The engine is TRL's alone. TRL merges adapters in the actor and takes the merge back, also with the rounding that this leaves."""
-    keywords: dict[str, Any] = {}
-    if kind == "lora":
-        peft = pytest.importorskip("peft", reason="peft is not installed")
-        keywords["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     manager = on_device_of(tmp_path, "ours")
     trainers = []
     for whose, cls in (("own", trl.GRPOTrainer), ("ours", placed.PlacedGRPOTrainer)):
         llm = engines(whose)
         config = grpo_config(tmp_path / "out", **{**VLLM, "vllm_enable_sleep_mode": False})
-        trainers.append(make(cls, config, folder, **keywords, **({"manager": manager} if whose == "ours" else {})))
+        trainers.append(make(cls, config, folder, peft_config=lora, **({"manager": manager} if whose == "ours" else {})))
         trainers[-1].train()
         assert llm.accidents == []
     own, ours = trainers

@@ -20,7 +20,6 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
-    """A reward that depends on every token."""
     return [sum(ord(character) for character in text) / 100 for text in completions]
 
 
@@ -80,7 +79,6 @@ def assert_same(ours: Any, own: Any) -> None:
 def train_both(
     folder: str, out: Path, keywords: dict[str, Any] | None = None, manager: Manager | None = None, kind: str = "GRPO", **changes: Any
 ) -> tuple[Any, Any]:
-    """Train with TRL's own trainer and with the placed one, and compare."""
     keywords, manager = keywords or {}, manager or manager_for()
     own = make(getattr(trl, f"{kind}Trainer"), config_of(kind, out / "own", **changes), folder, **keywords)
     own.train()

@@ -60,8 +60,6 @@ class Net(torch.nn.Module):
 
 @dataclass
 class Program:
-    """A model and its optimizer, registered or not."""
-
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     manager: Manager | None = None
@@ -77,7 +75,6 @@ class Program:
         return self.manager.handles["actor.optimizer"]
 
     def step(self, number: int) -> bytes:
-        """One training step; the loss."""
         tokens = torch.randint(0, 21, (3, 5), generator=torch.Generator().manual_seed(number))
         loss = self.model(tokens).square().mean()
         loss.backward()
@@ -116,15 +113,14 @@ class Program:
         return [*(id(value) for _, value in named), *parts, *(id(key) for key in self.optimizer.state)]
 
 
-def build(kind: str, optimizer: str, *, managed: bool = True, seed: int = 0) -> Program:
-    """A program of one kind: plain, ddp, fsdp2, external (fsdp2 under CPUOffloadPolicy), tp, tied or lora."""
+def build(kind: str, *, managed: bool = True, seed: int = 0) -> Program:
+    """A program of one kind: plain, ddp, fsdp2, external (fsdp2 under CPUOffloadPolicy), tp, or lora, whose head is tied."""
     torch.manual_seed(seed)
     model: Any = Net(36 if kind == "tp" else 35)  # tensor parallelism computes with what it has
-    if kind == "tied":
-        model.head.weight = model.embed.weight
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
 
+        model.head.weight = model.embed.weight
         model = get_peft_model(model, LoraConfig(target_modules=["up", "down"], r=3, init_lora_weights=False))
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -136,18 +132,14 @@ def build(kind: str, optimizer: str, *, managed: bool = True, seed: int = 0) -> 
         policy = CPUOffloadPolicy(pin_memory=False)
         for part in (model.up, model):
             fully_shard(part, offload_policy=policy)
-    if kind in ("fsdp2", "lora", "tied"):
+    if kind in ("fsdp2", "lora"):
         inner = model.base_model.model if kind == "lora" else model
-        for part in (inner.up, inner.down) if kind != "tied" else ():
+        for part in (inner.up, inner.down):
             fully_shard(part)
         fully_shard(model)
     trained = [each for each in model.parameters() if each.requires_grad]
-    steps: torch.optim.Optimizer
-    if optimizer == "adam":
-        groups = [{"params": trained[:2], "lr": 3e-2}, {"params": trained[2:], "weight_decay": 0.1}]
-        steps = torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
-    else:
-        steps = torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
+    groups = [{"params": trained[:2], "lr": 3e-2}, {"params": trained[2:], "weight_decay": 0.1}]
+    steps = torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
     program = Program(model, steps)
     if managed:
         program.manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=4096))
@@ -172,9 +164,9 @@ def _in(program: Program, phase: str | None, act: Callable[[], None]) -> None:
     assert_nothing_resident(program.manager, allow_foreign=True)
 
 
-def resume(kind: str, optimizer: str, root: str) -> None:
+def resume(kind: str, root: str) -> None:
     """Save in every state, restore into every state, and go on as if nothing had been."""
-    program = build(kind, optimizer)
+    program = build(kind)
     manager = program.manager
     assert manager is not None
     program.train(1, 2)
@@ -196,7 +188,7 @@ def resume(kind: str, optimizer: str, root: str) -> None:
     assert program.train(3, 4, 5) == after
     _assert_same(program.values(), end, "resumed")
     for name, into in (("offloaded", None), ("training", "restore")):
-        fresh = build(kind, optimizer, seed=1)  # its optimizer has no state yet
+        fresh = build(kind, seed=1)  # its optimizer has no state yet
         assert fresh.manager is not None
         _in(fresh, into, functools.partial(checkpoint.load, fresh.manager, os.path.join(root, name)))
         _assert_same(fresh.values(), wanted, f"into an optimizer without state, {into}")
@@ -208,15 +200,14 @@ def _save_in_the_background(manager: Manager, path: str) -> None:
     checkpoint.async_save(manager, path).result()
 
 
-def without_placement(kind: str, optimizer: str, root: str) -> None:
-    """What placement saved, torch reads into a plain program; and the other way round."""
-    program = build(kind, optimizer)
+def without_placement(kind: str, root: str) -> None:
+    program = build(kind)
     assert program.manager is not None
     program.train(1, 2)
     wanted = program.values()
     checkpoint.save(program.manager, os.path.join(root, "ours"))
     after = program.train(3, 4)
-    plain = build(kind, optimizer, managed=False, seed=1)
+    plain = build(kind, managed=False, seed=1)
     state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
     dcp.load(state, checkpoint_id=os.path.join(root, "ours"))
     set_model_state_dict(plain.model, state["actor"])  # type: ignore[arg-type]
@@ -224,7 +215,7 @@ def without_placement(kind: str, optimizer: str, root: str) -> None:
     _assert_same(plain.values(), wanted, "read by torch")
     state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
     dcp.save(state, checkpoint_id=os.path.join(root, "theirs"))
-    fresh = build(kind, optimizer, seed=1)
+    fresh = build(kind, seed=1)
     assert fresh.manager is not None
     checkpoint.load(fresh.manager, os.path.join(root, "theirs"))
     _assert_same(fresh.values(), wanted, "written by torch")
@@ -234,7 +225,7 @@ def without_placement(kind: str, optimizer: str, root: str) -> None:
 
 def whole(kind: str, root: str, act: str) -> dict[str, Any]:
     """Save after two steps, or load into a fresh program. Returns the whole values."""
-    program = build(kind, "adam", seed=act == "load")
+    program = build(kind, seed=act == "load")
     assert program.manager is not None
     if act == "save":
         program.train(1, 2)
@@ -255,7 +246,7 @@ def _flat(values: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def stateful(kind: str, root: str) -> None:
     """The wrappers in a user's own dict, with torch's own save, async_save and load."""
-    program = build(kind, "adam")
+    program = build(kind)
     assert program.manager is not None
     program.train(1, 2)
     wanted = program.values()
@@ -267,7 +258,7 @@ def stateful(kind: str, root: str) -> None:
     writing.result()
     assert program.values() != wanted
     for name in ("saved", "async"):
-        fresh = build(kind, "adam", seed=1)
+        fresh = build(kind, seed=1)
         found: dict[str, Any] = {"model": checkpoint.Model(fresh.actor), "optimizer": checkpoint.Optimizer(fresh.adam), "step": 0}
         dcp.load(found, checkpoint_id=os.path.join(root, name), planner=checkpoint.LoadPlanner())
         assert found["step"] == 2
@@ -281,8 +272,7 @@ def stateful(kind: str, root: str) -> None:
 
 
 def one_rank_that_cannot(root: str) -> tuple[str, str, bool]:
-    """On rank 1 a parameter has another shape. Returns what each rank hears, and whether anything changed."""
-    program = build("plain", "adam")
+    program = build("plain")
     assert program.manager is not None
     program.train(1)
     checkpoint.save(program.manager, os.path.join(root, "fine"))
@@ -344,7 +334,7 @@ def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
 
 def broadcast(options: dict[str, bool]) -> list[str]:
     """A full state dict for an offloaded FSDP2 module, as torch's `set_model_state_dict` takes it: refused, and nothing is written."""
-    program = build("fsdp2", "adam")
+    program = build("fsdp2")
     assert program.manager is not None
     wanted = program.values()
     with program.manager.phase("log_prob"):
@@ -369,7 +359,7 @@ def broadcast(options: dict[str, bool]) -> list[str]:
 
 def broadcast_to_optimizer(options: dict[str, bool]) -> str:
     """A full state dict for an offloaded optimizer of FSDP2: refused before torch writes a part of it."""
-    program = build("fsdp2", "adam")
+    program = build("fsdp2")
     assert program.manager is not None
     program.train(1)
     model, adam = program.model, program.optimizer

@@ -22,7 +22,6 @@ WIDTH = {"cpu": 32, "cuda": 512}
 
 
 def engine(stage: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Any:
-    """A DeepSpeed engine of a small model; bfloat16 under ZeRO, as it is used."""
     os.environ["DS_ACCELERATOR"] = device
     import deepspeed
 
@@ -49,8 +48,6 @@ def batch(number: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu")
 
 
 class Program(training.Program):
-    """One step of an engine: its own backward and step."""
-
     phases = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "learn"))
 
     def learn(self, step: int) -> torch.Tensor:
@@ -79,7 +76,6 @@ def build(stage: int, dtype: torch.dtype, device: str = "cpu") -> Program:
 
 
 def compare(stage: int, dtype: torch.dtype) -> training.Outcome:
-    """20 steps, plain and under a manager."""
     return training.compare(functools.partial(build, stage, dtype))
 
 

@@ -23,8 +23,6 @@ WORDS = 13
 
 
 class LoRA(torch.nn.Module):
-    """A frozen layer and two small factors beside it."""
-
     def __init__(self, base: torch.nn.Linear, rank: int = 3) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
@@ -51,8 +49,6 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """An embedding that is the head as well, and blocks."""
-
     def __init__(self, blocks: int = 2, make: Callable[[torch.nn.Linear], torch.nn.Module] = lambda layer: layer) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(WORDS, WIDTH)
@@ -68,21 +64,18 @@ class Model(torch.nn.Module):
 
 
 def loss_of(model: torch.nn.Module, number: int, rank: int | None = None) -> torch.Tensor:
-    """The loss of one batch of this rank's data."""
     seed = 7 * number + (dist.get_rank() if rank is None else rank)
     words = torch.randint(0, WORDS, (3, 5), generator=torch.Generator().manual_seed(seed))
     return torch.nn.functional.cross_entropy(model(words).float().flatten(0, 1), words.roll(1, 1).flatten())
 
 
 def sharded(model: Model, **options: Any) -> Model:
-    """Every block and the root, as users do it."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
 def worker(model: torch.nn.Module, optimizer: Any, **keywords: Any) -> tuple[Manager, Handle, Handle]:
-    """A manager of its own with both registered."""
     manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES), **keywords)
     return manager, manager.register("actor", model, role="actor"), manager.register("actor.optimizer", optimizer)
 
@@ -216,7 +209,6 @@ def tensor_parallel(mesh: DeviceMesh) -> torch.nn.Sequential:
 
 
 def loss_of_numbers(model: torch.nn.Module, number: int) -> torch.Tensor:
-    """The same data on every rank of a tensor-parallel group."""
     return model(torch.randn(4, 16, generator=torch.Generator().manual_seed(number))).square().mean()
 
 
@@ -230,7 +222,6 @@ def tensor_parallel_program(optimizer: str, **options: Any) -> Program:
 
 
 def both_program(data: int, tensor: int) -> Program:
-    """FSDP2 over one dimension of a mesh and tensor parallelism over the other."""
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
     model = tensor_parallel(mesh["tensor"])
     for part in model:

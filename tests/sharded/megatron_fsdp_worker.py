@@ -97,7 +97,6 @@ def build(version: str, strategy: str, device: str = "cpu") -> Program:
 
 
 def compare(version: str, strategy: str, **options: Any) -> training.Outcome:
-    """The 20 steps of `training.compare`."""
     return training.compare(functools.partial(build, version, strategy), within=pretend_cuda, **options)
 
 

@@ -26,8 +26,6 @@ WIDTHS = {"cpu": (97, 33), "cuda": (1031, 519)}
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to build it."""
-
     dtype: torch.dtype = torch.bfloat16
     is_distributed: bool = True
     overlaps: bool = False
@@ -46,15 +44,12 @@ class Kind:
 
 KINDS = (
     Kind(),
-    Kind(overlaps=True),
-    Kind(gradients_in_fp32=False),
+    Kind(overlaps=True, gradients_in_fp32=False),
     Kind(is_precision_aware=True),
-    Kind(dtype=torch.float32),
     Kind(dtype=torch.float32, overlaps=True),
     Kind(is_distributed=False),
-    Kind(is_distributed=False, overlaps=True, gradients_in_fp32=False),
     Kind(dtype=torch.float32, is_distributed=False),
-    Kind(is_distributed=False, has_masters=True),
+    Kind(is_distributed=False, overlaps=True, gradients_in_fp32=False, has_masters=True),
 )
 
 
@@ -105,7 +100,6 @@ class Net(torch.nn.Module):
 
 
 def start() -> None:
-    """Megatron's process groups, once a process."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -113,7 +107,6 @@ def start() -> None:
 
 
 def wrap(kind: Kind, net: torch.nn.Module, **options: Any) -> Any:
-    """Megatron's DistributedDataParallel around a network."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
@@ -130,7 +123,6 @@ def wrap(kind: Kind, net: torch.nn.Module, **options: Any) -> Any:
 
 
 def optimize(kind: Kind, model: Any) -> Any:
-    """Megatron's optimizer for it."""
     from megatron.core import optimizer as megatron
 
     config = megatron.OptimizerConfig(
@@ -212,7 +204,6 @@ def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What an optimizer steps: main parameters, shards, or parameters."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
@@ -229,7 +220,6 @@ def build(kind: Kind, device: str = "cpu") -> Program:
 
 
 def compare(kind: Kind, **options: Any) -> training.Outcome:
-    """The steps of `training.compare`."""
     return training.compare(functools.partial(build, kind), within=pretend_cuda, **options)
 
 
@@ -284,7 +274,6 @@ def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
 
 
 def make_manager(program: Program, **options: Any) -> Manager:
-    """A manager with the program's model and optimizer."""
     manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES), **options)
     program.register(manager)
     return manager

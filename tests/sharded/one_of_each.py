@@ -71,7 +71,6 @@ def rows(number: int, device: str, *, same_data: bool) -> torch.Tensor:
 
 
 def program(model: Any, device: str, *, same_data: bool = False, **options: Any) -> Program:
-    """AdamW over a wrapped model, and a loss of random rows."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, **options)
 
     def loss(number: int) -> torch.Tensor:
@@ -115,12 +114,10 @@ def fsdp1(device: str, use_orig_params: bool) -> Program:
 
 
 def fsdp1_original(device: str) -> Program:
-    """FSDP1 that shows the original parameters, in bfloat16."""
     return fsdp1(device, True)
 
 
 def fsdp1_flat(device: str) -> Program:
-    """FSDP1 that shows flat parameters."""
     return fsdp1(device, False)
 
 
@@ -141,7 +138,6 @@ def tensor_parallel(device: str) -> Program:
 
 
 def with_adapters(base: Net) -> Any:
-    """PEFT's model over `base`, its adapters seeded."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(4)

@@ -252,7 +252,6 @@ def read(handle: Any, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Equal as bytes, in names and in their order."""
     assert list(found) == list(wanted), (list(found), list(wanted))
     for name, value in wanted.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name

@@ -21,8 +21,6 @@ SECONDS = 30.0
 
 
 class Busy:
-    """Keeps the writer's thread busy, so that what is saved in the meantime stays to be written until `go`."""
-
     def __init__(self) -> None:
         self._free = threading.Event()
         self._blocked: Future[None] = files.submit(lambda: self._free.wait(SECONDS) or None, "blocked")
@@ -52,7 +50,7 @@ def in_a_thread(act: Callable[[], None]) -> threading.Thread:
 
 def waits(thread: threading.Thread) -> bool:
     """Whether a thread has come to where it waits for a reader (it would be through long before otherwise)."""
-    thread.join(0.3)
+    thread.join(0.1)
     return thread.is_alive()
 
 
@@ -85,7 +83,7 @@ def test_training_goes_on_while_a_checkpoint_of_the_host_copy_is_written(busy: B
         assert_same(dict(worker.net.state_dict()), dict(after["actor"]))
 
 
-@pytest.mark.parametrize("phase", ["train", "log_prob", "weight_sync", "checkpoint"])
+@pytest.mark.parametrize("phase", ["train", "weight_sync"])
 def test_a_save_on_the_device_has_the_values_of_the_call(phase: str, busy: Busy, tmp_path: Path) -> None:
     worker = trained()
     with worker.manager.phase("train") as step:

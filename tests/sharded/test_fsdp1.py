@@ -2,52 +2,298 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from tests.sharded import fsdp1_worker as worker
+from placement import Manager, PhaseError, RegistrationError
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.sharded.fsdp1_worker import HALF, Variant
 from tests.support.ranks import Ranks
+
+CPU = torch.device("cpu")
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Net(torch.nn.Module):
+    """Two units in a root: shards are uneven on two ranks, one unit is frozen half, and a buffer lies in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(5, 7)
+        self.block = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 7))
+        self.last = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh())
+        self.head = torch.nn.Linear(7, 3, bias=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.block((x := torch.tanh(self.embed(x))) * self.scale.to(x.dtype))))
+
+
+@dataclass(frozen=True)
+class Variant:
+    use_orig_params: bool
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    mixed_precision: MixedPrecision | None = None
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    accumulates: bool = False
+    """The first backward pass of a step is not reduced: whole gradients, not this rank's shard, cross a phase transition."""
+    mesh: tuple[int, ...] = ()
+    clips: bool = False
+    offloads: bool = False
+    frozen: bool = False
+
+    def wrap(self, module: torch.nn.Module, **keywords: Any) -> FullyShardedDataParallel:
+        mesh = dist.device_mesh.init_device_mesh("cpu", self.mesh) if self.mesh else None
+        keywords = {
+            "use_orig_params": self.use_orig_params,
+            "sharding_strategy": self.strategy,
+            "mixed_precision": self.mixed_precision,
+            "device_id": CPU,
+            "device_mesh": mesh,
+            "cpu_offload": CPUOffload(offload_params=self.offloads),
+            **keywords,
+        }
+        return FullyShardedDataParallel(module, **keywords)
+
+    def model(self) -> FullyShardedDataParallel:
+        net = Net()
+        if self.frozen:
+            net.block.requires_grad_(False)
+        net.block, net.last = self.wrap(net.block), self.wrap(net.last)  # type: ignore[assignment]
+        return self.wrap(net)
+
+    def program(self, **keywords: Any) -> Program:
+        model = self.model()
+        optimizer = self.optimizer((p for p in model.parameters() if p.requires_grad), lr=0.05)  # type: ignore[call-arg]
+        return Program(model, optimizer, loss_of(model), accumulates=self.accumulates, clips=self.clips, **keywords)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * number + dist.get_rank()))
+
+
+def loss_of(model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
+    return lambda number: model(batch(number)).float().square().mean()
+
+
+def units(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, part in model.named_modules():
+        if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
+            yield name, part._handle
+
+
+@dataclass
+class Program(training.Wrapped):
+    """Flat parameters count as well: under original names they are hidden."""
+
+    clips: bool = False
+
+    def learn(self, step: int) -> torch.Tensor:
+        loss = self.loss(2 * step + 1)
+        loss.backward()
+        if self.clips:
+            self.model.clip_grad_norm_(0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().tensors()
+        for name, handle in units(self.model):
+            yield f"{name}.flat", handle.flat_param
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        hidden = {f"{name}.flat.grad" for name, handle in units(self.model) if handle._use_orig_params}
+        yield from ((name, tensor) for name, tensor in super().values() if name not in hidden)
+        for name, handle in units(self.model):
+            if hasattr(handle.flat_param, "_local_shard"):
+                yield f"{name}.shard", handle.flat_param._local_shard
+
+
+def managed(variant: Variant) -> tuple[Manager, Program]:
+    program = variant.program()
+    return training.managed(program), program
+
+
+# --- single cases
+
+
+def gathered_bytes(model: torch.nn.Module) -> dict[str, int]:
+    """By unit, what it has gathered for computing."""
+    fields = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+    return {
+        name: sum(getattr(handle.flat_param, field).untyped_storage().nbytes() for field in fields if hasattr(handle.flat_param, field))
+        for name, handle in units(model)
+    }
+
+
+def what_stays_gathered(variant: Variant) -> tuple[dict[str, int], dict[str, int]]:
+    """What a forward pass without gradients leaves, in its phase and after it."""
+    manager, program = managed(variant)
+    with manager.phase("log_prob"):
+        program.evaluate(0)
+        inside = gathered_bytes(program.model)
+    assert_nothing_resident(manager)
+    return inside, gathered_bytes(program.model)
+
+
+def summons_across_a_transition(variant: Variant) -> tuple[str, ...]:
+    """What is said when full parameters are summoned at a phase transition and at registration. Nothing is lost by it."""
+    manager, program = managed(variant)
+    said = []
+
+    def digest() -> dict[str, str]:
+        with manager.phase("restore"):
+            return training.digest(program)
+
+    with manager.phase("train"):
+        program.learn(0)
+    before = digest()
+    with manager.phase("train") as phase, FullyShardedDataParallel.summon_full_params(program.model, writeback=True):
+        for attempt in (
+            lambda: phase.switch("values"),
+            lambda: Manager(device=SimulatedDevice(training.CAPACITY)).register("again", program.model),
+        ):
+            try:
+                attempt()
+            except (PhaseError, RegistrationError) as error:
+                said.append(str(error))
+    assert_nothing_resident(manager)
+    assert digest() == before
+    summoning = FullyShardedDataParallel.summon_full_params(program.model, writeback=True)
+    try:
+        with manager.phase("train"):
+            summoning.__enter__()
+    except PhaseError as error:
+        said.append(str(error))
+    assert manager.handles["actor"].resident_bytes > 0
+    summoning.__exit__(None, None, None)
+    assert digest() == before
+    assert_nothing_resident(manager)
+    return tuple(said)
+
+
+def assert_off(manager: Manager, program: Program) -> None:
+    assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
+    assert not any(gathered_bytes(program.model).values())
+
+
+def backward_in_another_phase(variant: Variant) -> None:
+    """The graph of a forward pass outlives an offload; the model is registered and stepped while it is gathered."""
+
+    def run(phase: Callable[[], Any], program: Program, register: Callable[[], None]) -> list[bytes]:
+        seen = []
+        for step in range(3):
+            if step == 1:
+                loss = program.loss(step)
+                register()
+                with phase():
+                    loss.backward()
+            with phase():
+                loss = program.loss(step)
+            with phase():
+                loss.backward()
+                program.optimizer.step()
+                program.optimizer.zero_grad()
+                seen.append(training.as_bytes(loss))
+        return seen
+
+    torch.manual_seed(0)
+    plain = variant.program()
+    wanted = run(contextlib.nullcontext, plain, lambda: None)
+    torch.manual_seed(0)
+    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    program = variant.program()
+    managers: list[Manager] = []
+
+    def register() -> None:
+        program.register(manager)
+        managers.append(manager)
+        assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
+
+    def phase() -> Any:
+        return managers[0].phase("train") if managers else contextlib.nullcontext()
+
+    assert run(phase, program, register) == wanted
+    assert_off(manager, program)
+    manager.close()
+    assert training.digest(program) == training.digest(plain)
+
+
+def casts_buffers(variant: Variant) -> torch.dtype:
+    """FSDP1 gives buffers another type, and so other memory, at its first forward pass: after they were registered."""
+    manager, program = managed(variant)
+    with manager.phase("log_prob"):
+        program.evaluate(0)
+        cast = program.model.module.scale.clone()
+    assert_nothing_resident(manager)
+    assert not manager.handles["actor"].holding.drifted()  # type: ignore[union-attr]
+    with manager.phase("log_prob"):
+        assert torch.equal(program.model.module.scale, cast)
+    return cast.dtype
+
+
+def is_tracked(variant: Variant) -> tuple[str, ...]:
+    """Why a model under CPUOffload and its optimizer are not moved. FSDP1 wants pinned memory for it, which is ordinary memory here."""
+    manager, program = managed(variant)
+    with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
+        wanted = training.as_bytes(program.evaluate(0))
+        for _ in range(2):
+            with manager.phase("log_prob"):
+                assert training.as_bytes(program.evaluate(0)) == wanted
+    with pytest.raises(PhaseError, match="TRAINING"):
+        program.optimizer.step()
+    assert all(handle.counters.offloaded_bytes == handle.host_bytes == 0 for handle in manager.handles.values())
+    assert manager.audit().ok
+    return tuple(str(handle.external_reason) for handle in manager.handles.values())
+
+
+def mixes_offload(variant: Variant) -> str:
+    """What is said to a model of which torch keeps one part on the CPU."""
+    net = Net()
+    net.block = variant.wrap(net.block, cpu_offload=CPUOffload(offload_params=True))  # type: ignore[assignment]
+    try:
+        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", variant.wrap(net))
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
 
 FULL, GRAD_OP, NO, HYBRID = (ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
 ORIGINAL, FLAT = Variant(True), Variant(False)
 
 VARIANTS = {
     "original-full": Variant(True, FULL, clips=True),
-    "original-grad_op": Variant(True, GRAD_OP),
     "original-no_shard": Variant(True, NO),
-    "original-hybrid": Variant(True, HYBRID, mesh=(1, 2)),
     "original-half": Variant(True, FULL, HALF),
-    "original-half_no_shard": Variant(True, NO, HALF),
     "original-accumulating": Variant(True, FULL, accumulates=True, optimizer=torch.optim.Adam),
     "original-frozen": Variant(True, FULL, frozen=True),
     "flat-full": Variant(False, FULL, clips=True),
-    "flat-grad_op": Variant(False, GRAD_OP),
     "flat-no_shard": Variant(False, NO, optimizer=torch.optim.Adam),
     "flat-replicated": Variant(False, HYBRID, mesh=(2, 1)),
-    "flat-half": Variant(False, GRAD_OP, HALF),
+    "flat-half": Variant(False, HYBRID, HALF, mesh=(1, 2)),
     "flat-accumulating": Variant(False, GRAD_OP, accumulates=True),
 }
 BOTH = pytest.mark.parametrize("variant", [ORIGINAL, FLAT], ids=["original", "flat"])
 
 
-_SLOW = ("original-half_no_shard", "original-hybrid", "original-grad_op", "flat-half", "flat-replicated", "flat-grad_op")
-"""Each is another variant with one thing changed that the other flavour, or an accumulating one, has, too."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each in _SLOW else []) for each in VARIANTS])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, VARIANTS[name].program):
         assert outcome.resident_bytes["actor"] > 0
         assert outcome.offloaded_bytes["actor.optimizer"] > 0
 
 
-@pytest.mark.parametrize("name", ["original-full", "flat-half"])
+@pytest.mark.parametrize("name", ["flat-full"])
 def test_so_it_is_in_a_world_of_one_where_nothing_is_sharded(one_rank: Ranks, name: str) -> None:
     (outcome,) = one_rank.run(training.compare, VARIANTS[name].program)
     assert outcome.offloaded_bytes["actor"] > 0
@@ -68,40 +314,34 @@ def test_gradients(two_ranks: Ranks, variant: Variant, train: Callable[..., obje
 def test_what_was_gathered_is_given_up(two_ranks: Ranks, variant: Variant) -> None:
     """The trap: after a forward pass without gradients the root stays gathered, under SHARD_GRAD_OP every unit does."""
     for strategy, kept in ((FULL, 1), (GRAD_OP, 3)):
-        for inside, after in two_ranks.run(worker.what_stays_gathered, dataclasses.replace(variant, strategy=strategy)):
+        for inside, after in two_ranks.run(what_stays_gathered, dataclasses.replace(variant, strategy=strategy)):
             assert sum(nbytes > 0 for nbytes in inside.values()) == kept
             assert set(after.values()) == {0}
 
 
 @BOTH
-def test_flat_parameter_and_local_shard_stay_one(two_ranks: Ranks, variant: Variant) -> None:
-    """The trap: `module.to()` gives the flat parameter other memory, and FSDP1 goes on with the local shard in the old one."""
-    assert two_ranks.run(worker.shares_storages, variant) == [(True, True, True)] * 2
-
-
-@BOTH
 def test_summoned_parameters_are_not_torn_from_their_shards(two_ranks: Ranks, variant: Variant) -> None:
-    for said in two_ranks.run(worker.summons_across_a_transition, variant):
+    for said in two_ranks.run(summons_across_a_transition, variant):
         at_a_transition, at_registration, at_the_end = said
         assert "leave FSDP.summon_full_params before the phase ends" in at_a_transition
         assert "outside FSDP.summon_full_params" in at_registration
         assert at_the_end == at_a_transition
 
 
-@pytest.mark.parametrize("name", ["original-grad_op", "flat-grad_op", "original-no_shard"])
+@pytest.mark.parametrize("name", ["original-full", "flat-accumulating", "original-no_shard"])
 def test_a_graph_outlives_an_offload_and_a_registration(two_ranks: Ranks, name: str) -> None:
     """Registered while the module shows what was gathered, the optimizer finds its owner, and `backward()` gathers again."""
-    two_ranks.run(worker.backward_in_another_phase, VARIANTS[name])
+    two_ranks.run(backward_in_another_phase, VARIANTS[name])
 
 
 def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on(two_ranks: Ranks) -> None:
     cast = dataclasses.replace(ORIGINAL, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    assert two_ranks.run(worker.casts_buffers, cast) == [torch.bfloat16] * 2
+    assert two_ranks.run(casts_buffers, cast) == [torch.bfloat16] * 2
 
 
 @BOTH
 def test_offloaded_parameters_are_torchs_to_place(two_ranks: Ranks, variant: Variant) -> None:
     """Without training, for whose backward pass FSDP1 wants an accelerator."""
-    for why in two_ranks.run(worker.is_tracked, dataclasses.replace(variant, offloads=True)):
+    for why in two_ranks.run(is_tracked, dataclasses.replace(variant, offloads=True)):
         assert all("CPUOffload keeps" in reason for reason in why)
-    assert all("wrap all units alike" in said for said in two_ranks.run(worker.mixes_offload, variant))
+    assert all("wrap all units alike" in said for said in two_ranks.run(mixes_offload, variant))

@@ -205,14 +205,7 @@ def _compiled(form: str, called_before: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("form", "called_before"),
-    [
-        ("blocks", False),
-        ("wrapper", True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("blocks", True), ("wrapper", False))),
-    ],
-)
+@pytest.mark.parametrize(("form", "called_before"), [("blocks", False), ("wrapper", True)])
 def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(two_ranks: Ranks, form: str, called_before: bool) -> None:
     two_ranks.run(_compiled, form, called_before)
 
@@ -234,15 +227,15 @@ def _unreduced_gradients_are_dropped(name: str) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("name", ["mixed precision, gradients not reduced", "gradients not reduced", "two dimensions"])
+@pytest.mark.parametrize("name", ["mixed precision, gradients not reduced", "two dimensions"])
 def test_gradients_that_wait_for_a_reduction_are_dropped_with_the_others(two_ranks: Ranks, name: str) -> None:
     two_ranks.run(_unreduced_gradients_are_dropped, name)
 
 
-def _zeroed_while_offloaded(fused: bool) -> None:
+def _zeroed_while_offloaded() -> None:
     torch.manual_seed(0)
     model = sharded(Model(blocks=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     manager, _, _ = worker.worker(model, optimizer)
     with manager.phase("train"):
         loss_of(model, 0).backward()
@@ -262,9 +255,8 @@ def _zeroed_while_offloaded(fused: bool) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_zeroed_while_offloaded_do_not_come_back(two_ranks: Ranks, fused: bool) -> None:
-    two_ranks.run(_zeroed_while_offloaded, fused)
+def test_gradients_zeroed_while_offloaded_do_not_come_back(two_ranks: Ranks) -> None:
+    two_ranks.run(_zeroed_while_offloaded)
 
 
 # --- what is refused

@@ -2,17 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from placement import NotResidentError
+from placement import Manager, NotResidentError
+from placement.group import StoreGroup
+from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded import peft_worker, training
-from tests.support.frameworks import needs
+from tests.sharded import training
+from tests.support.frameworks import Later, needs
 from tests.support.ranks import Ranks
 from tests.support.worker import make_manager
+
+peft = Later("peft")
+WIDTH = 64
+CHUNK_BYTES = 4096
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(inputs + self.down(self.up(inputs).relu()))
+        return result
+
+
+def config(**more: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights="gaussian", **more)
+
+
+def adapted(*, save_head: bool = False) -> Any:
+    return peft.get_peft_model(Model(), config(modules_to_save=["head"] if save_head else None))
+
+
+def batch(number: int) -> torch.Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def build(sharded: bool, save_head: bool) -> training.Program:
+    model = adapted(save_head=save_head)
+    if sharded:
+        for layer in (model.base_model.model.up, model.base_model.model.down):
+            fully_shard(layer)
+        fully_shard(model)
+    adam = torch.optim.AdamW(trained(model), lr=1e-2)
+    return training.Program(model, adam, lambda number: (model(batch(number)) - 1).square().mean())
+
+
+def compare(sharded: bool, save_head: bool) -> training.Outcome:
+    return training.compare(functools.partial(build, sharded, save_head))
+
+
+# --- ranks that share the base
+
+
+def shares_its_base(generation: int) -> list[tuple[bool, int, int]]:
+    """DDP over LoRA, trained and merged on every rank, as its twin is that is not placed.
+
+    Returns before and after the first merge: whether the ranks share a host copy of the base, host bytes of this rank, and the base's.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = StoreGroup(dist.distributed_c10d._get_default_store(), rank, world_size, 20.0, generation=generation)
+    manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES), group=group)
+    (ours, adam), (plain, plains_adam) = [_seeded() for _ in range(2)]
+    handle = manager.register("actor", ours, role="actor", replicated=True)
+    manager.register("actor.optimizer", adam)
+    assert handle.holding is not None
+    (base,) = (r for r in handle.holding.ranges if isinstance(r, SharedRange) and r.is_frozen)
+
+    def check() -> None:
+        values = [dict(each.module.named_parameters()) for each in (ours, plain)]
+        for name, wanted in values[1].items():
+            assert training.as_bytes(handle.state_dict()[f"module.{name}"]) == training.as_bytes(wanted), name
+
+    def seen() -> tuple[bool, int, int]:
+        assert_nothing_resident(manager)
+        manager.check_integrity()
+        return base.is_shared, handle.host_bytes, base.nbytes
+
+    found = []
+    for step in range(6):
+        with manager.phase("train"):
+            _learn(ours, adam, step)
+        _learn(plain, plains_adam, step)
+        check()
+        if step == 2:
+            found.append(seen())
+        if step in (2, 4):
+            with manager.phase("weight_sync"):
+                ours.module.merge_adapter()
+            plain.module.merge_adapter()
+            check()
+            with manager.phase("weight_sync"):
+                ours.module.unmerge_adapter()
+            plain.module.unmerge_adapter()
+            check()
+    found.append(seen())
+    manager.close()
+    return found
+
+
+def _seeded() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = adapted(save_head=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), torch.optim.AdamW(trained(model), lr=1e-2)
+
+
+def _learn(model: nn.Module, adam: torch.optim.Optimizer, number: int) -> None:
+    (model(batch(number)) - 1).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
+
+
+# --- adapters that come and go
+
+
+def story(phase: Callable[[str], AbstractContextManager[Any]]) -> Iterator[tuple[Any, Any, bytes | None]]:
+    """A program whose adapters are added, switched, disabled and deleted between phases. Yields model, optimizer and last loss."""
+    torch.manual_seed(0)
+    model = adapted(save_head=True)
+    adam = torch.optim.AdamW(trained(model), lr=1e-2)
+    yield model, adam, None
+
+    def learn(number: int) -> bytes:
+        torch.manual_seed(number)
+        loss = (model(batch(number)) - 1).square().mean()
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return training.as_bytes(loss)
+
+    def look(number: int) -> bytes:
+        with torch.no_grad():
+            return training.as_bytes(model(batch(number)))
+
+    def run(name: str, work: Callable[[int], bytes], number: int) -> tuple[Any, Any, bytes]:
+        with phase(name):
+            return model, adam, work(number)
+
+    for number in range(3):
+        yield run("train", learn, number)
+    model.add_adapter("second", config())
+    yield run("log_prob", look, 3)
+    model.set_adapter("second")
+    adam.add_param_group({"params": trained(model), "lr": 3e-2})
+    for number in range(4, 7):
+        yield run("train", learn, number)
+    with model.disable_adapter():
+        yield run("log_prob", look, 7)
+    model.set_adapter("default")
+    yield run("train", learn, 8)
+    yield run("log_prob", look, 9)
+    del adam.param_groups[1]
+    kept = {id(each) for each in adam.param_groups[0]["params"]}
+    adam.state = defaultdict(dict, {each: entry for each, entry in adam.state.items() if id(each) in kept})
+    model.delete_adapter("second")
+    for number in range(10, 13):
+        yield run("train", learn, number)
+    yield run("log_prob", look, 13)
+
+
+def tell() -> dict[str, Any]:
+    """The story plain and under a manager. Returns what a test asserts."""
+    plain = [(values(model, adam), loss) for model, adam, loss in story(lambda _: nullcontext())]
+    manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
+    seen: list[Any] = []
+    hosts: list[int] = []
+    for model, adam, loss in story(manager.phase):
+        if not manager.handles:
+            manager.register("actor", model, role="actor")
+            manager.register("actor.optimizer", adam)
+        assert_nothing_resident(manager)
+        seen.append((values(manager.handles["actor"], manager.handles["actor.optimizer"]), loss))
+        hosts.append(manager.handles["actor"].host_bytes)
+    manager.close()
+    return {"plain": plain, "seen": seen, "hosts": hosts}
+
+
+def values(model: Any, optimizer: Any) -> dict[str, bytes]:
+    found = {f"model.{name}": training.as_bytes(value) for name, value in model.state_dict().items()}
+    for index, entry in optimizer.state_dict()["state"].items():
+        found |= {f"optimizer.{index}.{key}": training.as_bytes(value) for key, value in entry.items()}
+    return found
+
 
 needs("peft")
 
@@ -20,26 +209,24 @@ GENERATION = 500_000
 """Of this file's one group: other files count theirs from small numbers, on the same processes."""
 
 
-@pytest.mark.parametrize("save_head", [False, True])
-def test_steps_of_lora(one_rank: Ranks, save_head: bool) -> None:
-    (outcome,) = one_rank.run(peft_worker.compare, False, save_head)
+def test_steps_of_lora(one_rank: Ranks) -> None:
+    (outcome,) = one_rank.run(compare, False, False)
     assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
-@pytest.mark.parametrize("save_head", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_steps_of_lora_under_fsdp2(two_ranks: Ranks, save_head: bool) -> None:
-    for outcome in two_ranks.run(peft_worker.compare, True, save_head):
+def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
+    for outcome in two_ranks.run(compare, True, True):
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
 def test_ranks_share_the_base_also_after_adapters_are_merged_into_it(two_ranks: Ranks) -> None:
-    before, after = zip(*two_ranks.run(peft_worker.shares_its_base, GENERATION), strict=True)
+    before, after = zip(*two_ranks.run(shares_its_base, GENERATION), strict=True)
     assert [is_shared for is_shared, *_ in (*before, *after)] == [True] * 4
     assert sum(host for _, host, _ in after) == pytest.approx(sum(host for _, host, _ in before), abs=4096)
 
 
 def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() -> None:
-    told = peft_worker.tell()
+    told = tell()
     for number, (plain, seen) in enumerate(zip(told["plain"], told["seen"], strict=True)):
         assert seen[1] == plain[1], f"the loss of part {number} differs from the plain run's"
         assert list(seen[0]) == list(plain[0]), f"part {number}"
@@ -55,27 +242,27 @@ def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() 
         ("merged with its adapters", lambda model: model.merge_adapter()),
         ("merged with its adapters", lambda model: model.merge_and_unload()),
         # It copies the module that is to be saved.
-        ("copied or pickled", lambda model: model.add_adapter("more", peft_worker.config(modules_to_save=["head"]))),
+        ("copied or pickled", lambda model: model.add_adapter("more", config(modules_to_save=["head"]))),
     ],
 )
 def test_what_would_compute_with_offloaded_weights_is_refused(what: str, change: Callable[[Any], Any]) -> None:
     """Merged while offloaded, NaN is added to NaN, which nobody sees; PEFT notes the merge and leaves the adapter out from then on."""
-    model = peft_worker.adapted()
-    output = training.as_bytes(model(peft_worker.batch(0)))
-    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=peft_worker.CHUNK_BYTES))
+    model = adapted()
+    output = training.as_bytes(model(batch(0)))
+    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
     manager.register("actor", model, role="actor")
     with pytest.raises(NotResidentError, match=what):
         change(model)
     with manager.phase("log_prob"):
-        assert training.as_bytes(model(peft_worker.batch(0))) == output
+        assert training.as_bytes(model(batch(0))) == output
     with manager.phase("log_prob"):
         model.merge_adapter()
-        merged = training.as_bytes(model(peft_worker.batch(0)))
+        merged = training.as_bytes(model(batch(0)))
     assert_nothing_resident(manager)
     with pytest.raises(NotResidentError, match="merged with its adapters"):
         model.unmerge_adapter()
     with manager.phase("log_prob"):
-        assert training.as_bytes(model(peft_worker.batch(0))) == merged
+        assert training.as_bytes(model(batch(0))) == merged
         model.unmerge_adapter()
     manager.close()
     assert not any({"merge", "unmerge"} & set(vars(module)) for module in model.modules())

@@ -18,8 +18,6 @@ from tests.support.ranks import Ranks
 
 
 class Mixture(torch.nn.Module):
-    """Experts in one tensor, and a dense layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dense = torch.nn.Linear(6, 6)
@@ -90,6 +88,7 @@ def _zero(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_zero_engine_publishes_the_whole_weights(two_ranks: Ranks, stage: int) -> None:
     two_ranks.run(_zero, stage)
+    two_ranks.close()  # ZeRO 3 has replaced torch.nn.functional.linear in its processes
 
 
 def test_shards_of_megatron_fsdp_are_refused_before_anything_is_gathered() -> None:

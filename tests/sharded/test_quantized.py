@@ -35,8 +35,6 @@ def _one_thread() -> Iterator[None]:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter beside it."""
-
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)

@@ -26,7 +26,6 @@ from tests.support.ranks import Ranks
 STREAMED = functools.partial(training.compare, policy=Colocated("streamed"), streamed_bucket_bytes=2 * training.CHUNK_BYTES)
 PROGRAMS = {
     "uneven, tied, adapters, foreach": worker.plain_fsdp2,
-    "gradients not reduced, momentum": functools.partial(worker.accumulating_fsdp2, None),
     "two dimensions, fused": worker.hybrid_fsdp2,
     "tensor parallel, two groups": functools.partial(worker.tensor_parallel_program, "Adam", amsgrad=True),
 }
@@ -156,8 +155,3 @@ def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank(two_ranks: Ran
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])
 def test_slices_of_sharded_parameters(two_ranks: Ranks, kind: str) -> None:
     assert min(two_ranks.run(sliced, kind)) >= 2 * training.STEPS
-
-
-def test_steps_on_one_rank(one_rank: Ranks) -> None:
-    (outcome,) = one_rank.run(STREAMED, worker.plain_fsdp2)
-    assert outcome.resident_bytes["actor.optimizer"] == 0

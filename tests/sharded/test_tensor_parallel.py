@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -18,28 +17,23 @@ from tests.support.ranks import Ranks
 PROGRAMS = {
     "foreach": functools.partial(worker.tensor_parallel_program, "AdamW", foreach=True),
     "fused": functools.partial(worker.tensor_parallel_program, "Adam", fused=True),
-    "momentum": functools.partial(worker.tensor_parallel_program, "SGD", momentum=0.9),
     "within FSDP2": functools.partial(worker.both_program, 1, 2),
     "beside FSDP2": functools.partial(worker.both_program, 2, 1),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each == "momentum" else []) for each in PROGRAMS])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, PROGRAMS[name]):
         assert all(outcome.resident_bytes.values())
         assert all(outcome.offloaded_bytes.values())
 
 
-def test_steps_on_one_rank(one_rank: Ranks) -> None:
-    one_rank.run(training.compare, PROGRAMS["foreach"])
-
-
-def _local_bytes(optimizer: Any) -> dict[str, int]:
+def _local_bytes() -> dict[str, int]:
     """Device and host bytes of a model of DTensors alone, and of its optimizer, before and after its state is born."""
     model = worker.tensor_parallel(init_device_mesh("cpu", (2,)))
     stepped = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    adam = optimizer(stepped)
+    adam = torch.optim.AdamW(stepped)
     manager, _, handle = worker.worker(model, adam)
     reserved = handle.host_bytes
     with manager.phase("train"):
@@ -54,7 +48,6 @@ def _local_bytes(optimizer: Any) -> dict[str, int]:
     return {"local": local, "global": sum(value.nbytes for entry in adam.state.values() for value in entry.values() if value.dim())}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_host_memory_is_reserved_for_what_a_rank_holds(two_ranks: Ranks, fused: bool) -> None:
-    for found in two_ranks.run(_local_bytes, functools.partial(torch.optim.AdamW, fused=fused)):
+def test_host_memory_is_reserved_for_what_a_rank_holds(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(_local_bytes):
         assert found["local"] < found["global"]

@@ -17,8 +17,3 @@ def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_para
         # Two moments of each trained parameter: local experts, and half of the dense layer.
         experts = 2 * 4 * veomni_worker.WIDTH * 2 * veomni_worker.WIDTH // 2
         assert outcome.resident_bytes["actor.optimizer"] >= 2 * 4 * experts
-
-
-def test_steps_on_one_rank(one_rank: Ranks) -> None:
-    (outcome,) = one_rank.run(veomni_worker.compare, 1)
-    assert all(outcome.offloaded_bytes.values())

@@ -34,9 +34,9 @@ from tests.support.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
-STEPS = 20 if os.environ.get("SWEEP") == "all" else 5
-"""Enough for the first step, in which state is born, and for two synchronisations of weights with steps in between."""
-SYNC_EVERY = 4
+STEPS = 20 if os.environ.get("SWEEP") == "all" else 3
+"""Enough for the first step, in which state is born, and for two synchronisations of weights with a step in between."""
+SYNC_EVERY = 2
 """Weights are synchronised after one step of so many, as an asynchronous trainer does it."""
 
 
@@ -56,13 +56,11 @@ class Program:
     """Whether the model is registered as the cast of the optimizer's masters."""
 
     def phases_of(self, step: int) -> list[tuple[str, str]]:
-        """What a step consists of."""
         return [each for each in self.phases if each[0] != "weight_sync" or step % SYNC_EVERY == 0]
 
     # --- a step
 
     def evaluate(self, step: int) -> torch.Tensor:
-        """Forward without gradients."""
         with torch.no_grad():
             return self.loss(2 * step)
 
@@ -83,7 +81,6 @@ class Program:
     # --- placement
 
     def register(self, manager: Manager) -> None:
-        """Register model and optimizer, as a user does."""
         manager.register("actor", self.model, role="actor", masters=self.optimizer if self.has_masters else None)
         manager.register("actor.optimizer", self.optimizer)
         for name, item in self.more.items():
@@ -160,8 +157,6 @@ class Wrapped(Program):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw."""
-
     losses: tuple[float, ...]
     """Of every phase of every step."""
     resident_bytes: Mapping[str, int]
@@ -265,7 +260,6 @@ def compare_setting_aside(build: Callable[..., Program]) -> Outcome:
 
 
 def managed(program: Program, **keywords: Any) -> Manager:
-    """A manager on a simulated device, with what the program registers."""
     manager = Manager(device=device_of("cpu"), **keywords)
     program.register(manager)
     return manager
@@ -296,7 +290,6 @@ def assert_away(manager: Manager, program: Program) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a plain tensor's values."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -109,7 +109,6 @@ def batch(number: int, device: str) -> torch.Tensor:
 
 
 def compare(expert_parallel: int) -> training.Outcome:
-    """20 steps, plain and under a manager."""
     return training.compare(functools.partial(build, expert_parallel))
 
 

@@ -26,12 +26,10 @@ def is_idle(keeper: Keeper) -> bool:
 
 
 def settle(manager: Manager) -> None:
-    """Wait for the background work."""
     until(lambda: is_idle(tier_of(manager)._keeper))
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until the background work has come so far."""
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline, "the background work did not come to it"
@@ -75,7 +73,6 @@ def send_to_disk(manager: Manager, *names: str) -> list[Spill]:
 
 
 def damage(spill: Spill, offset: int) -> None:
-    """Change one bit of a host copy's file."""
     assert spill._file is not None
     file = os.open(f"/proc/self/fd/{spill._file._file}", os.O_RDWR)
     os.pwrite(file, bytes([os.pread(file, 1, offset)[0] ^ 1]), offset)

@@ -26,7 +26,6 @@ class Early(Colocated):
 
 
 def wait_for_copies(manager: placement.Manager) -> None:
-    """Wait until the copies of everything that is early have been started."""
     deadline = time.monotonic() + 60
     for handle in manager.handles.values():
         for r in () if handle.holding is None else handle.holding.ranges:

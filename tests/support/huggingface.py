@@ -52,12 +52,10 @@ def prompts() -> Any:
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every value of the module's state dict."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def moments_of(optimizer: Any) -> dict[str, torch.Tensor]:
-    """A copy of every tensor of an optimizer's state dict."""
     return {name: value.detach().clone() for name, value in tensors_in(optimizer.state_dict()).items()}
 
 

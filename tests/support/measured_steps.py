@@ -47,7 +47,6 @@ class LinkClock:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool = False) -> None:
-    """One training step with random gradients."""
     optimizer.zero_grad()
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -24,6 +24,7 @@ _TOGETHER = {
         "tests/sharded/test_state_dicts.py",
         "tests/sharded/test_peft.py",
         "tests/sharded/test_publish_lora.py",
+        "tests/engines/test_frameworks.py",
     ),
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
@@ -38,10 +39,13 @@ _TOGETHER = {
         "tests/sharded/test_publish_frameworks.py",
         "tests/sharded/test_deepspeed.py",
         "tests/sharded/test_veomni.py",
+        "tests/sharded/test_put_back.py",
     ),
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",
         "tests/integrations/verl/test_two_ranks.py",
+        "tests/integrations/verl/test_rollout.py",
+        "tests/integrations/verl/test_plugin.py",
     ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
@@ -50,7 +54,6 @@ _IMPORTS = {
     "peft": ("peft",),
     "trl": ("trl.trainer.grpo_trainer",),
     "megatron": (*_MEGATRON, "deepspeed"),
-    "tests/sharded/test_put_back.py": (*_MEGATRON, "peft"),
     "verl": ("tests.integrations.verl.imported",),
 }
 """What ranks of these scopes import that takes seconds."""

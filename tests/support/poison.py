@@ -13,7 +13,6 @@ def poison(offset: int, nbytes: int) -> torch.Tensor:
 
 
 def reads_poison(view: torch.Tensor, offset: int = 0) -> bool:
-    """Whether a uint8 tensor over a range, from `offset` of it on, reads poison throughout."""
     return torch.equal(view.cpu(), poison(offset, view.numel()))
 
 

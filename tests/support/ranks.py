@@ -7,7 +7,10 @@ that does not answer in time (a collective that the other never called) is ended
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import os
 import signal
 import sys
@@ -25,6 +28,28 @@ from tests.support.seeds import seed
 
 START_SECONDS = 90.0
 """Importing torch and a framework on a busy machine of two cores."""
+
+
+def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorates a test that runs on every rank of a fixture ("one_rank", "two_ranks"). What it asserts there fails it here.
+
+    What it takes of fixtures and parameters is pickled.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            arguments.pop(fixture).run(_call, body.__module__, body.__name__, arguments)
+
+        added = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*inspect.signature(body).parameters.values(), added])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 class RankError(AssertionError):
@@ -94,7 +119,6 @@ class Ranks:
         return answers
 
     def close(self) -> None:
-        """End the processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:

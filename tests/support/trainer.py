@@ -48,5 +48,4 @@ class Trainer:
         return float(loss.detach())
 
     def states(self) -> dict[str, str]:
-        """The state of every handle, by name."""
         return {name: handle.state.value for name, handle in self.manager.handles.items()}

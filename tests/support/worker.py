@@ -18,7 +18,6 @@ CAPACITY = 64 << 20
 
 
 def make_manager(**keywords: Any) -> Manager:
-    """A manager over a simulated device of its own."""
     return Manager(**{"device": SimulatedDevice(CAPACITY), **keywords})
 
 
@@ -27,7 +26,6 @@ def net(width: int = 64) -> torch.nn.Sequential:
 
 
 def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, width: int = 64) -> torch.Tensor:
-    """One training step; returns the loss."""
     optimizer.zero_grad()
     loss = model(batch(seed, width)).square().mean()
     loss.backward()

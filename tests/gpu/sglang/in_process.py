@@ -13,13 +13,13 @@ from placement import EngineError, State
 from placement.engines.sglang import SglangInProcess
 from tests.gpu.sglang.server import options
 from tests.gpu.vllm import models
+from tests.gpu.vllm.cases import refused_until_filled
 from tests.gpu.vllm.job import Job, assert_bytes, ended
 
 _engines: list[Any] = []
 
 
 def build(folder: str, keeps_weights: bool, moves: bool = True) -> None:
-    """Make the engine of this process; its scheduler runs in another one."""
     import sglang
 
     _engines.append(
@@ -36,7 +36,6 @@ def build(folder: str, keeps_weights: bool, moves: bool = True) -> None:
 
 
 def end() -> None:
-    """End the engine with its processes."""
     _engines.pop().shutdown()
 
 
@@ -54,7 +53,6 @@ def resume(engine: SglangInProcess) -> None:
 
 @contextmanager
 def job(kind: str = "plain") -> Iterator[Job]:
-    """A job with the engine of this process, which is on the device again at the end."""
     engine = SglangInProcess(_engines[0], deadline_seconds=60)
     try:
         with ended(Job(engine, generate, kind)) as made:
@@ -64,23 +62,15 @@ def job(kind: str = "plain") -> Iterator[Job]:
 
 
 def steps(kind: str) -> None:
-    """Four steps; the driver's numbers of the last three count."""
     with job(kind) as made:
         assert made.rollout.state is State.CPU_OFFLOADED
         assert_bytes([made.step(number) for number in range(1, 5)], models.weights_bytes())
         made.manager.check_integrity()
 
 
-def refused_until_filled() -> None:
-    """Discarded weights, filled by half a sync and by a whole one."""
+def discarded() -> None:
     with job() as made:
-        with pytest.raises(EngineError, match="mean nothing now"):
-            made.manager.phase("rollout").__enter__()
-        with made.manager.phase("weight_sync") as step:
-            assert made.publish(buckets=1) == 1
-            with pytest.raises(EngineError, match="mean nothing now"):
-                step.switch("rollout")
-        made.step(5)
+        refused_until_filled(made)
 
 
 def after_close() -> None:

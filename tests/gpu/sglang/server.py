@@ -55,7 +55,6 @@ def running(folder: str, log: Path, *, keeps_weights: bool = True) -> Iterator[t
 
 
 def complete(url: str, prompts: models.Tokens, num_tokens: int = models.NEW_TOKENS) -> list[tuple[list[int], str]]:
-    """Greedy completions of prompts of token ids, each with the reason why it ended."""
     wanted = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     answers = ask(url, "/generate", {"input_ids": prompts, "sampling_params": wanted})
     return [([*answer["output_ids"]], answer["meta_info"]["finish_reason"]["type"]) for answer in answers]

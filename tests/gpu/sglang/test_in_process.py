@@ -47,7 +47,7 @@ def test_steps_of_an_engine_that_discards_its_weights(discarding: Apart, kind: s
 
 
 def test_discarded_weights_are_refused_until_they_are_filled(discarding: Apart) -> None:
-    discarding.run(in_process.refused_until_filled)
+    discarding.run(in_process.discarded)
 
 
 def test_an_engine_without_its_memory_saver_is_refused(folder: str) -> None:

@@ -38,7 +38,6 @@ class Apart:
             raise
 
     def close(self) -> None:
-        """End the process, whatever it does."""
         processes = [*(self._pool._processes or {}).values()]
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:

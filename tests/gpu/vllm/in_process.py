@@ -13,7 +13,7 @@ import torch
 from placement import BrokenHandleError, DeviceMemoryError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
-from tests.gpu.vllm import models
+from tests.gpu.vllm import cases, models
 from tests.gpu.vllm.job import BATCHED_TOKENS, KV_CACHE_BYTES, Job, assert_bytes, ended
 
 WAKES = ("weights", "kv_cache")
@@ -24,7 +24,6 @@ _folders: list[str] = []
 
 
 def build(folder: str, sleeps: bool = True) -> None:
-    """Make the engine of this process."""
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] in "01"
     from vllm import LLM
 
@@ -67,7 +66,6 @@ def wake(engine: VllmInProcess) -> None:
 
 @contextmanager
 def job(weights: Any, kind: str = "plain", **options: Any) -> Iterator[Job]:
-    """A job with the engine of this process, which is awake again at the end."""
     engine = VllmInProcess(_llms[0], weights=weights)
     try:
         with ended(Job(engine, generate, kind, **options)) as made:
@@ -77,7 +75,6 @@ def job(weights: Any, kind: str = "plain", **options: Any) -> Iterator[Job]:
 
 
 def steps(weights: str, kind: str) -> None:
-    """Four steps; the driver's numbers of the last three count."""
     (weights_bytes,) = _llms[0].apply_model(_parameter_bytes)
     with job(weights, kind) as made:
         assert made.rollout.state is State.CPU_OFFLOADED
@@ -88,16 +85,7 @@ def steps(weights: str, kind: str) -> None:
 def refused_until_filled() -> None:
     """Discarded weights, filled by half a sync, by a whole one, and from the disk."""
     with job("discard") as made:
-        with pytest.raises(EngineError, match="mean nothing now"):
-            made.manager.phase("rollout").__enter__()
-        with made.manager.phase("weight_sync") as step:
-            assert made.publish(buckets=1) == 1
-            with pytest.raises(EngineError, match="mean nothing now"):
-                step.switch("rollout")
-            assert step.name == "weight_sync"
-        with pytest.raises(EngineError, match="mean nothing now"):
-            made.manager.phase("eval").__enter__()
-        made.step(5, is_twice=False)
+        cases.refused_until_filled(made)
         with made.manager.phase("weight_sync") as step:
             _llms[0].collective_rpc("reload_weights", kwargs={"weights_path": _folders[0]})
             made.engine.weights_filled()

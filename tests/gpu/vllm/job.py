@@ -55,7 +55,6 @@ def fsdp2(device: str) -> Any:
 
 
 def lora(device: str) -> Any:
-    """Adapters on every projection over a frozen base."""
     from peft import LoraConfig, get_peft_model
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
@@ -165,7 +164,6 @@ def assert_bytes(steps: list[dict[str, int]], weights_bytes: int) -> None:
 
 @contextmanager
 def ended(job: Job) -> Iterator[Job]:
-    """The job, whose manager is closed at the end."""
     try:
         yield job
     finally:

@@ -49,7 +49,6 @@ def model(seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
 
 
 def weights_bytes() -> int:
-    """Bytes of the weights in bfloat16."""
     from transformers import Qwen2ForCausalLM
 
     with torch.device("meta"):
@@ -107,6 +106,5 @@ def assert_generated_by(actor: Any, asked: Tokens, answered: Sequence[Sequence[i
 
 
 def assert_not_generated_by(actor: Any, asked: Tokens, answered: Sequence[Sequence[int]]) -> None:
-    """Assert that the check of `assert_generated_by` sees the difference between two models."""
     found = deficits(actor, asked, [[*answer] for answer in answered])
     assert float((found < MARGIN).float().mean()) < 0.5, "the actor has changed, and its tokens have not"

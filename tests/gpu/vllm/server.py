@@ -45,7 +45,6 @@ def ask(url: str, path: str, body: Any = None, *, timeout: float = 120.0) -> Any
 
 
 def complete(url: str, prompts: models.Tokens, num_tokens: int = models.NEW_TOKENS) -> list[tuple[list[int], str]]:
-    """Greedy completions of prompts of token ids, each with the reason why it ended."""
     wanted = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
     said = ask(url, "/v1/completions", {"model": "model", "prompt": prompts, **wanted})
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
@@ -72,7 +71,6 @@ class Sender:
 
 
 def wake(url: str, tags: list[str]) -> None:
-    """Bring these tags back without placement."""
     for tag in tags:
         ask(url, f"/wake_up?tags={tag}", {})
 
@@ -143,6 +141,5 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def end(group: int) -> None:
-    """Kill a server with all of its processes."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

@@ -68,7 +68,6 @@ def an_engine_each(urls: list[str], generation: int) -> None:
 
 
 def one_engine(url: str, folder: str, generation: int) -> None:
-    """Rank 0 leads a server that spans both GPUs."""
     sizes = {"weights": models.weights_bytes() // 2, "kv_cache": KV_CACHE_BYTES}
     if dist.get_rank() == 0:
         send = Saving(url, Path(folder))

@@ -35,7 +35,6 @@ class DeviceName(str):
 
 
 def _device_module() -> types.ModuleType:
-    """The part of `torch.cuda` that verl's engines call."""
     module = types.ModuleType("torch.cpu_for_verl")
     for name in ("empty_cache", "synchronize", "ipc_collect", "set_device", "reset_peak_memory_stats"):
         setattr(module, name, lambda *_, **__: None)
@@ -50,8 +49,6 @@ def _device_module() -> types.ModuleType:
 
 
 class CpuPlatform(PlatformBase):  # type: ignore[misc, unused-ignore]
-    """Every tensor is on the CPU, collectives go through gloo."""
-
     device_name = DeviceName("cpu")
     vendor_name = "cpu"
     device_module = _device_module()

@@ -106,7 +106,6 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
 
 
 def disturbed(model: Path) -> None:
-    """Who trains a model in the middle of a sync learns that its shards are of two versions."""
     _, placed = pair(model)
     weights, _ = placed.engine.get_per_tensor_param_shard()
     next(weights)

@@ -24,8 +24,6 @@ TAGS = {"weights", "kv_cache"}
 
 
 class Server:
-    """One server of the rollout, as an actor of Ray."""
-
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._awake = set(TAGS)

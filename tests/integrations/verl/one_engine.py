@@ -135,7 +135,6 @@ def by_hand(model: Path, keywords: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def refused_by_hand(model: Path) -> list[tuple[str, str]]:
-    """The errors of moves by hand that verl's own engine refuses, by both; nothing moves."""
     own, placed = pair(model)
     raised = []
     for arguments in ({"device": "cuda:0"}, {"device": "device"}, {"device": "cpu", "model": False}):
@@ -213,7 +212,6 @@ def errors(model: Path, folder: Path, keywords: dict[str, Any]) -> list[str]:
 
 
 def reset(model: Path, keywords: dict[str, Any]) -> list[str]:
-    """`TrainingWorker.reset` builds everything anew, and the handles are those of the new objects. The names of the handles."""
     own, placed = pair(model, **keywords)
     assert placed.manager is not None
     for subject in (own, placed):

@@ -118,7 +118,6 @@ def partial(model: Path, keywords: dict[str, Any], offload: tuple[bool, bool]) -
 
 
 def left_alone(model: Path, keywords: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """An engine that stays verl's own: the handles, and what the log says."""
     with logged() as records:
         own, placed = pair(model, **keywords)
     assert placed.manager is not None
@@ -243,7 +242,6 @@ def published_from_the_host(model: Path, keywords: dict[str, Any]) -> tuple[str,
 
 
 def optimizer_in_its_step_alone(model: Path, keywords: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """A policy that brings the optimizer for its step and no earlier."""
     own, placed = pair(model, policy="colocated('optimizer_step')", **keywords)
     for subject in (own, placed):
         for seed in range(2):

@@ -74,8 +74,6 @@ class Server(Sglang0523):
 
 
 class _Method:
-    """A method of an actor of Ray."""
-
     def __init__(self, answer: Any = None) -> None:
         self._answer = answer
 
@@ -118,7 +116,6 @@ class SglangReplica:
         assert status == 200, self.server.accidents
 
     async def sleep(self) -> None:
-        """The driver's call."""
         if self.server is not None:
             await self._driver.sleep()
 
@@ -142,12 +139,10 @@ class SglangReplica:
         return SimpleNamespace(get_server_address=_Method((host, int(port))), set_global_steps=_Method())
 
     def refuse(self, is_refusing: bool) -> None:
-        """Let the server answer that it cannot wake, or no longer."""
         assert self.server is not None
         self.server.failing = {"/resume_memory_occupation": (400, {"error": {"message": "not now"}})} if is_refusing else {}
 
     def die(self, adapter: Any) -> None:
-        """End the server, whose memory becomes free."""
         assert self.server is not None
         adapter._engine.retry_delay = 0.01  # verl waits 2 seconds and then 4 before it asks again
         self.server.close()

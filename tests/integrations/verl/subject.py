@@ -30,8 +30,6 @@ class Seen:
 
 
 class Subject:
-    """One of the two workers that are compared."""
-
     def __init__(self, worker: Any, manager: Manager | None) -> None:
         self.worker = worker
         self.engine = worker.engine
@@ -98,7 +96,6 @@ class Subject:
 
 
 def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywords: Any) -> tuple[Subject, Subject]:
-    """verl's own worker, and the same one under placement."""
     own = Subject(workers.build(model, placed=False, **keywords), None)
     manager = workers.use_simulated(device, policy)
     placed = Subject(workers.build(model, placed=True, **keywords), manager)

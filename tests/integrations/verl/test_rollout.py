@@ -2,18 +2,167 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.integrations.verl import colocated, sglang_failures, worker
-from tests.integrations.verl.colocated import BYTES
-from tests.integrations.verl.subject import GPU, OFF
+from placement import BrokenHandleError, DeviceMemoryError, EngineLost, Manager, PlacementError
+from placement.devices.simulated.device import SharedCapacity, SimulatedDevice
+from placement.integrations.verl import rollout as placed
+from placement.integrations.verl.rollout import PlacedRollout
+from tests.integrations.verl import worker
+from tests.integrations.verl.sglang_replica import BYTES, SglangReplica
+from tests.integrations.verl.subject import GPU, OFF, logged
+from tests.integrations.verl.worker import CAPACITY, batch
+from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 needs("verl")
+placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once here
+
+
+class Replica:
+    """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep."""
+
+    def __init__(self, file: Path, model: Path, **options: Any) -> None:
+        self._share, self._options = SharedCapacity(file, CAPACITY), options
+        self.awake: set[str] = set()
+        self.calls: list[str] = []
+        self.answers = True
+
+    def _hold(self) -> None:
+        self._share.claim(sum(BYTES[tag] for tag in self.awake), 0)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake_up {' '.join(tags)}")
+        self.awake |= set(tags)
+        self._hold()
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+        if not self.answers:
+            await asyncio.Event().wait()
+        self.awake.clear()
+        self._hold()
+
+    def adapter(self) -> Any:
+        return PlacedAdapter(self, **self._options)
+
+
+class Adapter:
+    """verl's end of it, as `verl.workers.rollout.base.BaseRollout` has it."""
+
+    def __init__(self, replica: Replica, free_cache_engine: bool = True) -> None:
+        self.replica, self.config = replica, SimpleNamespace(free_cache_engine=free_cache_engine)
+
+    async def resume(self, tags: list[str]) -> None:
+        await self.replica.wake_up(tags)
+
+    async def release(self) -> None:
+        await self.replica.sleep()
+
+    async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
+        for _name, _weight in weights:
+            pass
+
+
+class PlacedAdapter(PlacedRollout, Adapter):
+    """The class that `place` would make."""
+
+
+REPLICAS: dict[str, Any] = {"vllm": Replica, "sglang": SglangReplica}
+
+
+class Job:
+    """A worker as verl's `ActorRolloutRefWorker` is one: a trained actor, and the adapter of a rollout."""
+
+    def __init__(
+        self, rollout: str, model: Path, file: Path, policy: str = "colocated", budget_bytes: int | None = None, **options: Any
+    ) -> None:
+        from placement.integrations import verl as integration
+
+        integration.close_manager()
+        device = SimulatedDevice(CAPACITY, shared_with=file)
+        self.manager = Manager(device=device, policy=policy, budget_bytes=budget_bytes)
+        integration.use_manager(self.manager)
+        self.actor = worker.build(model, placed=True)
+        self.replica = REPLICAS[rollout](file, model, **options)
+        with logged() as self.told:
+            self.adapter = self.replica.adapter()
+
+    def sync(self) -> list[str]:
+        """`update_weights` of verl's worker. The tags that are on the device as each of its calls returns."""
+        found = []
+
+        async def update() -> None:
+            if getattr(self.adapter, "sleep_level", 2) != 1:  # of SGLang: its base weights stay awake
+                await self.adapter.resume(["weights"])
+                found.append(self.tags())
+            weights, _ = self.actor.engine.get_per_tensor_param()
+            await self.adapter.update_weights(weights, peft_config=None, base_sync_done=True, global_steps=1)
+            found.append(self.tags())
+            await self.adapter.resume(["kv_cache"])
+            found.append(self.tags())
+
+        asyncio.run(update())
+        return found
+
+    def sleep(self) -> None:
+        """The driver puts the rollout to sleep, which nobody tells the worker."""
+        asyncio.run(self.replica.sleep())
+
+    def tags(self) -> str:
+        return " ".join(sorted(self.adapter._colocated.residency.resident))
+
+    def seen(self) -> tuple[dict[str, str], str, int, bool]:
+        """States, the phase, the rollout's bytes, and whether all is in order."""
+        return self.states(), self.manager.phase_name, self.manager.handles["rollout"].resident_bytes, self.manager.audit().ok
+
+    def states(self) -> dict[str, str]:
+        return {name: handle.state.value for name, handle in self.manager.handles.items()}
+
+
+class Follower(Adapter):
+    """The adapter on a rank that does not lead the replica: as in verl it sends nothing."""
+
+    async def resume(self, tags: list[str]) -> None: ...
+
+    async def release(self) -> None: ...
+
+
+class PlacedFollower(PlacedRollout, Follower):
+    """The class that `place` would make."""
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    async def refuse(_: Adapter, weights: Iterator[tuple[str, torch.Tensor]], **__: Any) -> None:
+        raise RuntimeError(f"no room for {next(weights)[0]}")
+
+    take = Adapter.update_weights
+    Adapter.update_weights = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Adapter.update_weights = take  # type: ignore[method-assign]
+
+
+SLEEP = {"vllm": "sleep", "sglang": "sleep kv_cache weights"}
+"""The driver's call, and placement's where the driver has not made it. To SGLang the parts are named."""
+each_rollout = pytest.mark.parametrize("rollout", SLEEP)
+_WOKEN = ["wake_up weights", "wake_up kv_cache"]
+ASLEEP = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+SYNCED = ["weights", "weights", "kv_cache weights"]
 
 
 @pytest.fixture(scope="module")
@@ -21,52 +170,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return worker.write_model(tmp_path_factory.mktemp("model"))
 
 
-SLEEP = {"vllm": "sleep", "sglang": "sleep kv_cache weights"}
-"""The driver's call, and placement's where the driver has not made it. To SGLang the parts are named."""
-each_rollout = pytest.mark.parametrize("rollout", SLEEP)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Of the capacity that the rollout shares with the worker."""
+    return tmp_path / "capacity"
 
 
-@each_rollout
-def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
-    (found,) = one_rank.run(colocated.steps, rollout, model, tmp_path / "capacity", {})
-    asleep = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
-    assert found["syncs"] == [["weights", "weights", "kv_cache weights"]] * 3
-    assert found["awake"] == [({**asleep, "rollout": GPU}, "rollout", sum(BYTES.values()), True)] * 3
-    assert found["asleep"] == [(asleep, "idle", 0, True)] * 3
-    assert found["told"] == [
-        f"placement knows the rollout as 'rollout' ({'PlacedAdapter' if rollout == 'vllm' else 'PlacedServerAdapter'})"
-    ]
-    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 3, "each call once, and the sleep is the driver's"
-
-
-def test_sglang_that_serves_an_adapter_keeps_its_base_weights(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (found,) = one_rank.run(colocated.steps, "sglang", model, tmp_path / "capacity", {"lora_rank": 4})
-    assert found["syncs"] == [["", "kv_cache"]] * 3
-    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["awake"]] == [(GPU, "rollout", BYTES["kv_cache"])] * 3
-    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["asleep"]] == [(OFF, "idle", 0)] * 3
-    assert found["calls"] == ["wake_up kv_cache", "sleep kv_cache"] * 3
-
-
-@pytest.mark.parametrize(("rollout", "lora_rank"), [("vllm", None), ("sglang", None), ("sglang", 4)], ids=["vllm", "sglang", "adapter"])
-def test_it_wakes_again_where_the_worker_did_nothing_since(
-    one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, lora_rank: int | None
+@pytest.mark.parametrize(
+    ("rollout", "options", "synced", "awake_bytes", "calls"),
+    [
+        ("vllm", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["vllm"]]),
+        ("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
+        # It serves an adapter, and keeps its base weights.
+        ("sglang", {"lora_rank": 4}, ["", "kv_cache"], BYTES["kv_cache"], ["wake_up kv_cache", "sleep kv_cache"]),
+    ],
+    ids=["vllm", "sglang", "adapter"],
+)
+@on_ranks("one_rank")
+def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(
+    model: Path, file: Path, rollout: str, options: dict[str, Any], synced: list[str], awake_bytes: int, calls: list[str]
 ) -> None:
-    options = {} if lora_rank is None else {"lora_rank": lora_rank}
-    (calls,) = one_rank.run(colocated.slept_unseen, rollout, model, tmp_path / "capacity", options)
-    assert (
-        calls
-        == (["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] if lora_rank is None else ["wake_up kv_cache", "sleep kv_cache"]) * 2
-    )
-
-
-@each_rollout
-def test_it_is_put_to_sleep_where_the_driver_has_not(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
-    ((calls, state),) = one_rank.run(colocated.left_awake, rollout, model, tmp_path / "capacity")
-    assert calls == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]]
-    assert state == OFF
-
-
-_WOKEN = ["wake_up weights", "wake_up kv_cache"]
+    """Two steps in which the driver puts it to sleep before the worker computes, a sync between which and the next nobody but the driver
+    did anything, and an inference before which the driver does not put it to sleep."""
+    job = Job(rollout, model, file, **options)
+    for seed in range(2):
+        assert job.sync() == synced
+        assert job.seen() == ({**ASLEEP, "rollout": GPU}, "rollout", awake_bytes, True)
+        job.sleep()
+        job.actor.infer_batch(batch(seed))
+        job.actor.train_batch(batch(seed))
+        assert job.seen() == (ASLEEP, "idle", 0, True)
+    job.sync()
+    job.sleep()
+    job.sync()
+    job.actor.infer_batch(batch(0))
+    assert job.states()["rollout"] == OFF
+    assert job.told == [f"placement knows the rollout as 'rollout' ({type(job.adapter).__name__})"]
+    assert job.replica.calls == calls * 4, "each call once"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +214,6 @@ _WOKEN = ["wake_up weights", "wake_up kv_cache"]
     [
         ("vllm", {"policy": "resident"}, "policy 'resident' may keep it", [*_WOKEN, "sleep"]),
         ("vllm", {"free_cache_engine": False}, "free_cache_engine=False", [*_WOKEN, "sleep"]),
-        ("sglang", {"policy": "resident"}, "policy 'resident' may keep it", [*_WOKEN, SLEEP["sglang"]]),
         ("sglang", {"free_cache_engine": False}, "free_cache_engine=False", []),
         (
             "sglang",
@@ -83,112 +222,208 @@ _WOKEN = ["wake_up weights", "wake_up kv_cache"]
             [*_WOKEN, SLEEP["sglang"]],
         ),
     ],
-    ids=["policy", "never sleeps", "policy, sglang", "never sleeps, sglang", "no memory saver"],
+    ids=["policy", "never sleeps", "never sleeps, sglang", "no memory saver"],
 )
-def test_what_stays_verls_own(
-    one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, options: dict[str, Any], reason: str, calls: list[str]
-) -> None:
-    ((handles, told, made),) = one_rank.run(colocated.left_alone, rollout, model, tmp_path / "capacity", options)
-    assert handles == ["actor", "actor.optimizer"]
-    assert reason in told[0]
-    assert made == calls
+@on_ranks("one_rank")
+def test_what_stays_verls_own(model: Path, file: Path, rollout: str, options: dict[str, Any], reason: str, calls: list[str]) -> None:
+    job = Job(rollout, model, file, **options)
+    for tag in BYTES:
+        asyncio.run(job.adapter.resume([tag]))
+    asyncio.run(job.adapter.release())
+    assert list(job.manager.handles) == ["actor", "actor.optimizer"]
+    assert reason in job.told[0]
+    assert job.replica.calls == calls
 
 
-@pytest.mark.parametrize(("rollout", "back"), [("vllm", "sleep"), ("sglang", "sleep weights")])
-def test_a_budget_counts_it(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, back: str) -> None:
-    ((error, calls, state),) = one_rank.run(colocated.too_little_budget, rollout, model, tmp_path / "capacity")
-    assert "rollout" in error
-    assert calls[-2:] == ["wake_up weights", back], "the KV cache that does not fit was not asked for, and the weights went back"
-    assert state == OFF
+@on_ranks("one_rank")
+def test_a_budget_counts_it(model: Path, file: Path) -> None:
+    job = Job("sglang", model, file, budget_bytes=6 << 20)
+    job.sync()  # measures them
+    job.sleep()
+    job.actor.infer_batch(batch(0))
+    with pytest.raises(DeviceMemoryError, match="rollout"):  # 8 MiB, and the budget is 6 MiB
+        job.sync()
+    assert job.replica.calls[-2:] == ["wake_up weights", "sleep weights"], "the KV cache that does not fit was not asked for"
+    assert job.states()["rollout"] == OFF
 
 
-def test_a_rollout_that_fails_to_wake(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (error,) = one_rank.run(colocated.failure, model, tmp_path / "capacity")
-    assert "no memory left on the device" in error
+@on_ranks("one_rank")
+def test_the_weights_that_reach_sglang_are_the_actors(model: Path, file: Path) -> None:
+    job = Job("sglang", model, file)
+    job.sync()
+    weights, _ = job.actor.engine.get_per_tensor_param()
+    digest = hashlib.sha256()
+    for name, value in weights:
+        digest.update(name.encode() + as_bytes(value))
+    assert job.replica.server.weights == digest.hexdigest()
 
 
-def test_the_weights_that_reach_sglang_are_the_actors(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((received, published),) = one_rank.run(sglang_failures.weights_sent, model, tmp_path / "capacity")
-    assert received == published
+@on_ranks("one_rank")
+def test_an_sglang_that_refuses_to_wake_is_asleep_again(model: Path, file: Path) -> None:
+    job = Job("sglang", model, file)
+    asyncio.run(job.adapter.resume(["weights"]))
+    job.replica.refuse(True)
+    with pytest.raises(PlacementError, match="400"):
+        asyncio.run(job.adapter.resume(["kv_cache"]))
+    assert job.replica.calls == [*_WOKEN, "sleep weights"]
+    assert (job.states()["rollout"], job.manager.phase_name, job.replica.server.memory.tags) == (OFF, "idle", set())
+    job.replica.refuse(False)
+    job.actor.train_batch(batch(0))
+    job.sync()
+    assert job.replica.calls[3:] == _WOKEN
+    assert job.replica.server.accidents == []
 
 
-def test_an_sglang_that_refuses_to_wake_is_asleep_again(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (found,) = one_rank.run(sglang_failures.refused, model, tmp_path / "capacity")
-    assert "400" in found["error"]
-    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", "sleep weights"]
-    assert (found["state"], found["phase"], found["held"]) == (OFF, "idle", [])
-    assert found["later"] == ["wake_up weights", "wake_up kv_cache"]
-    assert found["accidents"] == []
+@on_ranks("one_rank")
+def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(model: Path, file: Path) -> None:
+    """It fails while it reads the weights, and somebody keeps the error, and with it the frames, which have the weights."""
+    job = Job("vllm", model, file)
+    with _refusing(), pytest.raises(RuntimeError, match=r"no room for model\.embed_tokens\.weight") as kept:
+        job.sync()
+    assert job.states() == ASLEEP
+    assert job.manager.phase_name == "idle"
+    assert job.sync() == SYNCED
+    del kept
 
 
-def test_a_sync_that_is_cut_off_leaves_sglang_asleep(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((error, state, calls, later),) = one_rank.run(sglang_failures.cut_off, model, tmp_path / "capacity")
-    assert (error, state) == ("the actor failed", OFF)
-    assert calls == ["wake_up weights", "sleep weights"]
-    assert later == ["wake_up weights", "wake_up kv_cache"]
+@on_ranks("one_rank")
+def test_a_sync_that_fails_is_told_although_its_server_waits_for_the_rest_of_the_weights(model: Path, file: Path) -> None:
+    job = Job("vllm", model, file)
+    job.replica.answers = False
+    with (
+        mock.patch.object(placed, "_LAST_SECONDS", 0.1),
+        _refusing(),
+        pytest.raises(RuntimeError, match=r"no room for model\.embed_tokens\.weight") as failed,
+    ):
+        job.sync()
+    assert "no answer within 0.1 s" in "".join(failed.value.__notes__)
+    assert job.states()["actor"] == OFF
+    with pytest.raises(PlacementError, match=r"no answer within 0\.1 s"):
+        job.sync()
 
 
-def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((error, states, later),) = one_rank.run(colocated.refused_weights, model, tmp_path / "capacity")
-    assert error == "no room for model.embed_tokens.weight"
-    assert states == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
-    assert later == ["weights", "weights", "kv_cache weights"]
-
-
-def test_a_sync_that_fails_is_told_although_its_server_waits_for_the_rest_of_the_weights(
-    one_rank: Ranks, model: Path, tmp_path: Path
-) -> None:
-    ((error, notes, states, later),) = one_rank.run(colocated.cut_off_server, model, tmp_path / "capacity")
-    assert error == "no room for model.embed_tokens.weight"
-    assert "no answer within 0.1 s" in "".join(notes)
-    assert states["actor"] == OFF
-    assert "no answer within 0.1 s" in later
-
-
-def test_all_weights_that_are_open_end_with_a_sync_that_fails(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+@on_ranks("one_rank")
+def test_all_weights_that_are_open_end_with_a_sync_that_fails(model: Path, file: Path) -> None:
     """verl opens those of LoRA's adapters before it sends the base."""
-    ((error, states, reading_on, later),) = one_rank.run(colocated.refused_base, model, tmp_path / "capacity")
-    assert error == "no room for model.embed_tokens.weight"
-    assert states == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
-    assert reading_on == "these weights ended with the sync that failed: ask the engine for new ones"
-    assert later == ["weights", "weights", "kv_cache weights"]
+    job = Job("vllm", model, file)
+    asyncio.run(job.adapter.resume(["weights"]))
+    adapters, _ = job.actor.engine.get_per_tensor_param()
+    base, _ = job.actor.engine.get_per_tensor_param()
+    with _refusing(), pytest.raises(RuntimeError, match=r"no room for model\.embed_tokens\.weight") as kept:
+        asyncio.run(job.adapter.update_weights(base))
+    assert job.states() == ASLEEP
+    with pytest.raises(PlacementError, match="these weights ended with the sync that failed: ask the engine for new ones"):
+        next(adapters)  # half of the weights would have counted as all
+    assert job.sync() == SYNCED
+    del kept
 
 
-def test_an_error_of_verls_is_not_hidden_by_what_fails_after_it(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((error, notes),) = one_rank.run(colocated.failing_ends, model, tmp_path / "capacity")
-    assert error == "no room for weight"
-    assert notes == ["placement: OSError: the weights cannot be closed", "placement: OSError: the phase cannot be left"]
+@on_ranks("one_rank")
+def test_an_error_of_verls_is_not_hidden_by_what_fails_after_it(model: Path, file: Path) -> None:
+    job = Job("vllm", model, file)
+
+    def torn() -> Iterator[Any]:
+        try:
+            yield "weight", torch.zeros(1)
+        finally:
+            raise OSError("the weights cannot be closed")
+
+    def stuck(_: BaseException | None) -> None:
+        raise OSError("the phase cannot be left")
+
+    job.adapter._open = SimpleNamespace(release=stuck)
+    with _refusing(), pytest.raises(RuntimeError, match="no room for weight") as failed:
+        asyncio.run(job.adapter.update_weights(torn()))
+    assert failed.value.__notes__ == ["placement: OSError: the weights cannot be closed", "placement: OSError: the phase cannot be left"]
 
 
-@pytest.mark.parametrize(("cancelled", "named"), [(False, "RuntimeError"), (True, "TimeoutError")], ids=["failed", "cancelled"])
-def test_weights_that_a_checkpoint_engine_cannot_send(one_rank: Ranks, model: Path, tmp_path: Path, cancelled: bool, named: str) -> None:
-    """No rollout tells placement of it: the task of verl's worker ends with the error."""
-    ((error, states, told),) = one_rank.run(colocated.failed_sender, model, tmp_path / "capacity", cancelled)
-    assert error.startswith(named)
-    assert states == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+@pytest.mark.parametrize(("cancelled", "error"), [(False, RuntimeError), (True, TimeoutError)], ids=["failed", "cancelled"])
+@on_ranks("one_rank")
+def test_weights_that_a_checkpoint_engine_cannot_send(model: Path, file: Path, cancelled: bool, error: type[Exception]) -> None:
+    """verl's own worker sends them. No rollout tells placement of it: the task of the worker ends with the error."""
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    job = Job("vllm", model, file)
+
+    async def send(weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
+        next(weights)
+        if cancelled:
+            await asyncio.sleep(60)
+        raise RuntimeError("the other end is gone")
+
+    engine, options = SimpleNamespace(send_weights=send), SimpleNamespace(rollout=SimpleNamespace(checkpoint_engine=None))
+    sender = SimpleNamespace(config=options, actor=job.actor, checkpoint_engine=engine)
+
+    async def update() -> None:
+        await asyncio.wait_for(ActorRolloutRefWorker.update_weights(sender, mode="nccl"), 0.1 if cancelled else None)
+
+    with logged() as told, pytest.raises(error) as kept:
+        asyncio.run(update())
+    assert job.states() == ASLEEP
     assert len(told) == 1
     assert told[0].startswith("a sync of weights has failed, so the phase of its model ends")
+    del kept
 
 
-def test_an_sglang_that_dies_is_not_asked_again(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (found,) = one_rank.run(sglang_failures.killed, model, tmp_path / "capacity")
-    assert found["state"] == OFF, "its memory is free"
-    first, second = found["errors"]
-    assert first.startswith("EngineLost: verl's rollout failed in resume()")
-    assert second.startswith("BrokenHandleError: 'rollout' is broken"), "nothing was sent"
-    assert found["after"] == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
-    assert found["calls"] == ["wake_up weights", "wake_up kv_cache"]
+@on_ranks("one_rank")
+def test_an_sglang_that_dies_is_not_asked_again(model: Path, file: Path) -> None:
+    job = Job("sglang", model, file)
+    job.sync()
+    job.replica.die(job.adapter)
+    job.actor.train_batch(batch(0))
+    assert job.states()["rollout"] == OFF, "its memory is free"
+    with pytest.raises(EngineLost, match=r"verl's rollout failed in resume\(\)"):
+        job.sync()
+    with pytest.raises(BrokenHandleError, match="'rollout' is broken"):  # nothing was sent
+        job.sync()
+    job.actor.train_batch(batch(1))
+    assert job.states() == ASLEEP
+    assert job.replica.calls == _WOKEN
 
 
 @each_rollout
-def test_a_replica_over_two_ranks(two_ranks: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
-    leader, follower = two_ranks.run(colocated.over_two_ranks, rollout, model, tmp_path / "capacity")
-    asleep = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
-    assert leader[0] == follower[0] == [{**asleep, "rollout": GPU}, asleep] * 2
-    assert leader[1] == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 2
-    assert follower[1] == (["sleep"] * 2 if rollout == "vllm" else []), "the driver's"
+@on_ranks("two_ranks")
+def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None:
+    manager = worker.use_simulated()
+    actor = worker.build(model, placed=True)
+    leads = dist.get_rank() == 0
+    if rollout == "sglang":
+        replica: Any = SglangReplica(file, model, leads=leads)
+        adapter = replica.adapter()
+    else:
+        replica = Replica(file, model)
+        adapter = replica.adapter() if leads else PlacedFollower(replica)
+
+    async def update() -> None:
+        await adapter.resume(["weights"])
+        weights, _ = actor.engine.get_per_tensor_param()
+        await adapter.update_weights(weights)
+        await adapter.resume(["kv_cache"])
+
+    for seed in range(2):
+        asyncio.run(update())
+        assert {name: handle.state.value for name, handle in manager.handles.items()} == {**ASLEEP, "rollout": GPU}
+        asyncio.run(replica.sleep())
+        actor.train_batch(batch(seed))
+        assert {name: handle.state.value for name, handle in manager.handles.items()} == ASLEEP
+    called = [*_WOKEN, SLEEP[rollout]] if leads else ["sleep"] if rollout == "vllm" else []  # the driver's
+    assert replica.calls == called * 2
 
 
-def test_verl_finds_the_placed_adapter(one_rank: Ranks) -> None:
-    (found,) = one_rank.run(colocated.placed_adapters)
-    assert found == {"bases": ["PlacedRollout", "Adapter"], "same": True, "unknown": "('nowhere', 'async')"}
+@on_ranks("one_rank")
+def test_verl_finds_the_placed_adapter() -> None:
+    """Of a rollout that `place` was called for, twice; and none of no name."""
+    worker.import_verl()
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class
+
+    _ROLLOUT_REGISTRY["nearby", "async"] = f"{__name__}.Adapter"
+    try:
+        placed.place("nearby")
+        placed.place("nearby")
+        found = get_rollout_class("nearby")
+        assert [base.__name__ for base in found.__bases__] == ["PlacedRollout", "Adapter"]
+        assert get_rollout_class("nearby") is found
+        with pytest.raises(KeyError, match="nowhere"):
+            placed.place("nowhere")
+    finally:
+        del _ROLLOUT_REGISTRY["nearby", "async"]

@@ -34,23 +34,14 @@ def test_checkpoints_for_transformers(two_ranks: Ranks, model: Path, tmp_path: P
     assert two_ranks.run(several.saved_for_transformers, model, tmp_path, {}) == [True, True]
 
 
-# Not FSDP1 unmerged: verl takes `.cpu()` of gathered weights, which on a CPU copies nothing, and FSDP1 frees them at once.
-@pytest.mark.parametrize(
-    ("strategy", "merge"), [("fsdp2", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp2", False), ("fsdp", True)))]
-)
-def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool) -> None:
+def test_lora(two_ranks: Ranks, model: Path) -> None:
     needs("peft")
-    for found in two_ranks.run(several.lora, model, {"strategy": strategy}, merge):
+    for found in two_ranks.run(several.lora, model, {"strategy": "fsdp2"}, True):
         assert found["states"]["publish"]["actor"] == SYNC
-        assert found["names"] == (27 if merge else 28)
-
-
-def test_a_policy_that_publishes_from_the_host(two_ranks: Ranks, model: Path) -> None:
-    assert two_ranks.run(several.published_from_the_host, model, {"strategy": "fsdp2"}) == [(SYNC, False)] * 2
+        assert found["names"] == 27
 
 
 def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
-    """Memory that one rank lacks is an error of both, and both can go on."""
     told = two_ranks.run(several.no_memory_on_one_rank, model)
     assert told == [["GroupError", "GroupError"]] * 2
 
