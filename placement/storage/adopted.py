@@ -63,7 +63,6 @@ class AdoptedStorage(Storage):
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
     on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
-    unborn_bytes = 0
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
         self.device = device

@@ -17,13 +17,15 @@ NUM_BYTES = 128 << 10  # the memory of small answers: a thousand words are enoug
 MOST_BYTES = 16 << 20  # that of large ones
 
 
-class _Exported:
-    """Presents host memory to torch as device memory. It must not be the object that holds the tensor: that cycle would run through C++,
-    unseen by any garbage collection."""
+class Exported:
+    """Presents memory to torch as device memory, uint8. A tensor over it keeps this object alive, and with it the owner of the memory.
 
-    def __init__(self, slab: HostSlab) -> None:
-        self._slab = slab
-        self.__cuda_array_interface__ = {"shape": (slab.nbytes // 8,), "typestr": "<i8", "data": (slab.address, False), "version": 3}
+    It must not be the object that holds the tensor: that cycle would run through C++, unseen by any garbage collection.
+    """
+
+    def __init__(self, owner: object, address: int, nbytes: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class HostWords:
@@ -40,7 +42,9 @@ class HostWords:
     def __init__(self, slab: HostSlab, device: torch.device, *, has_one_address: bool) -> None:
         wait_until_ready(slab.address, slab.nbytes)
         self.host = slab.view(0, slab.nbytes).view(torch.int64)
-        self.device = torch.as_tensor(_Exported(slab), device=device) if slab.pinned and has_one_address else None
+        self.device: torch.Tensor | None = None
+        if slab.pinned and has_one_address:
+            self.device = torch.as_tensor(Exported(slab, slab.address, slab.nbytes), device=device).view(torch.int64)
 
 
 class _Answer:
