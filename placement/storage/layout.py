@@ -50,27 +50,16 @@ class Adoptee:
 
 class RangeLayout:
     """Places for storages in a new range, with poison behind it. To make it touches no tensor.
-
-    Args:
-        reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
-
-    Raises:
-        RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be rebound;
-            a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
-        DeviceMemoryError: no addresses are left.
-
-    Attributes:
-        addresses: the range.
-        offsets: the place of each adoptee, in bytes from `addresses.base`.
-        nbytes: used length of the range.
-        ways: the way in which each adoptee gets to its place.
-    """
+    `reserve`: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
+    Raises RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be
+    rebound; a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
+    Raises DeviceMemoryError: no addresses are left."""
 
     def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> None:
         self._device = device
         self._adoptees = tuple(adoptees)
         self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
-        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)
+        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)  # how each gets there
         for adoptee, way in zip(self._adoptees, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(adoptee)
@@ -87,7 +76,7 @@ class RangeLayout:
             self._pool = device.adopter.pool(self.addresses, pooled_sizes, self)
             for i, index in self._pool_index.items():
                 places[i] = self._pool.offsets.get(index, 0)
-        self.offsets: tuple[int, ...] = tuple(places)
+        self.offsets: tuple[int, ...] = tuple(places)  # the place of each adoptee, in bytes from `addresses.base`
 
     def move_in(self, index: int) -> None:
         """Point adoptee `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""

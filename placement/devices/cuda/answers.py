@@ -29,20 +29,12 @@ class Exported:
 
 
 class HostWords:
-    """A slab viewed as int64 words.
-
-    Args:
-        has_one_address: whether registered host memory has the same address for kernels and for the host.
-
-    Attributes:
-        host: the words for the host.
-        device: the same words for kernels, which write to them directly; None where they cannot.
-    """
+    """A slab viewed as int64 words. `has_one_address`: whether registered host memory has the same address for kernels and for the host."""
 
     def __init__(self, slab: HostSlab, device: torch.device, *, has_one_address: bool) -> None:
         wait_until_ready(slab.address, slab.nbytes)
         self.host = slab.view(0, slab.nbytes).view(torch.int64)
-        self.device: torch.Tensor | None = None
+        self.device: torch.Tensor | None = None  # the same words for kernels, which write to them directly; None where they cannot
         if slab.pinned and has_one_address:
             self.device = torch.as_tensor(Exported(slab, slab.address, slab.nbytes), device=device).view(torch.int64)
 

@@ -56,14 +56,8 @@ def _closing(file: int) -> Iterator[int]:
 class MappedSlab(ReservedSlab):
     """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it.
 
-    Args:
-        register, unregister, place: see `Slab`. Each process places its own share.
-
-    Attributes:
-        extra: the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive.
-
-    Raises:
-        HostMemoryError: the machine or the control group does not have this process's share.
+    `extra` is the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive. Each
+    process places its own share (`place`). Raises HostMemoryError where the machine or the control group does not have that share.
     """
 
     def __init__(

@@ -147,31 +147,22 @@ class Arrivals:
 
 @dataclass(eq=False, kw_only=True)
 class Exchange:
-    """The moves of one phase transition.
-
-    Attributes:
-        chunk_pool: gives chunks to the handles that come, and gets those that nobody takes.
-        verifier: compares the bytes that arrive with those that were sent; None: nothing is compared.
-        room_bytes: device bytes that may be taken from the driver before any chunk was given up.
-        early_release: give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a
-            failure may then have to ask the driver for memory.
-        dropping: storages whose gradients are dropped when they leave, instead of saved.
-        staying: device bytes of storages that leave whose memory may stay aside, so that nobody waits while they are saved.
-        while_copying: called once, if any storage leaves. The link has work by then, unless memory has to be put aside first.
-        calls_since_seconds: from when on calls of what leaves have been waited for, see `CallGuard.wait`.
-        is_together: all ranks make these moves, in the same change of the group.
-    """
+    """The moves of one phase transition."""
 
     device: Device
-    chunk_pool: ChunkPool
-    verifier: Verifier | None
-    room_bytes: int
+    chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
+    verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
+    room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
     early_release: bool
-    dropping: Collection[ManagedStorage]
+    """Give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a failure may then have
+    to ask the driver for memory."""
+    dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
     staying: Mapping[ManagedStorage, int]
+    """Device bytes of storages that leave whose memory may stay aside, so that nobody waits while they are saved."""
     while_copying: Callable[[], object]
-    calls_since_seconds: float
-    is_together: bool = False
+    """Called once, if any storage leaves. The link has work by then, unless memory has to be put aside first."""
+    calls_since_seconds: float  # from when on calls of what leaves have been waited for, see `CallGuard.wait`
+    is_together: bool = False  # whether all ranks make these moves, in the same change of the group
 
     def __post_init__(self) -> None:
         self._arrivals = Arrivals(self.device, self.chunk_pool)
