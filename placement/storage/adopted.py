@@ -25,7 +25,7 @@ from placement.storage.layout import expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
-from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
+from placement.storage.scan import BORROWED, Relocated, StorageScanner, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
@@ -446,12 +446,10 @@ class AdoptedStorage(Storage):
             logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", self.name, str(error))
             return None
 
-    # --- dropping ranges
-
     def dead(self) -> list[Range]:
         """The ranges that nobody uses: every adopted storage has died, and no state dict that was loaded back has left a tensor there."""
         if dead := [r for r in self.ranges if not r.is_alive]:
-            tensors = (*(owned.tensor for owned in self.adapter.owned()), *borrowed())
+            tensors = (*(owned.tensor for owned in self.adapter.owned()), *BORROWED)
             used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
             dead = [r for r in dead if not r.has_any(used)]
         return dead

@@ -207,10 +207,6 @@ class ManagedStorage(AdoptedStorage):
         """Device bytes of the pages that an offload has left aside, some of which may still be being saved."""
         return sum(r.pages.bytes_of(r.pages.left()) for r in self.ranges)
 
-    def show_aside(self) -> int:
-        """Map what was prefetched, or left aside, behind the object's own addresses. Returns its bytes."""
-        return sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in self.ranges)
-
     def give_up_early(self, keep_bytes: int, chunk_pool: ChunkPool) -> int:
         """Give up the pages that are aside, except for the first ones, up to `keep_bytes`. Returns the device bytes given up."""
         if self.on_device or not self.is_consistent:  # an offload that broke off: only these pages may have the bytes
@@ -369,8 +365,6 @@ class ManagedStorage(AdoptedStorage):
                 r.note_shown()
             elif not r.is_shared:
                 r.prints = None
-
-    # --- what a move leaves behind
 
     def immovable(self) -> Iterator[RegistrationError]:
         """Errors about tensors that an offload has left on the device."""

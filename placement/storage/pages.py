@@ -256,8 +256,6 @@ class Pages:
             self.wait([index for index, page in enumerate(self.table) if page.copied == "to_host"])
             self._num_waited_for = max(self._num_waited_for, num_saves)
 
-    # --- recovery
-
     def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
         """Bring every page to one side, whatever state it is in. Idempotent.
 

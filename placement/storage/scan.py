@@ -57,38 +57,24 @@ class Scan(NamedTuple):
 
 
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
-_BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
-"""Tensors that lay in storages of another object when their own object was last looked at. They may have left placement since."""
-
-
-def alias_tables() -> list[dict[int, int]]:
-    """The `aliases` of each registered object. No table is ever changed: a look that finds other numbers makes another."""
-    return [scanner.aliases for scanner in _SCANNERS]
+BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
+"""Tensors that lay in storages of another object when their own object was last looked at (an optimizer's shard in the model's buffer).
+They may have left placement since."""
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
     """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object."""
     total = [0] * len(storages)
-    for table in alias_tables():
+    for table in [scanner.aliases for scanner in _SCANNERS]:
         total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
-
-
-def borrowed() -> Iterator[torch.Tensor]:
-    """The tensors of all objects that lie in storages of other objects, such as an optimizer's shard in the model's buffer."""
-    return iter(_BORROWED)
 
 
 def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
     """Note those of an object's tensors that lie in storages of other objects, because the object is about to leave placement."""
     for tensor in tensors:
         if RANGES.owner_of(tensor.untyped_storage().data_ptr()) is not None:
-            _BORROWED.add(tensor)
-
-
-def stepped() -> Iterator[torch.Tensor]:
-    """The parameters that registered optimizers step. An optimizer holds them even when their module is gone."""
-    return (tensor for scanner in _SCANNERS for tensor in scanner.adapter.stepped())
+            BORROWED.add(tensor)
 
 
 def lent_gradients() -> set[int]:
@@ -97,8 +83,9 @@ def lent_gradients() -> set[int]:
 
 
 def tensors_of_all_objects() -> Iterator[torch.Tensor]:
-    """The tensors that the registered objects of the process have now."""
-    return (tensor for scanner in _SCANNERS for tensor in scanner.tensors_now())
+    """The tensors that the registered objects of the process have now, and the parameters that optimizers step: these hold them even when
+    the module is gone."""
+    return itertools.chain.from_iterable((*scanner.adapter.stepped(), *scanner.tensors_now()) for scanner in _SCANNERS)
 
 
 def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
@@ -261,7 +248,7 @@ class StorageScanner:
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
-        _BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
+        BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
@@ -284,7 +271,7 @@ class StorageScanner:
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
-        _BORROWED.update(borrowed.values())
+        BORROWED.update(borrowed.values())
         bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
         stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
@@ -435,7 +422,7 @@ def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[
     """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
     `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
     found: dict[str, int] = {}
-    tables = alias_tables()
+    tables = [scanner.aliases for scanner in _SCANNERS]  # none is ever changed: a look that finds other numbers makes another
     for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work
         if r.counted is None:
             continue

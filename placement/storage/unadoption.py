@@ -11,7 +11,7 @@ import torch
 from placement.devices.base import Device
 from placement.storage.layout import move_out
 from placement.storage.range import Range
-from placement.storage.scan import StorageScanner, borrowed, note_borrowed, stepped, tensors_of_all_objects
+from placement.storage.scan import BORROWED, StorageScanner, note_borrowed, tensors_of_all_objects
 from placement.storage.writes import dense_parts
 from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
 
@@ -40,13 +40,13 @@ class Unadoption:
         # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from,
         # and a shard of an optimizer in the module's buffer.
         own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-        self._move_out(self._placed() + self._loaded_back(everything), (*own, *borrowed()))
+        self._move_out(self._placed() + self._loaded_back(everything), (*own, *BORROWED))
         others: list[Owned] = []
         if left := self._placed() + self._in_range(scanner.state_dict_tensors.shown()):
             # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
             # takes tens of milliseconds, so nobody is asked before.
             others = _users_in_the_process({storage._cdata for storage, _, _ in left})
-            self._move_out(left, (*stepped(), *tensors_of_all_objects(), *(each.tensor for each in others)))
+            self._move_out(left, (*tensors_of_all_objects(), *(each.tensor for each in others)))
         note_borrowed(owned.tensor for owned in everything)
         follow((*everything, *others))
         scanner.align_wrappers()

@@ -279,8 +279,7 @@ class WritesWhileOffloaded:
 
     def _home(self, place: Place) -> torch.UntypedStorage:
         """The storage at a place: the adopted one while anybody uses it, else a new one."""
-        home = place.entry.storage()
-        if home is None:
+        if (home := place.entry.storage()) is None:
             home = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
             place.range.replace(place.entry, home)
         return home
@@ -346,11 +345,11 @@ def _targets(adoptee: Adoptee, places: Mapping[str, Place]) -> list[tuple[torch.
     done = {id(tensor) for tensor, _ in named}
     by_form = {form_of(tensor): place for tensor, place in named}
     first, place = named[0]
-    others = [tensor for tensor in (*adoptee.bases, *adoptee.aliases) if id(tensor) not in done]
     targets = [(tensor, place, place.form) for tensor, place in named]
-    for tensor in others:
-        same = by_form.get(form_of(tensor))
-        targets.append((tensor, place, _translated(tensor, first.dtype, place)) if same is None else (tensor, same, same.form))
+    for tensor in (*adoptee.bases, *adoptee.aliases):
+        if id(tensor) not in done:
+            same = by_form.get(form_of(tensor))
+            targets.append((tensor, place, _translated(tensor, first.dtype, place)) if same is None else (tensor, same, same.form))
     return targets
 
 

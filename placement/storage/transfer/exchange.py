@@ -22,7 +22,7 @@ import torch
 from placement.core import interrupts
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage, MoveResult
-from placement.storage.pages import ChunkPool, Side
+from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
@@ -261,7 +261,7 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
-        self._arrived_early = {holding: holding.show_aside() for holding in coming}
+        self._arrived_early = {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied.
@@ -423,8 +423,6 @@ class Exchange:
         if any(each.has_new_state for each in leaving):
             self.device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
-
-    # --- loading
 
     def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:
