@@ -31,13 +31,10 @@ _BOTH: Sequence[Direction] = ("to_device", "to_host")
 _SECONDS_TO_PIN = 60.0
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Inspection(_Frozen):
+class Inspection(BaseModel):
     """One device, the host beside it, and what would slow moves down or stop them."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
     device: str
     uuid: str  # as in `nvidia-smi -L`; empty without a GPU
     total_bytes: int

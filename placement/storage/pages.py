@@ -70,11 +70,6 @@ class Page:
         """Whether it has memory behind addresses and no copy to it was started."""
         return self.memory is not None and self.behind is not Behind.POISON and self.newest is Side.HOST
 
-    @property
-    def was_left(self) -> bool:
-        """Whether an offload has left it aside. Nothing was copied in vain when its memory is given up."""
-        return self.behind is Behind.ASIDE and self.newest is not Side.HOST and self.copied != "to_device"
-
 
 class Pages:
     """The page table of one range.
@@ -122,8 +117,9 @@ class Pages:
         return [index for index in self.at(Behind.ASIDE) if self.table[index].lacks_bytes]
 
     def left(self) -> list[int]:
-        """The pages that an offload has left aside, in the order in which they are saved."""
-        return [index for index, page in enumerate(self.table) if page.was_left]
+        """The pages that an offload has left aside, in the order in which they are saved. No copy was in vain when these are given up."""
+        aside = ((index, self.table[index]) for index in self.at(Behind.ASIDE))
+        return [index for index, page in aside if page.newest is not Side.HOST and page.copied != "to_device"]
 
     def bytes_of(self, indices: Iterable[int]) -> int:
         """Device bytes of pages."""

@@ -38,10 +38,6 @@ class SharedPages(Pages):
         nbytes = min(nbytes, used - offset)
         return Copy(self._addresses.base + start + offset, self.host.address + start + offset, nbytes) if nbytes > 0 else None
 
-    @property
-    def can_be_aside(self) -> bool:
-        return False
-
     def reserve_aside(self, stop: object) -> None:
         """Do nothing: what other ranks copy or wait for does not stay aside."""
 
