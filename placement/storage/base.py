@@ -108,8 +108,7 @@ class Storage(abc.ABC):
         """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
 
-    unborn_bytes = 0
-    """The part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement."""
+    unborn_bytes = 0  # the part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
         """Update `kept_by_framework`; for an audit also with what is found only by looking everywhere."""
