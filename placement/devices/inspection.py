@@ -94,11 +94,9 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
 
 
 def settled(measure: Callable[[], Sequence[float]], spread: float = 0.02) -> list[float]:
-    """Measure until five totals in a row lie within `spread` of one another. Returns each figure's median over these five, in seconds.
-
-    A device, its driver and the threads that lock pages are slower at first, and a machine has slow moments: five figures taken at once
-    were up to 40 % too slow on an H100. After 30 times or two seconds the last five are taken as they are.
-    """
+    """Measure until five totals in a row lie within `spread` of one another. Returns each figure's median over these five, in seconds. A
+    device, its driver and the threads that lock pages are slower at first, and a machine has slow moments: five figures taken at once were
+    up to 40 % too slow on an H100. After 30 times or two seconds the last five are taken as they are."""
     measured = [measure()]  # the first one warms up
     began = time.monotonic()
     while True:
@@ -164,11 +162,9 @@ _OWNERS = "the driver's context and its kernels, libraries that allocate by them
 
 
 class Outside:
-    """The memory outside torch and placement, as of the last measurement, and who is known to hold it.
-
-    Not every library says how much its communicators hold, so the growth of this memory is noted whenever some have appeared. That is an
-    upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
-    """
+    """The memory outside torch and placement, as of the last measurement, and who is known to hold it. Not every library says how much its
+    communicators hold, so the growth of this memory is noted whenever some have appeared. That is an upper bound: kernels that were loaded
+    meanwhile are in it, and other processes' growth."""
 
     def __init__(self, device: Device, memory: DeviceMemory) -> None:
         self._device = device

@@ -84,10 +84,8 @@ class Chunk(abc.ABC):
 
 
 class HostSlab(abc.ABC):
-    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead.
-
-    Forked children do not have it (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes.
-    """
+    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead. Forked children do not have it
+    (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes."""
 
     address: int
     nbytes: int

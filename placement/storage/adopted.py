@@ -35,11 +35,9 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class HostReadLocks:
-    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint.
-
-    What would overwrite or give up the host copy waits until every lock has been given back. A load does not, because it only reads. So
-    training can begin while a checkpoint is being written.
-    """
+    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint. What would overwrite or give up the
+    host copy waits until every lock has been given back. A load does not, because it only reads. So training can begin while a checkpoint
+    is being written."""
 
     def __init__(self) -> None:
         self._open: list[threading.Event] = []
@@ -235,10 +233,8 @@ class AdoptedStorage(Storage):
         return f"{left:,} bytes on the device" if left else None
 
     def drifted(self) -> list[tuple[str, int]]:
-        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
-
-        On the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state.
-        """
+        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart. On
+        the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
         born = self.scanner.rescan()  # relocated storages are in `found` already, by their addresses
@@ -386,10 +382,8 @@ class AdoptedStorage(Storage):
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve places for the new storages and start saving them, without gradients if the commit `drops` them.
-
-        Returns their ranges, and whether any of them is not transient.
-        """
+        """Reserve places for the new storages and start saving them, without gradients if the commit `drops` them. Returns their ranges,
+        and whether any of them is not transient."""
         fresh, stays = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
@@ -436,9 +430,8 @@ class AdoptedStorage(Storage):
         return self.scanner.adopt(adoptees, in_parts=in_parts)
 
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
-        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move.
-
-        None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
+        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move. None where
+        there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
         `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use."""
         try:
             return self._adopt_lasting(besides, in_parts=True)

@@ -224,11 +224,8 @@ class HostCopy(NamedTuple):
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
     """The position of the host copy, among `copies` (soonest needed first), that leaves or comes next; None when each is where it should
-    be, as far as the limit allows.
-
-    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle. `fixed_bytes`
-    is host memory beside them that counts and cannot leave.
-    """
+    be, as far as the limit allows. Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or
+    where they are idle. `fixed_bytes` is host memory beside them that counts and cannot leave."""
     held = fixed_bytes + sum(copy.nbytes for copy in copies if copy.is_here)
     leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
     if held > limit_bytes:
@@ -248,11 +245,9 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
 
 
 class Keeper:
-    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next.
-
-    Who waits for a host copy goes before that. Others make room for it first, and it goes over the limit where there is none to make: a
-    phase transition does not fail for that.
-    """
+    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next. Who waits for a
+    host copy goes before that. Others make room for it first, and it goes over the limit where there is none to make: a phase transition
+    does not fail for that."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

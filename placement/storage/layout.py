@@ -205,13 +205,11 @@ def move_out(
     now: torch.Tensor,
     homes: dict[int, torch.UntypedStorage],
 ) -> None:
-    """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
-
-    If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a
-    tensor that is not among them stays in the range.
+    """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the target is the range's own device, every
+    user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a tensor that is not among them stays in the range.
     `now`: the bytes, uint8, of the storage's size.
-    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
-    Raises torch.OutOfMemoryError: no memory on the target; nothing changed."""
+    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage. Raises
+    torch.OutOfMemoryError: no memory on the target; nothing changed."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return

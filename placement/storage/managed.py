@@ -115,9 +115,8 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
-
-        Before an offload the device has been waited for.
+        """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state. Before an offload the device
+        has been waited for.
         Raises HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
         Raises IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun."""
         if self.lost is not None:
@@ -159,10 +158,8 @@ class ManagedStorage(AdoptedStorage):
             note(self)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy.
-
-        A part may be left to other ranks (see `ReplicatedStorage`): then the load is incomplete until `complete`.
-        """
+        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy. A part may be left
+        to other ranks (see `ReplicatedStorage`): then the load is incomplete until `complete`."""
         return fill(self.device, [(r.pages, indices)])
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
@@ -177,10 +174,8 @@ class ManagedStorage(AdoptedStorage):
         Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
-        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy.
-
-        Returns False, with nothing done, where somebody has got tensors of a state dict meanwhile: they would read poison until then.
-        """
+        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy. Returns False, with nothing
+        done, where somebody has got tensors of a state dict meanwhile: they would read poison until then."""
         self.has_newest.clear()
         self._is_hiding = True
         self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
@@ -271,10 +266,8 @@ class ManagedStorage(AdoptedStorage):
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Finish a move that was committed, or undo one that was not: bring everything in line with `on_device`. Idempotent.
-
-        If an unfinished offload gave up memory that cannot be had back, the rest of the object is offloaded, too.
-        """
+        """Finish a move that was committed, or undo one that was not: bring everything in line with `on_device`. Idempotent. If an
+        unfinished offload gave up memory that cannot be had back, the rest of the object is offloaded, too."""
         if self.is_consistent:
             return
         if self.on_device:
@@ -356,10 +349,8 @@ class ManagedStorage(AdoptedStorage):
         self.is_stepping = False
 
     def _distrust_host_copies_with_views(self) -> None:
-        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view.
-
-        The host copy of a readonly object stays as they leave it: the next load takes the fingerprints anew.
-        """
+        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view. The host copy of a
+        readonly object stays as they leave it: the next load takes the fingerprints anew."""
         for r, _ in self.state_dict_tensors.left_on_host():
             if self.readonly:
                 r.note_shown()

@@ -253,10 +253,9 @@ class Pages:
             self._num_waited_for = max(self._num_waited_for, num_saves)
 
     def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
-        """Bring every page to one side, whatever state it is in. Idempotent.
-
-        With `DEVICE`, all memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host copy has
-        the newest bytes, or gets them: pages that were saved from aside, or prefetched, keep their memory there.
+        """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all memory is behind the own addresses, with
+        the newest bytes. With `HOST`, poison is there, and the host copy has the newest bytes, or gets them: pages that were saved from
+        aside, or prefetched, keep their memory there.
         Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then."""
         if side is Side.DEVICE:
             if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
@@ -356,9 +355,7 @@ Start = Callable[[Sequence[Copy], Direction], None]
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
     """Start copying those of these pages to the device that have memory and are newest in the host copy, by one call and with one mark.
-
-    Returns the bytes to copy.
-    """
+    Returns the bytes to copy."""
     lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
     _copy(device, [part for part in lacking if part[1]], "to_device")
     return sum(pages.used_bytes_of(those) for pages, those in lacking)
@@ -388,10 +385,9 @@ def runs(indices: Iterable[int]) -> Iterator[list[int]]:
 
 
 class ChunkPool:
-    """The chunk pool of one phase transition.
-
-    No chunk goes back to the driver before `release`, so a phase transition that fails asks the driver for nothing. There is one exception:
-    for a size that the pool does not have, chunks of other sizes make room. Going back frees the chunk that took their room first.
+    """The chunk pool of one phase transition. No chunk goes back to the driver before `release`, so a phase transition that fails asks the
+    driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back frees
+    the chunk that took their room first.
     `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
     `left_by`: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks."""
 

@@ -238,11 +238,9 @@ class Owner(Protocol):
 
 
 class _Table:
-    """The owner of each range, by its device addresses.
-
-    There is no lock: a garbage collection in the middle of a call may drop a manager, which then removes its ranges in the same thread.
-    Each change is one dictionary operation, and `_map` is made anew at the first question after a change.
-    """
+    """The owner of each range, by its device addresses. There is no lock: a garbage collection in the middle of a call may drop a manager,
+    which then removes its ranges in the same thread. Each change is one dictionary operation, and `_map` is made anew at the first question
+    after a change."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, tuple[int, int, weakref.ref[Owner]]] = {}

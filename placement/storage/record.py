@@ -250,10 +250,8 @@ class ChangeRecord:
             piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)
 
     def finish(self) -> None:
-        """Wait until everything is compared, before a move is committed, and give the device memory back.
-
-        After a move that has failed before, the next one does it.
-        """
+        """Wait until everything is compared, before a move is committed, and give the device memory back. After a move that has failed
+        before, the next one does it."""
         with self._unless_out_of_memory():
             while self._comparing:
                 self._take()

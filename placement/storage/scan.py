@@ -300,11 +300,9 @@ class StorageScanner:
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
-        """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None.
-
-        An optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
-        whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen.
-        """
+        """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None. An
+        optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
+        whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen."""
         owners = {key: RANGES.owner_of(each.storage.data_ptr()) for key, each in found.items()}
         theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
         modules: Collection[Owner] = ()

@@ -116,10 +116,8 @@ class StateDictTensors:
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides over a storage at another address, which `make` makes if there is none yet.
-
-        Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
-        """
+        """A tensor of the same type, shape and strides over a storage at another address, which `make` makes if there is none yet. Tensors
+        that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once."""
         with torch.no_grad():
             known = self._storages.get(address)
             storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
@@ -130,9 +128,7 @@ class StateDictTensors:
 
     def take_over(self, storages: Collection[int]) -> None:
         """Let those tensors that other objects handed out and that lie in these storages (`_cdata`) follow this object, which owns them.
-
-        State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in.
-        """
+        State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in."""
         for other in _IN_USE if storages else ():
             found = {id(tensor): tensor for tensor in other if tensor.untyped_storage()._cdata in storages}
             if other is self or not found:
@@ -178,10 +174,8 @@ class StateDictTensors:
     # --- where they point
 
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not.
-
-        For a sparse one it is a copy of the present values.
-        """
+        """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not. For a sparse
+        one it is a copy of the present values."""
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):

@@ -18,10 +18,8 @@ MOST_BYTES = 16 << 20  # that of large ones
 
 
 class Exported:
-    """Presents memory to torch as device memory, uint8. A tensor over it keeps this object alive, and with it the owner of the memory.
-
-    It must not be the object that holds the tensor: that cycle would run through C++, unseen by any garbage collection.
-    """
+    """Presents memory to torch as device memory, uint8. A tensor over it keeps this object alive, and with it the owner of the memory. It
+    must not be the object that holds the tensor: that cycle would run through C++, unseen by any garbage collection."""
 
     def __init__(self, owner: object, address: int, nbytes: int) -> None:
         self._owner = owner

@@ -86,11 +86,9 @@ class SharedTensors:
         self.collected_bytes = 0  # about the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too
 
     def collect(self) -> None:
-        """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured.
-
-        Costs a look at an empty list in a process that never shared a tensor. Bytes are only counted where one was shared through
-        pickling, because measuring them costs more than the rest.
-        """
+        """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured. Costs a look
+        at an empty list in a process that never shared a tensor. Bytes are only counted where one was shared through pickling, because
+        measuring them costs more than the rest."""
         was_shared = bool(reductions.shared_cache)
         try:
             if self._is_capturing():

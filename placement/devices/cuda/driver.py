@@ -172,11 +172,9 @@ End = Callable[[Life], bool]
 
 
 class Lives:
-    """The ledger of every object that owns a driver resource. It lives as long as they do.
-
-    An object may die at any time: on another thread while the driver works, or here in the middle of another release, by a garbage
-    collection. A number that the driver has released may soon belong to another resource. So each life is ended by exactly one call.
-    """
+    """The ledger of every object that owns a driver resource. It lives as long as they do. An object may die at any time: on another thread
+    while the driver works, or here in the middle of another release, by a garbage collection. A number that the driver has released may
+    soon belong to another resource. So each life is ended by exactly one call."""
 
     def __init__(self) -> None:
         self.owned: dict[Life, int] = {}  # bytes by object. Who removes an entry releases the bytes.

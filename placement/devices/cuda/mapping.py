@@ -45,10 +45,8 @@ _EMPTY = Slot(None, (), 0)
 
 
 class Extent:
-    """The slots of one range. The cost of a call depends only on the slots that it changes.
-
-    If the driver refuses a part of a change, its slots are in doubt: the next change of these slots assumes nothing about their mappings.
-    """
+    """The slots of one range. The cost of a call depends only on the slots that it changes. If the driver refuses a part of a change, its
+    slots are in doubt: the next change of these slots assumes nothing about their mappings."""
 
     def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
         self._driver = driver

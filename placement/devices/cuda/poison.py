@@ -16,9 +16,8 @@ _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
 
 class Poison:
-    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere.
-
-    They are compared at every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
+    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere. They are compared at
+    every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
     `view`: all bytes of both chunks, on the device.
     `answer`: two words for the result. Not a pinned tensor of torch's: when such a tensor dies in a forked child, it calls the device
     there, which kills the child."""

@@ -187,9 +187,8 @@ def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) 
 
 
 def release(slab: Slab) -> None:
-    """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned.
-
-    The addresses stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
+    """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned. The addresses
+    stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
     Raises OSError: the kernel refused. The bytes are still there."""
     slab.unpin()
     if not _drop(slab):

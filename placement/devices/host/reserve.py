@@ -35,11 +35,9 @@ _alive: WeakIdSet[Reservation] = WeakIdSet()
 
 
 class Reservation:
-    """The memory behind a slab, and the progress of its preparation.
-
-    The slab holds it, and so does a thread while it works on a piece. The memory is freed when the last of them lets go. When the slab
-    dies, no further piece is begun. Its bytes count as taken from now on, in every check of available memory.
-    """
+    """The memory behind a slab, and the progress of its preparation. The slab holds it, and so does a thread while it works on a piece. The
+    memory is freed when the last of them lets go. When the slab dies, no further piece is begun. Its bytes count as taken from now on, in
+    every check of available memory."""
 
     def __init__(self, slab: object, nbytes: int) -> None:
         self._dead: list[object] = []

@@ -80,10 +80,8 @@ class ReservedSlab(HostSlab):
 
 
 class Slab(ReservedSlab):
-    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`.
-
-    Without `register` the memory is touched before the constructor returns. With it the constructor returns at once, and the memory is
-    touched and registered in the background.
+    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `register` the memory is touched before the
+    constructor returns. With it the constructor returns at once, and the memory is touched and registered in the background.
     `nbytes`: the exact size; 0 maps nothing.
     `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
     thread. A slab that it refuses stays pageable.

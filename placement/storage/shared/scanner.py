@@ -34,10 +34,8 @@ _PIECE_BYTES = 64 << 20  # bytes of a storage for one fingerprint. Computing one
 
 class SharedScanner(StorageScanner):
     """A scanner whose first ranges are shared by all ranks. All of a readonly object and of an optimizer is in one; the frozen parameters
-    of another module are in one, and those that are trained in a second. Every other range is this rank's own.
-
-    An optimizer's state does not exist yet. Its host copy is made at registration, and all ranks write it together at the first offload.
-    """
+    of another module are in one, and those that are trained in a second. Every other range is this rank's own. An optimizer's state does
+    not exist yet. Its host copy is made at registration, and all ranks write it together at the first offload."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks, *, readonly: bool) -> None:
         super().__init__(device, adapter, name, owner)
@@ -246,11 +244,8 @@ def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) ->
 
 
 def _fingerprints(adoptees: Sequence[Adoptee]) -> list[tuple[str, int]]:
-    """(name, 64 bits) of every piece of every storage, computed where the storage lies.
-
-    Storages on the host are hashed, by threads. A hash is never compared with a device's fingerprint, because ranks of the same layout have
-    the same tensors on the host.
-    """
+    """(name, 64 bits) of every piece of every storage, computed where the storage lies. Storages on the host are hashed, by threads. A hash
+    is never compared with a device's fingerprint, because ranks of the same layout have the same tensors on the host."""
     on_host = [adoptee for adoptee in adoptees if adoptee.storage.device.type == "cpu"]
     pieces = [(adoptee, start) for adoptee in on_host for start in range(0, adoptee.nbytes, _PIECE_BYTES)]
     with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:

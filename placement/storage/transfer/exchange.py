@@ -107,10 +107,8 @@ class Arrivals:
         return sum(nbytes <= room_bytes for nbytes in sizes)
 
     def bring_more(self) -> None:
-        """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies.
-
-        A short first one starts the link; the longer it has work, the more may be mapped. A burst may cover several ranges.
-        """
+        """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
+        the link; the longer it has work, the more may be mapped. A burst may cover several ranges."""
         gathers = any(r.is_shared for _, r, _ in self._full or self._tails)
         wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
         self._burst = left = min(wanted, len(self._full or self._tails))
@@ -170,10 +168,9 @@ class Exchange:
         """Bytes that were on the device before they were waited for, by storage that comes."""
 
     def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
-        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone.
-
-        Returns when the offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the
-        calling thread's current stream waits for them. After an error every storage is settled on one side or the other.
+        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
+        are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
+        waits for them. After an error every storage is settled on one side or the other.
         Raises DeviceMemoryError, HostMemoryError: no memory.
         Raises IntegrityError: the bytes that arrived are not those that were sent.
         Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
@@ -264,10 +261,8 @@ class Exchange:
         self._arrived_early = {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
-        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied.
-
-        If memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there.
-        """
+        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied. If
+        memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there."""
         parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
             next(part, None)

@@ -126,11 +126,9 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
 
 
 def mirror(holding: ManagedStorage) -> None:
-    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up.
-
-    It takes no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since
-    the last offload, because they have no place in the host copy yet.
-    """
+    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up. It takes
+    no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since the last
+    offload, because they have no place in the host copy yet."""
     if not holding.on_device or holding.readonly:  # the host copy of a readonly object is always right
         return
     holding.host_read_locks.wait()
