@@ -36,8 +36,7 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 class HostReadLocks:
     """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint. What would overwrite or give up the
-    host copy waits until every lock has been given back. A load does not, because it only reads. So training can begin while a checkpoint
-    is being written."""
+    host copy waits until every lock has been given back. A load does not, because it only reads."""
 
     def __init__(self) -> None:
         self._open: list[threading.Event] = []

@@ -43,7 +43,6 @@ class Place(enum.Enum):
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
     `slab`, `holder`: kept alive by others alone. The holder is an `AdoptedStorage`.
-    `name`: the handle's name.
     `directory`: the folder of files; None: it leaves only where it `drops`."""
 
     def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:

@@ -115,8 +115,7 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state. Before an offload the device
-        has been waited for.
+        """Begin a move, an offload with the device idle. From here to the end of `make_consistent` the object may be in any state.
         Raises HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
         Raises IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun."""
         if self.lost is not None:
@@ -217,8 +216,7 @@ class ManagedStorage(AdoptedStorage):
         return given
 
     def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided. The host copy is complete all the
-        time."""
+        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""

@@ -117,7 +117,6 @@ Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
 
 class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
-    `kind`: the object's kind.
     `readonly`: whether the host copy is never replaced."""
 
     def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool) -> None:

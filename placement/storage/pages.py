@@ -72,11 +72,9 @@ class Page:
 
 
 class Pages:
-    """The page table of one range.
-    `addresses`: the range's own.
+    """The page table of one range, which has these `addresses`.
     `sizes`: bytes of each page's memory: full chunks, and a tail.
-    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
-    `host`: the host copy."""
+    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted."""
 
     def __init__(self, device: Device, addresses: Addresses, sizes: Sequence[int], used_bytes: int, host: HostSlab) -> None:
         self._device = device
@@ -153,8 +151,7 @@ class Pages:
 
         Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or another handle's values, which a checkpoint
         or a loss would take in unnoticed. So a chunk is wiped before it is mapped there: it is poison until bytes arrive. That is done
-        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If the driver refuses, memory that is behind no address
-        goes to the chunk pool.
+        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If it fails, memory behind no address goes to the pool.
         """
         chunks = chunk_pool.take([self.sizes[index] for index in indices])
         try:
@@ -354,8 +351,7 @@ Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
-    """Start copying those of these pages to the device that have memory and are newest in the host copy, by one call and with one mark.
-    Returns the bytes to copy."""
+    """Start copying those of these pages to the device that have memory and lack the bytes, by one call. Returns their bytes."""
     lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
     _copy(device, [part for part in lacking if part[1]], "to_device")
     return sum(pages.used_bytes_of(those) for pages, those in lacking)

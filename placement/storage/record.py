@@ -42,8 +42,7 @@ class Piece:
     dtype: torch.dtype
     published: torch.dtype  # the dtype in which it is compared
     found: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; a position may be in
-    several."""
+    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; some are in several."""
     num_found: int = 0
     is_dropped: bool = False  # whether more has changed than is recorded
 
@@ -250,8 +249,7 @@ class ChangeRecord:
             piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)
 
     def finish(self) -> None:
-        """Wait until everything is compared, before a move is committed, and give the device memory back. After a move that has failed
-        before, the next one does it."""
+        """Wait until everything is compared, before a move is committed, and give the device memory back."""
         with self._unless_out_of_memory():
             while self._comparing:
                 self._take()

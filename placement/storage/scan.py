@@ -83,8 +83,7 @@ def lent_gradients() -> set[int]:
 
 
 def tensors_of_all_objects() -> Iterator[torch.Tensor]:
-    """The tensors that the registered objects of the process have now, and the parameters that optimizers step: these hold them even when
-    the module is gone."""
+    """The tensors that the registered objects of the process have now, and the parameters that optimizers step: modules may be gone."""
     return itertools.chain.from_iterable((*scanner.adapter.stepped(), *scanner.tensors_now()) for scanner in _SCANNERS)
 
 
@@ -212,8 +211,7 @@ class StorageScanner:
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
         self.spare: HostSlab | None = None
-        """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than
-        copying to it."""
+        """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes long."""
         self.moves_together = False  # whether all ranks of a group are making the present move, in the same change of the group
         _SCANNERS.add(self)
 

@@ -1,5 +1,4 @@
-"""Calls of the CUDA driver: where its functions come from, when they may be called, how errors become exceptions, and when resources
-are released."""
+"""Calls of the CUDA driver: when they may be made, how errors become exceptions, and when resources are released."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def refuse_rocm(name: str) -> None:
 class Driver:
     """The driver for one device, with torch's (the primary) context.
 
-    `with driver:` makes that context current on the calling thread. Reentrant.
-    `peers`: see `CudaDevice`.
+    `with driver:` makes that context current on the calling thread. Reentrant. For `peers` see `CudaDevice`.
     Raises PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
     management, or a peer cannot reach it."""
 

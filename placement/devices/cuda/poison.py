@@ -19,8 +19,7 @@ class Poison:
     """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere. They are compared at
     every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
     `view`: all bytes of both chunks, on the device.
-    `answer`: two words for the result. Not a pinned tensor of torch's: when such a tensor dies in a forked child, it calls the device
-    there, which kills the child."""
+    `answer`: two words for the result. Not torch's pinned memory, which kills a forked child that drops it."""
 
     def __init__(self, driver: Driver, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostWords) -> None:
         self.chunks = PoisonChunks(full, tail)

@@ -78,8 +78,7 @@ class Reservation:
             interrupts.check()
 
     def countdown(self) -> Callable[[], None]:
-        """A function for a thread to call when it no longer holds this object. The last call sets `ready`, so a slab that dies after
-        that frees its memory at once."""
+        """A function for a thread to call when it no longer holds this object. The last call sets `ready`: the slab can die at once."""
         return functools.partial(_count_down, self._let_go, len(self.untouched), self.ready)
 
     @property

@@ -95,8 +95,7 @@ class MappedSlab(ReservedSlab):
 
     def pin(self) -> None:
         """Pin all of it in the background, in this process, once every process has taken its share. With its own share alone torch could
-        not copy a state dict's tensor that crosses two ranks' shares, and a rank that must load alone would do so at a quarter of the
-        link's speed."""
+        not copy a state dict's tensor that crosses two ranks' shares, and one that loads alone would be four times slower."""
         if self._register is not None and self.nbytes:
             self._memory.untouched = [self._size]  # the length for `begin`; nothing more is allocated
             self._memory.begin(self.address, None, self._register, self._unregister)

@@ -40,8 +40,7 @@ BATCH = 2
 """The number of copied pages that are vacated together when none waits for their memory. While the link is busy the driver takes 0.9 ms
 to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
 _LAST = 1
-"""The number of last pages of a range that are vacated separately, once the link is idle: copying them takes longer than vacating those
-before them."""
+"""The number of last pages of a range that are vacated separately, once the link is idle: copying takes longer than vacating."""
 _CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
 _LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
 _SECOND = 16
@@ -152,8 +151,7 @@ class Exchange:
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
     room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
     early_release: bool
-    """Give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a failure may then have
-    to ask the driver for memory."""
+    """Give chunks that nobody waits for back while the rest is being copied. Going back may then have to ask the driver."""
     dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
     staying: Mapping[ManagedStorage, int]
     """Device bytes of storages that leave whose memory may stay aside, so that nobody waits while they are saved."""
@@ -309,8 +307,7 @@ class Exchange:
     # --- finding what changed, and copying it
 
     def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
-        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches, part by
-        part."""
+        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches."""
         dropped = set(leaving.dropped or ())
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
         if self.verifier is not None:

@@ -7,8 +7,7 @@ to the host behind the step, so that the link is busy both ways beside the kerne
 The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes are
 on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both
 home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their old
-state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step once
-all are.
+state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts once all are.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a
 
 class Verifier:
     """Compares the bytes that arrived with those that were sent.
-    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is no
-    verifier."""
+    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time."""
 
     def __init__(self, mode: Verify) -> None:
         self._mode = mode
