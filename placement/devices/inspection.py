@@ -42,14 +42,11 @@ class Inspection(BaseModel):
     chunk_bytes: int  # the size in which device memory moves between handles
     link: LinkRates
     host_available_bytes: int  # host memory that this process can still take: the machine's, or what its control groups leave
-    disk_free_bytes: int | None = None
-    """Free bytes of the disk that host copies leave for (`Settings.disk_directory`); None where none is set."""
-    pageable_reason: str | None
-    """Why host memory could not be page-locked, so that copies run at a fraction of the link's rate; None if it could."""
+    disk_free_bytes: int | None = None  # of the disk that host copies leave for (`Settings.disk_directory`); None where none is set
+    pageable_reason: str | None  # why host memory could not be page-locked, so that copies are slower; None if it could
     numa_nodes: int
     numa_node: int | None  # the device's node. None: the machine has one node, or does not say.
-    transitions: TransitionSeconds | None = None
-    """The seconds that phase transitions take beside their copies; None where they were not measured."""
+    transitions: TransitionSeconds | None = None  # the seconds that phase transitions take beside copies; None: not measured
     versions: dict[str, str]
     findings: tuple[str, ...]  # sentences about what is not as it should be; empty if all is well
 

@@ -72,12 +72,10 @@ class AdoptedStorage(Storage):
         self.gradients = Gradients(adapter)
         self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
         self.nan_check = NanCheck(self.by_address, device, adapter.kind, readonly=readonly)
-        self.calls = NO_CALLS
-        """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
+        self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
-        self.is_consistent = True
-        """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
+        self.is_consistent = True  # False from before the first change of a move to the end of `make_consistent`
         self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
         self._is_vacating = self._is_hiding = False
         """Whether an offload that is not committed yet may have taken memory from behind the object's addresses, and whether it may have
@@ -85,12 +83,9 @@ class AdoptedStorage(Storage):
         self.has_newest = threading.Event()  # cleared while that is so. Other threads that are to be shown the host copy wait for it.
         self.has_newest.set()
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
-        self._moving_in: frozenset[int] = frozenset()
-        """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
-        self._relocated: Sequence[Relocated] = ()
-        """The storages that this offload has found away from their places. They get new ones, and leave the old ones empty."""
-        self._dropped: tuple[Range, ...] | None = None
-        """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
+        self._moving_in: frozenset[int] = frozenset()  # new storages (`_cdata`) that this offload takes in: who uses them follows
+        self._relocated: Sequence[Relocated] = ()  # storages found away from their places by this offload, which get new ones
+        self._dropped: tuple[Range, ...] | None = None  # gradients that this offload drops at its commit; None: they are saved
         self._may_have_stray_references = True
         self.before_offload: list[Callable[[Any], object]] = []
         self.before_change: list[Callable[[Collection[object]], object]] = []

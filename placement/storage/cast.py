@@ -63,8 +63,7 @@ class CastRange(Range):
     def __init__(self, device: Device, *its: Any) -> None:
         super().__init__(device, *its)
         self._device = device
-        self.lock = threading.RLock()
-        """Held while weights are cast into the slab, and from the decision of an offload that they are a cast up to its end."""
+        self.lock = threading.RLock()  # held during a cast into the slab, and from an offload's decision that they are a cast up to its end
 
     def lacks(self) -> str | None:
         """Words for weights that are not at their places, or have no masters: the range is no cast for good. None if all are there."""

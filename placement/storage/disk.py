@@ -47,8 +47,7 @@ class Spill:
 
     def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
-        self.is_claimed = False
-        """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
+        self.is_claimed = False  # whether somebody may use its addresses until the keeper is told anew what is needed. If so, it stays.
         self.is_used = False  # whether anybody has used it since then
         self.can_leave = False  # whether nothing but a claim or a tensor over it speaks against leaving
         self.drops = False  # whether the device has the bytes, and its next offload copies all of them: nothing need be written
@@ -60,8 +59,7 @@ class Spill:
         self._counters = counters
         self._keeper = keeper
         self._num_uses = 0
-        self._file: DiskFile | None = None
-        """The file is kept while the bytes are in host memory: what does not change need not be written again."""
+        self._file: DiskFile | None = None  # kept while the bytes are in host memory: what does not change need not be written again
         slab.before_use, slab.on_claim = self._use, self.claim
 
     @property

@@ -22,8 +22,7 @@ from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
 ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
-_SMALL_ALIGNMENT = 64
-"""The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
+_SMALL_ALIGNMENT = 64  # that of storages below `_SMALL` bytes: enough for every vector load, so that thousands of scalars take little space
 _SMALL = 4096
 
 

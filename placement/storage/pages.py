@@ -89,8 +89,7 @@ class Pages:
         self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
         """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
-        self.is_stale = False
-        """Whether the host copy may have been written since the first of the copies to pages that are aside. A load discards these."""
+        self.is_stale = False  # whether the host copy may have been written since the first copies to pages aside. A load discards these.
         self.is_receiving = False  # whether the thread of a prefetch may put memory aside for more pages at any time
         self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
         self.record: ChangeRecord | None = None  # compares what is saved with what the host copy had

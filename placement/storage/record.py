@@ -101,8 +101,7 @@ class ChangeRecord:
 
     def __init__(self, device: Device, pieces: Iterable[Piece], prints: torch.Tensor) -> None:
         self._device = device
-        self.since: dict[int, int] = dict(enumerate(prints.tolist()))
-        """The fingerprint of the version up to which positions are complete, by page."""
+        self.since: dict[int, int] = dict(enumerate(prints.tolist()))  # the version up to which positions are complete, by page
         self._pieces: dict[int, Piece] = {}
         self._runs: list[_Run] = []
         last: Piece | None = None
@@ -269,5 +268,4 @@ class ChangeRecord:
 
 
 _NOTHING = torch.empty(0, device="cpu")
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type by which bits of a dtype are compared, by its bytes."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer type that compares a dtype's bits, by its bytes

@@ -43,8 +43,7 @@ class ReplicatedStorage(ManagedStorage):
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, readonly, SharedScanner(device, adapter, name, self, ranks, readonly=readonly))
         self._ranks = ranks
-        self._waiting: list[tuple[SharedRange, int, Mark]] = []
-        """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
+        self._waiting: list[tuple[SharedRange, int, Mark]] = []  # chunks whose own part is on its way, and what tells its arrival
         self._prepared = 0  # the number of the group's change for which this rank has last prepared a load
 
     @property

@@ -31,8 +31,7 @@ from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
 _STORAGE = torch.Tensor.untyped_storage
-_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
-"""The waits for stray references to go away before they are reported, in processes with a process group."""
+_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)  # for stray references to go away before they are reported, with a process group
 
 
 class Relocated(NamedTuple):
@@ -198,20 +197,15 @@ class StorageScanner:
         self.versions = Versions()  # the counters of the adopted storages, as of the last look. A write raises them.
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
-        self._alive: list[StorageWeakRef] = []
-        """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
-        self.discovered: frozenset[int] = frozenset()
-        """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
+        self._alive: list[StorageWeakRef] = []  # of the keys of `aliases`: no new storage gets a dead one's `_cdata`, and its count
+        self.discovered: frozenset[int] = frozenset()  # its new storages (`_cdata`) as of the last look: its own from then on
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
-        self._stood: tuple[tuple[Range, ...], object] | None = None
-        """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
-        self.classes: Mapping[int, type[Range]] = {}
-        """The class of the first range of storages (`_cdata`) that are to be in one of their own."""
+        self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
+        self.classes: Mapping[int, type[Range]] = {}  # of the first range of storages (`_cdata`) that are to be in one of their own
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
-        self.spare: HostSlab | None = None
-        """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes long."""
+        self.spare: HostSlab | None = None  # memory of gradients that have died, for those of the present offload: pinning takes long
         self.moves_together = False  # whether all ranks of a group are making the present move, in the same change of the group
         _SCANNERS.add(self)
 

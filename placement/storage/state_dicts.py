@@ -106,13 +106,11 @@ class StateDictTensors:
         self._device = device
         self._adapter = adapter
         self._ranges = ranges
-        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
-        """Plain tensors: those that were handed out themselves, and the parts of wrappers."""
+        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()  # plain tensors that were handed out, and the parts of wrappers
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._storages: dict[int, StorageWeakRef] = {}  # the storage over each address that was handed out, while anybody holds it
         self._versions = HostVersions()
-        self.num_pointings = 0
-        """How often all tensors were pointed elsewhere. What was being handed out meanwhile may have been missed: see `hand_out`."""
+        self.num_pointings = 0  # how often all tensors were pointed elsewhere, which may miss what is just handed out: see `hand_out`
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -15,8 +15,7 @@ from placement.storage.scan import BORROWED, StorageScanner, note_borrowed, tens
 from placement.storage.writes import dense_parts
 from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
 
-_InRange = tuple[torch.UntypedStorage, Range, int]
-"""A storage at the device addresses of a range, the range, and the storage's offset there."""
+_InRange = tuple[torch.UntypedStorage, Range, int]  # a storage at the addresses of a range, the range, and its offset there
 
 
 class Unadoption:

@@ -74,8 +74,7 @@ class CudaDevice(Device):
         self._place = numa.placing(self.name, self.pci_address)
         self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
         self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
-        self._following = torch.cuda.Stream(self.torch_device)
-        """The stream for work that follows copies, chunk by chunk, while later copies are in progress."""
+        self._following = torch.cuda.Stream(self.torch_device)  # for work that follows copies, chunk by chunk, beside later copies
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity

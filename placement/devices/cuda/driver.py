@@ -68,14 +68,12 @@ class Driver:
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
         same = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))
-        """Whether registered host memory has the same address for kernels and for the host."""
+        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))  # of registered host memory, for kernels too
 
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
-        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]
-        """Access rights for mapped memory: this device and its peers may read and write."""
+        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]  # this device and its peers may read and write
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 

@@ -35,8 +35,7 @@ class PoisonChunks(NamedTuple):
 class Slot(NamedTuple):
     """The content of one slot."""
 
-    chunk: DriverChunk | None
-    """The slot's chunk. The reference keeps memory that may be mapped in the ledger, even when all others have dropped it."""
+    chunk: DriverChunk | None  # this reference keeps memory that may be mapped in the ledger, when all others have dropped it
     mappings: tuple[Mapping, ...]
     nbytes: int  # the number of covered bytes, from the slot's start
 

@@ -108,8 +108,7 @@ class PoolRange:
         _refuse_settings()
         self._device = device
         self._owner = weakref.ref(owner)
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        """The storages in the range: a weak reference and the block's length, by the address of torch's own object."""
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # weak references and lengths, by the address of torch's own object
         self._held: dict[int, torch.UntypedStorage] = {}
         self._plugs: list[torch.UntypedStorage] = []
         self.addresses = addresses

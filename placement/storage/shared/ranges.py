@@ -106,8 +106,7 @@ class SharedRange(Range):
         self, device: Device, layout: RangeLayout, slab: HostSlab, adoptees: tuple[Adoptee, ...], copy: SharedCopy, *, is_frozen: bool
     ) -> None:
         super().__init__(device, layout, slab, adoptees, transient=False)
-        self.copy: SharedCopy | None = copy
-        """The host copy that the ranks share; None once this rank has left it for good. `is_shared`: this rank uses it now."""
+        self.copy: SharedCopy | None = copy  # shared by the ranks; None once this rank has left it for good. `is_shared`: it is in use.
         self.shares = self.pages.shares = copy.shares
         self.is_frozen = is_frozen
         self.alone: str | None = None  # why this rank loads everything over its own link from now on; None while the ranks load together

@@ -28,8 +28,7 @@ from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
 WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).
-FIRST_BURST = 1
-"""The number of pages in the first burst of a load. In a burst, all pages of one range are mapped before the first is copied."""
+FIRST_BURST = 1  # pages in the first burst of a load. Those of one range in a burst are all mapped before the first is copied.
 _GATHERED = 2
 """The number of pages in each burst where N ranks share a host copy: each copies 1/N of a page, which takes hardly longer than mapping
 it (four busy H200s: 1.7 ms of copying, 1.3 ms of creating and mapping)."""
@@ -39,12 +38,10 @@ copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map.""
 BATCH = 2
 """The number of copied pages that are vacated together when none waits for their memory. While the link is busy the driver takes 0.9 ms
 to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
-_LAST = 1
-"""The number of last pages of a range that are vacated separately, once the link is idle: copying takes longer than vacating."""
+_LAST = 1  # the last pages of a range are vacated separately, once the link is idle: copying takes longer than vacating
 _CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
 _LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
-_SECOND = 16
-"""The least number of pages in the second part, if none has to be copied: the device computes it while every tensor is looked at."""
+_SECOND = 16  # the least pages in the second part, if none has to be copied: computed while every tensor is looked at
 _PART_GROWTH = 3
 """Each later part has this many times the pages of the one before: vacating a chunk takes three times as long as its fingerprint, which
 takes 0.16 ms for 256 MiB (H200)."""
@@ -61,19 +58,16 @@ class Leaving:
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
-    staying: list[tuple[Range, range]] = field(default_factory=list)
-    """Neighbouring pages whose memory stays aside. Those that differ from the host copy are saved afterwards."""
+    staying: list[tuple[Range, range]] = field(default_factory=list)  # neighbours whose memory stays aside. They are saved afterwards.
     held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
-    batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)
-    """Neighbouring pages that are vacated together, once they are saved."""
+    batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
-    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
-    """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
+    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)  # what the host copy has when the copies have completed
     chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
@@ -85,8 +79,7 @@ class Arrivals:
         self._device = device
         self._chunk_pool = chunk_pool
         self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
-        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
-        """Pages shorter than a full one. A full chunk that was given up does not fit them, so they wait in a queue of their own."""
+        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()  # shorter than a full page, which no full chunk fits
         self._burst = 0  # the number of pages in the last burst
         self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
@@ -150,20 +143,16 @@ class Exchange:
     chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
     room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
-    early_release: bool
-    """Give chunks that nobody waits for back while the rest is being copied. Going back may then have to ask the driver."""
+    early_release: bool  # give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
     dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
-    staying: Mapping[ManagedStorage, int]
-    """Device bytes of storages that leave whose memory may stay aside, so that nobody waits while they are saved."""
-    while_copying: Callable[[], object]
-    """Called once, if any storage leaves. The link has work by then, unless memory has to be put aside first."""
+    staying: Mapping[ManagedStorage, int]  # device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves
+    while_copying: Callable[[], object]  # called once, if any storage leaves. The link has work by then, unless memory is put aside first.
     calls_since_seconds: float  # from when on calls of what leaves have been waited for, see `CallGuard.wait`
     is_together: bool = False  # whether all ranks make these moves, in the same change of the group
 
     def __post_init__(self) -> None:
         self._arrivals = Arrivals(self.device, self.chunk_pool)
-        self._arrived_early: dict[ManagedStorage, int] = {}
-        """Bytes that were on the device before they were waited for, by storage that comes."""
+        self._arrived_early: dict[ManagedStorage, int] = {}  # bytes that came before they were waited for, by storage
 
     def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes

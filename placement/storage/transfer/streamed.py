@@ -137,8 +137,7 @@ class StreamedStep:
     window_bytes: int
     step: Callable[[int, int], object]
     _buckets: list[Bucket] = field(default_factory=list)
-    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """The buckets that have bytes in a chunk, ascending."""
+    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))  # buckets with bytes in a chunk, ascending
     _fetched: int = 0  # the number of buckets that have memory
     _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
