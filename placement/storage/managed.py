@@ -248,10 +248,7 @@ class ManagedStorage(AdoptedStorage):
         self.on_device = False
         brought_back = [each.entry.name for each in self._relocated if each.adoptee.nbytes == each.entry.nbytes]
         return MoveResult(
-            stray_references=sum(surplus.values()),
-            stray_names=", ".join([*surplus][:8]),
-            brought_back=", ".join(brought_back[:8]),
-            nan=nan,
+            stray_references=sum(surplus.values()), stray_names=", ".join([*surplus][:8]), brought_back=", ".join(brought_back[:8]), nan=nan
         )
 
     def commit_load(self) -> None:

@@ -90,11 +90,7 @@ class Slab(ReservedSlab):
     Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
     def __init__(
-        self,
-        nbytes: int,
-        register: Register | None = None,
-        unregister: Callable[[int], None] | None = None,
-        place: Place | None = None,
+        self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None, place: Place | None = None
     ) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
