@@ -106,7 +106,7 @@ class Spill:
             return self.is_here
 
     def require_values(self) -> None:
-        """Raise if values are lost. Raises IntegrityError: they are."""
+        """Raise IntegrityError if values are lost."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
 

@@ -44,7 +44,7 @@ def always() -> bool:
 
 
 def check_directory(path: str | os.PathLike[str]) -> None:
-    """Raise unless a `DiskFile` can be made in a folder. Raises ValueError: the message says what to do."""
+    """Raise ValueError, which says what to do, unless a `DiskFile` can be made in a folder."""
     advice = "set disk_directory to a folder on a local disk that this process may write"
     if not os.path.isdir(path):
         raise ValueError(f"disk_directory {os.fspath(path)!r} is no folder; {advice}")
