@@ -361,7 +361,6 @@ class Keeper:
                     self._is_held = True
 
     def _step(self) -> bool:
-        """Do the next thing of the arrangement. False if there is nothing to do."""
         with self.lock:
             copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave, spill.is_idle) for spill in self._order]
             position = None if self._is_held else next_step(copies, self._fixed_bytes, self._limit_bytes)
@@ -383,7 +382,6 @@ class Keeper:
         return True
 
     def _warn(self, what: str, text: str) -> None:
-        """Log a warning, once of each kind."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("disk tier: %s", text)

@@ -334,7 +334,6 @@ class Pages:
         return addresses
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
-        """Runs of neighbours (ascending) whose memory shows at the same addresses."""
         run: list[int] = []
         for index in indices:
             if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):

@@ -74,8 +74,6 @@ _Run = list[Piece]  # neighbouring pieces that are compared alike
 
 
 class _Slice(NamedTuple):
-    """A slice that is being compared, or was."""
-
     run: _Run
     start: int
     end: int

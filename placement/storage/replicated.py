@@ -199,7 +199,6 @@ class ReplicatedStorage(ManagedStorage):
             self._make_own(r)
 
     def _make_own(self, r: SharedRange) -> None:
-        """Use a host copy of this rank's own, with what the shared one has."""
         prints, own = r.prints, self.device.host(r.nbytes)
         own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
         self._use(r, own)
@@ -236,7 +235,6 @@ class ReplicatedStorage(ManagedStorage):
         return r.alone is None and set(said) == {self._prepared}
 
     def _give_up(self, r: SharedRange, reason: str) -> None:
-        """Load a range alone from now on, and tell the other ranks."""
         if r.alone is None:
             r.alone = reason
             if r.copy is not None:

@@ -134,8 +134,6 @@ class Versions(NamedTuple):
 
 
 class _Found:
-    """A storage, and the tensors that use it."""
-
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.owned: list[Owned] = []

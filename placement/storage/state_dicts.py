@@ -166,7 +166,6 @@ class StateDictTensors:
         return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values()]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """The plain tensors and the parts of wrappers."""
         return iter(self._tensors)
 
     # --- where they point

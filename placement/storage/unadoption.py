@@ -65,7 +65,6 @@ class Unadoption:
             move_out(self._device, storage, users, self._target, bytes_now, self._homes)
 
     def _placed(self) -> list[_InRange]:
-        """The adopted storages that are alive and at their places."""
         entries = [(entry.storage(), r, entry.offset) for r in self._scanner.ranges.all for entry in r.placed]
         return [(s, r, offset) for s, r, offset in entries if s is not None and s.data_ptr() == r.layout.addresses.base + offset]
 

@@ -273,7 +273,6 @@ class WritesWhileOffloaded:
         return converted
 
     def _home(self, place: Place) -> torch.UntypedStorage:
-        """The storage at a place: the adopted one while anybody uses it, else a new one."""
         if (home := place.entry.storage()) is None:
             home = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
             place.range.replace(place.entry, home)

@@ -51,7 +51,6 @@ class _Answer:
             self._copy, self._is_away = self._host.clone(), True
 
     def __call__(self) -> torch.Tensor:
-        """Called once."""
         self.take_away()
         interrupts.check()
         copy, self._copy = self._copy, None

@@ -96,11 +96,9 @@ class Poison:
         self._is_comparing = True
 
     def _compare(self) -> None:
-        """Compute the smallest and the largest word."""
         torch.aminmax(self._words, out=(self._extremes[0], self._extremes[1]))
 
 
 def _reset(comparison: torch.cuda.CUDAGraph, driver: Driver) -> None:
-    """Release a graph's memory in torch."""
     if driver.usable:
         comparison.reset()

@@ -147,7 +147,6 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _checksum(address: int, nbytes: int) -> tuple[int, int]:
-    """The CRC-32 of whole pages, and the sum of their 8-byte words modulo 2**64."""
     memory = _memory(address, nbytes)
     return zlib.crc32(memory), int(torch.frombuffer(memory, dtype=torch.int64).sum())
 

@@ -206,7 +206,6 @@ class SimulatedDevice(Device):
         target.chunks = beside
 
     def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
-        """Replace the mapping behind the addresses in one system call."""
         if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == mapping.MAP_FAILED:
             raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
@@ -410,7 +409,6 @@ class PrivatePoison(SharedPoison):
         return bool(self.written)
 
     def _copies(self, target: SimulatedRange, start: int, end: int) -> list[WrittenPoison]:
-        """The runs of written pages."""
         found: list[WrittenPoison] = []
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE

@@ -83,7 +83,6 @@ class SharedPages(Pages):
         return page.copied == "to_host" and page.newest is Side.DEVICE
 
     def _send(self, ranks: Sequence[int], indices: Sequence[int]) -> None:
-        """Start copying the shares of these ranks."""
         for index in indices:
             self.table[index].copied, self.table[index].mark = "to_host", None
         if copies := [copy for index in indices for rank in ranks if (copy := self.share(rank, index)) is not None]:

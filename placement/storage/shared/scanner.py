@@ -129,7 +129,6 @@ class SharedScanner(StorageScanner):
         return fresh
 
     def _refusal(self, copy: SharedCopy, adoptees: Sequence[Adoptee], layout: RangeLayout) -> Refusal | None:
-        """Why the ranks do not write new state together; None if they do."""
         if not self.moves_together or copy.has_met:
             return Refusal("this rank has offloaded it alone", False)
         prints = [("its tensors", int(_layout(self._device, adoptees, layout)[:15], 16)), *_fingerprints(adoptees)]
@@ -189,7 +188,6 @@ class SharedScanner(StorageScanner):
         return copy
 
     def _write(self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab, rank: int) -> None:
-        """Write a rank's share of the host copy, and wait until it is there."""
         copies = []
         spans = spans_of(rank, layout.nbytes, self._device.chunk_bytes, self._ranks.shares)
         for adoptee, start, first, nbytes in _overlaps(adoptees, layout.offsets, spans):

@@ -84,7 +84,6 @@ class Arrivals:
         self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
     def __bool__(self) -> bool:
-        """Whether any page still waits for memory."""
         return bool(self._full or self._tails)
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
@@ -231,7 +230,6 @@ class Exchange:
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
-        """Begin the moves, and show what was prefetched of what comes."""
         for holding in leaving:  # before the device is waited for: a call starts kernels until its end
             holding.end_calls(self.calls_since_seconds)
         if leaving:
@@ -388,7 +386,6 @@ class Exchange:
             self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, max(0, gain) + WINDOW * self.device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
-        """Commit the offloads. Every byte that leaves is complete on the host."""
         moved = {}
         for record in [record for each in leaving for r in each.holding.ranges if (record := r.pages.record) is not None]:
             record.finish()

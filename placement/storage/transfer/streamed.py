@@ -254,7 +254,6 @@ class StreamedStep:
         return self.holding.chunk_bytes + born
 
     def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
-        """The chunks of a bucket that have no memory."""
         return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
 
     # --- stepping and leaving
