@@ -116,15 +116,16 @@ class AdoptedStorage(Storage):
 
     @property
     def num_bytes(self) -> int:
-        return self.device_bytes + self.unadopted_bytes + self.unborn_bytes
+        return self.device_bytes + (self._unadopted_bytes if self.on_device else 0) + self.unborn_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        return sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.by_address.all])
+        return self.resident_bytes - self.unadopted_bytes
 
     @property
-    def resident_bytes(self) -> int:
-        return self.chunk_bytes + self.unadopted_bytes
+    def resident_bytes(self) -> int:  # asked often, so it asks no other property
+        chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.by_address.all])
+        return chunk_bytes + self._unadopted_bytes if self.on_device else chunk_bytes
 
     @property
     def prefetched_bytes(self) -> int:

@@ -41,21 +41,20 @@ class _Answer:
     """A result on its way. It stays in the memory of `Answers` until it is read, or its place is needed."""
 
     def __init__(self, host: torch.Tensor, written: torch.cuda.Event) -> None:
-        self._host, self._written = host, written
-        self._copy: torch.Tensor | None = None
-        self._is_away = False
+        self._values: torch.Tensor | None = host
+        self._written: torch.cuda.Event | None = written  # None once the values are a copy
 
     def take_away(self) -> None:
-        if not self._is_away:
+        if self._written is not None and self._values is not None:
             self._written.synchronize()
-            self._copy, self._is_away = self._host.clone(), True
+            self._values, self._written = self._values.clone(), None
 
     def __call__(self) -> torch.Tensor:
         self.take_away()
         interrupts.check()
-        copy, self._copy = self._copy, None
-        assert copy is not None
-        return copy
+        values, self._values = self._values, None
+        assert values is not None, "an answer is read once"
+        return values
 
 
 class Answers:
