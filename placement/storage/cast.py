@@ -151,8 +151,6 @@ class CastStorage(ManagedStorage):
     def _cast_ranges(self) -> Iterator[CastRange]:
         return (r for r in self.ranges if isinstance(r, CastRange))
 
-    # --- what the masters do
-
     def rest_on(self, optimizer: ManagedStorage) -> None:
         """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
         Raises RegistrationError: they are not the cast of these."""
@@ -211,8 +209,6 @@ class CastStorage(ManagedStorage):
                 r.weights = ()
                 vars(r).pop("optimizer", None)  # or the range would keep the storage and its host copy
 
-    # --- loading
-
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         if not isinstance(r, CastRange) or not r.is_cast:
             return super().bring(r, indices)
@@ -252,8 +248,6 @@ class CastStorage(ManagedStorage):
             r.cast_to_device(lacking)
             r.pages.note_changed(lacking)
         super().settle_on_device(r, chunk_pool)
-
-    # --- offloading
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         if not isinstance(r, CastRange):

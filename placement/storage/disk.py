@@ -343,8 +343,6 @@ class Keeper:
             self._warn("spill", f"a host copy stays in host memory, which goes over host_limit_bytes: it cannot leave: {error}")
             return False
 
-    # --- the thread
-
     def _work(self) -> None:
         while True:
             with self._changed:

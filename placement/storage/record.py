@@ -133,8 +133,6 @@ class ChangeRecord:
         """Whether the positions in these pages are complete up to the version with these fingerprints (of all pages, on the CPU)."""
         return all(self.since.get(index) == value for index, value in enumerate(prints[pages].tolist(), pages.start))
 
-    # --- when the host copy is overwritten
-
     def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> bool:
         """Pages may be saved next: those whose fingerprints differ. Returns whether any of them will be compared.
         `first`: the number of the first page.

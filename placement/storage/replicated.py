@@ -67,8 +67,6 @@ class ReplicatedStorage(ManagedStorage):
         copies = [r.copy for r in self._shared_ranges()]
         return filter(None, [*copies, self.scanner.free_state()])
 
-    # --- loading
-
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         if not isinstance(r, SharedRange) or r.copy is None or not r.is_shared or not self._may_gather(r):
             return super().bring(r, indices)
@@ -134,8 +132,6 @@ class ReplicatedStorage(ManagedStorage):
         for copy in self._copies():
             copy.leave(LEFT)
         super().unadopt()
-
-    # --- offloading
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         if not isinstance(r, SharedRange) or r.copy is None:
@@ -218,8 +214,6 @@ class ReplicatedStorage(ManagedStorage):
             r.pages.note_changed(held)
         else:
             r.pages.note_clean(held)
-
-    # --- who takes part
 
     def _may_gather(self, r: SharedRange) -> bool:
         if r.alone is None and (reason := self._ranks.gone) is not None:

@@ -323,8 +323,6 @@ class StorageScanner:
         self._stood = self.ranges.all, self.adapter.standing()
         return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}.values())
 
-    # --- places for new storages
-
     def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         """Like `adopt`, at registration, for what ranks share: see `SharedScanner`. Returns its ranges, and the storages that are left."""
         return [], adoptees

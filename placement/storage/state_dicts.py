@@ -168,8 +168,6 @@ class StateDictTensors:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._tensors)
 
-    # --- where they point
-
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
         """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not. For a sparse
         one it is a copy of the present values."""

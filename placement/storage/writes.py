@@ -170,8 +170,6 @@ class WritesWhileOffloaded:
         self._noted = Versions()  # the version counters as of the offload
         self._is_allowed = False  # whether values may be written, though not gradients: tensors of a state dict share the counters
 
-    # --- writes in place
-
     def note(self) -> None:
         """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
         self._noted, self._is_allowed = self._scanner.versions, False
@@ -211,8 +209,6 @@ class WritesWhileOffloaded:
     def forget(self) -> None:
         """Do not report again the writes that the last look has found."""
         self._noted = self._scanner.versions
-
-    # --- tensors in place of others
 
     def new_unless_changed(self) -> Scan:
         """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.

@@ -80,8 +80,6 @@ class SharedScanner(StorageScanner):
             groups[0 if self._readonly else 1 if self.adapter.kind == "optimizer" else _kind_of(adoptee)].append(adoptee)
         return groups
 
-    # --- state that is not created yet
-
     def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
         return super().state_host_bytes(sizes, parts) // self._ranks.shares.world_size
 
@@ -136,8 +134,6 @@ class SharedScanner(StorageScanner):
             return Refusal("it has more tensors than was expected", False)
         copy.meet(torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu"))
         return copy.wait_for_all(len(prints), self._ranks.deadline_seconds, lambda column: repr(prints[column][0]))
-
-    # --- a host copy that all ranks share
 
     def _shared_range(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
         """Make a shared range and write this rank's share. Every rank calls this at the same time.

@@ -205,8 +205,6 @@ class Exchange:
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
-    # --- offloading
-
     def _move_out(self, leaving: Sequence[Leaving], parts: Sequence[Iterator[None]]) -> None:
         """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes. `parts` are those of `_start`."""
         if self.verifier is not None and any(each.fresh for each in leaving):
@@ -290,8 +288,6 @@ class Exchange:
         # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
         shown = holding.state_dict_tensors
         return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
-
-    # --- finding what changed, and copying it
 
     def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
         """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches."""

@@ -202,8 +202,6 @@ class StreamedStep:
             device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
         return Streamed(self._to_device_bytes + self._early_bytes, self._early_bytes, self._to_host_bytes, self._peak_bytes)
 
-    # --- coming
-
     def _fetch_ahead(self, until: int, chunk_pool: ChunkPool) -> None:
         """Fetch the buckets before `until`, in order, as far as the window and the device have room."""
         while self._fetched < min(until, len(self._buckets)) and not self._is_tight:
@@ -255,8 +253,6 @@ class StreamedStep:
 
     def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
         return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
-
-    # --- stepping and leaving
 
     def _step(self, index: int, bucket: Bucket) -> None:
         device = self.holding.device
