@@ -182,8 +182,7 @@ class AdoptedStorage(Storage):
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 
     def follow_groups(self) -> bool:
-        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one. On the
-        device, the next `measure_unadopted` or offload does the same."""
+        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one."""
         if is_changed := not self.on_device and self.adapter.follow_groups():
             self.look_at_unborn()
         return is_changed
@@ -376,8 +375,7 @@ class AdoptedStorage(Storage):
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve places for the new storages and start saving them, without gradients if the commit `drops` them. Returns their ranges,
-        and whether any of them is not transient."""
+        """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
         fresh, stays = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
@@ -400,8 +398,8 @@ class AdoptedStorage(Storage):
         return tuple(r for r in (first, second) if r is not None), bool(stay)
 
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
-        """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU): the coming
-        load loads them, too. Returns their ranges."""
+        """Adopt tensors that came on another device while offloaded (PEFT adapters on the CPU) for the coming load. Returns their
+        ranges."""
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.stay), (True, born.transient)):

@@ -157,8 +157,7 @@ class ManagedStorage(AdoptedStorage):
             note(self)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy. A part may be left
-        to other ranks (see `ReplicatedStorage`): then the load is incomplete until `complete`."""
+        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
         return fill(self.device, [(r.pages, indices)])
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:

@@ -61,8 +61,7 @@ def are_poison(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
-    """Whether any element of a tensor is NaN. False for a type without NaN. With `throughout`, whether all are, but for one in eight:
-    float8 poison, and values computed from it, read so (see `POISON_WORD`)."""
+    """Whether any element is NaN; with `throughout`, whether all are, but for one in eight, as in float8 poison (see `POISON_WORD`)."""
     if not tensor.numel():
         return False
     num_nan, count = int(are_nan(tensor).sum().item()), tensor.numel()

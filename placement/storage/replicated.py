@@ -172,8 +172,7 @@ class ReplicatedStorage(ManagedStorage):
         return super().commit_offload(fresh, prints, dropped)
 
     def _keep_views_own(self) -> None:
-        """Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes for it
-        alone. The shared one is written all the same, for the others."""
+        """Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes alone."""
         if self.state_dict_tensors or self.state_dict_tensors.are_held:
             for r in self._shared_ranges():
                 if r.is_shared and not r.is_frozen:

@@ -114,8 +114,7 @@ class StateDictTensors:
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides over a storage at another address, which `make` makes if there is none yet. Tensors
-        that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once."""
+        """A tensor of the same form over a storage at another address, made if there is none: tensors that shared one share one again."""
         with torch.no_grad():
             known = self._storages.get(address)
             storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
@@ -169,8 +168,7 @@ class StateDictTensors:
         return iter(self._tensors)
 
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not. For a sparse
-        one it is a copy of the present values."""
+        """The tensor that a state dict may show for a live one, whose values are in the host copy or not. A sparse one is copied."""
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
@@ -292,8 +290,7 @@ class StateDictTensors:
         self._point_to(find)
 
     def left_on_host(self) -> list[tuple[Range, str]]:
-        """The storages over the host copy, by range and name, that somebody still holds after `point_to_device`: a view that was taken of a
-        tensor cannot be pointed elsewhere."""
+        """The storages over the host copy, by range and name, that views still hold after `point_to_device`."""
         held = self._held()
         return [(r, entry.name) for r in self._ranges.all if held for entry in r.placed if r.host.address + entry.offset in held]
 

@@ -52,8 +52,7 @@ class Unadoption:
         align_all(others)
 
     def _move_out(self, placed: list[_InRange], tensors: Iterable[torch.Tensor]) -> None:
-        """Give storages that lie in ranges, and those of these tensors that use them, ordinary memory. Drops the list's content, so that a
-        storage that nobody else uses is gone afterwards."""
+        """Give these storages, and those of these tensors that use them, ordinary memory. Empties the list, which keeps them alive."""
         aliases: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor

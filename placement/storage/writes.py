@@ -84,8 +84,7 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Gradients:
-    """The gradients that the adapter reports: which ranges hold nothing else, and how they are dropped. Each call asks the adapter anew,
-    because gradients come and go between phases."""
+    """The gradients that the adapter reports, asked anew at each call: which ranges hold nothing else, and how they are dropped."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -327,8 +326,7 @@ def _renew_empty(owners: Iterable[torch.Tensor]) -> None:
 
 
 def _targets(adoptee: Adoptee, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:
-    """Every tensor of a adoptee, with its place and the form that it will get. A tensor without a name (the base of a view, one of a state
-    dict) goes where the named tensor of the same form goes."""
+    """Every tensor of an adoptee, its place and its form. One without a name goes where the named one of the same form goes."""
     named = [(owned.tensor, places[owned.name]) for owned in adoptee.owned if owned.name in places]
     done = {id(tensor) for tensor, _ in named}
     by_form = {form_of(tensor): place for tensor, place in named}

@@ -259,8 +259,7 @@ class CudaAdopter(Adopter):
         return super().way(storage)
 
     def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Refuse storages in a private memory pool. A captured graph would go on using the old memory, and libraries that registered the
-        pool (NCCL, RDMA) would use the wrong memory."""
+        """Refuse storages in a private memory pool, whose old memory a captured graph or a library (NCCL, RDMA) would go on using."""
         on_device = [(name, storage) for name, storage in storages if storage.device.type == "cuda"]
         segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])

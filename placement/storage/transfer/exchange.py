@@ -107,8 +107,7 @@ class Arrivals:
             left -= self._bring(left, longest=left)[0]
 
     def fill(self, *, fresh: int, longest: int) -> None:
-        """Put memory behind the next pages, at most `longest` together, and start their copies, until memory lacks: `fresh` chunks may come
-        from the driver, all others from the pool."""
+        """Bring the next pages, at most `longest` together, until memory lacks: `fresh` chunks may come from the driver."""
         while self:
             served, created = self._bring(fresh, longest=longest)
             if not served:
@@ -269,8 +268,7 @@ class Exchange:
         self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
-        """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come. With `waits`, also wait
-        for those that are still being copied."""
+        """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
             _, first, last = leaving.chosen.get(r, (r, 0, 0))
@@ -341,8 +339,7 @@ class Exchange:
             yield
 
     def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that. Pages that are
-        `wrong` have bytes that must not come back: none of them stays."""
+        """Note that the first of these pages stay aside, as far as there is room and none is `wrong`, and that the others leave later."""
         last = indices.start
         while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
             leaving.aside_bytes -= r.chunk_sizes[last]

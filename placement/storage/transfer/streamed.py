@@ -58,8 +58,7 @@ class Bucket:
 
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
-    """Cut pieces into buckets of at most `bucket_bytes` device bytes each, or of one piece where that is larger. A chunk that the bucket
-    before has, too, counts for that one."""
+    """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
     order = {r: number for number, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
 
     def place(chunk: RangeChunk) -> tuple[int, int]:
