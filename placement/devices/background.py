@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon thread that does a part of the work of phase transitions.
-
-    A garbage collection can happen on it. What is collected there must not begin a phase transition on it, which may wait for this very
-    thread.
-    """
+    """A daemon thread that phase transitions may wait for: what a garbage collection drops on it must not begin one there."""
 
     def __init__(self, name: str, target: Callable[[], object]) -> None:
         super().__init__(name=name, target=target, daemon=True)

@@ -34,7 +34,8 @@ class Device(abc.ABC):
     threads; that of the disk tier calls `wait`, too. No two threads use the same addresses or chunks at once.
     `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and then leave everything as before the call (`map` leaves
     poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error). `sync`,
-    `wait` and `wait_for_work` call `interrupts.check` when they have waited.
+    `wait` and `wait_for_work` call `interrupts.check` when they have waited. Like `heal_poison`, they raise RuntimeError where the device
+    reports an error of earlier work.
 
     Memory behind addresses changes in slots of `chunk_bytes`, counted from the start of the range. A slot holds one full chunk, or poison,
     or a shorter chunk followed by poison. The cost of a call depends on its own slots, not on the length of the range.
@@ -182,22 +183,14 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, mark: Mark) -> None:
-        """Wait on the host until the copies noted by `mark` have arrived. Other Python threads run meanwhile.
-
-        Raises:
-            RuntimeError: the device reports an error of earlier work.
-        """
+        """Wait on the host until the copies noted by `mark` have arrived. Other Python threads run meanwhile."""
 
     def wait_for_work(self) -> None:
         """Wait on the host until the work on the calling thread's current stream is done. Copies go on. By default, work never waits."""
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Wait on the host until the device is idle: every stream, every copy.
-
-        Raises:
-            RuntimeError: the device reports an error of earlier work.
-        """
+        """Wait on the host until the device is idle: every stream, every copy."""
 
     @abc.abstractmethod
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
@@ -218,11 +211,8 @@ class Device(abc.ABC):
         return None
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start bringing a small int64 tensor of this device to the host, beside copies in progress.
-
-        Returns:
-            A function that waits for the values and returns them. It is called once.
-        """
+        """Start bringing a small int64 tensor of this device to the host, beside copies in progress. Returns a function that waits for the
+        values and returns them, to be called once."""
         return values.cpu
 
     def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -238,10 +228,8 @@ class Device(abc.ABC):
         return 0
 
     def compare_poison(self) -> None:
-        """Begin the comparison that the next waiting `heal_poison` reports, so that the device compares while bytes are being moved.
-
-        A device that knows the answer without comparing does nothing here.
-        """
+        """Begin the comparison that the next waiting `heal_poison` reports, so that the device compares while bytes are being moved. A
+        device that knows the answer without comparing does nothing here."""
 
     @abc.abstractmethod
     def heal_poison(self, wait: bool = True) -> bool:
@@ -257,9 +245,6 @@ class Device(abc.ABC):
         Args:
             wait: whether to wait for the answer. If not, the call reports the earlier comparison if that is done, and begins the next one.
                 A damage then shows in a later call, at the latest in one that waits. A device that knows the answer at once ignores this.
-
-        Raises:
-            RuntimeError: the device reports an error of earlier work.
         """
 
     def written_poison(self) -> Sequence[WrittenPoison]:
@@ -275,10 +260,8 @@ class Device(abc.ABC):
         return 0
 
     def communicators(self) -> Sequence[Communicator]:
-        """The communicators that hold memory of this device in this process, as far as they can be found.
-
-        Called at phase transitions that move something. Never fails, and communicates with nobody.
-        """
+        """The communicators that hold memory of this device in this process, as far as they can be found, for phase transitions that move
+        something. Never fails, and communicates with nobody."""
         return ()
 
     def when_out_of_memory(self, give_back: Callable[[], object]) -> None:

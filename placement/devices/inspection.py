@@ -31,13 +31,10 @@ _BOTH: Sequence[Direction] = ("to_device", "to_host")
 _SECONDS_TO_PIN = 60.0
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Inspection(_Frozen):
+class Inspection(BaseModel):
     """One device, the host beside it, and what would slow moves down or stop them."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
     device: str
     uuid: str  # as in `nvidia-smi -L`; empty without a GPU
     total_bytes: int
@@ -45,14 +42,11 @@ class Inspection(_Frozen):
     chunk_bytes: int  # the size in which device memory moves between handles
     link: LinkRates
     host_available_bytes: int  # host memory that this process can still take: the machine's, or what its control groups leave
-    disk_free_bytes: int | None = None
-    """Free bytes of the disk that host copies leave for (`Settings.disk_directory`); None where none is set."""
-    pageable_reason: str | None
-    """Why host memory could not be page-locked, so that copies run at a fraction of the link's rate; None if it could."""
+    disk_free_bytes: int | None = None  # of the disk that host copies leave for (`Settings.disk_directory`); None where none is set
+    pageable_reason: str | None  # why host memory could not be page-locked, so that copies are slower; None if it could
     numa_nodes: int
     numa_node: int | None  # the device's node. None: the machine has one node, or does not say.
-    transitions: TransitionSeconds | None = None
-    """The seconds that phase transitions take beside their copies; None where they were not measured."""
+    transitions: TransitionSeconds | None = None  # the seconds that phase transitions take beside copies; None: not measured
     versions: dict[str, str]
     findings: tuple[str, ...]  # sentences about what is not as it should be; empty if all is well
 
@@ -97,11 +91,9 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
 
 
 def settled(measure: Callable[[], Sequence[float]], spread: float = 0.02) -> list[float]:
-    """Measure until five totals in a row lie within `spread` of one another. Returns each figure's median over these five, in seconds.
-
-    A device, its driver and the threads that lock pages are slower at first, and a machine has slow moments: five figures taken at once
-    were up to 40 % too slow on an H100. After 30 times or two seconds the last five are taken as they are.
-    """
+    """Measure until five totals in a row lie within `spread` of one another. Returns each figure's median over these five, in seconds. A
+    device, its driver and the threads that lock pages are slower at first, and a machine has slow moments: five figures taken at once were
+    up to 40 % too slow on an H100. After 30 times or two seconds the last five are taken as they are."""
     measured = [measure()]  # the first one warms up
     began = time.monotonic()
     while True:
@@ -167,11 +159,9 @@ _OWNERS = "the driver's context and its kernels, libraries that allocate by them
 
 
 class Outside:
-    """The memory outside torch and placement, as of the last measurement, and who is known to hold it.
-
-    Not every library says how much its communicators hold, so the growth of this memory is noted whenever some have appeared. That is an
-    upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
-    """
+    """The memory outside torch and placement, as of the last measurement, and who is known to hold it. Not every library says how much its
+    communicators hold, so the growth of this memory is noted whenever some have appeared. That is an upper bound: kernels that were loaded
+    meanwhile are in it, and other processes' growth."""
 
     def __init__(self, device: Device, memory: DeviceMemory) -> None:
         self._device = device

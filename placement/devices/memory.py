@@ -34,8 +34,7 @@ class DeviceMemory:
     free_bytes: int
     torch_reserved_bytes: int
     """Bytes that torch's caching allocator holds in this process, used or cached (0 where it has none). Ranges do not count."""
-    chunk_bytes: int
-    """Bytes that this device's chunks hold in this process, without poison."""
+    chunk_bytes: int  # bytes that this device's chunks hold in this process, without poison
     poison_bytes: int
 
     @property
@@ -52,16 +51,11 @@ class DeviceMemory:
 class Communicator:
     """A communicator of this process, whose device memory is neither in torch's allocator nor in a chunk."""
 
-    name: str
-    """The name of its process group, unique in this process."""
-    ranks: tuple[int, ...]
-    """The ranks of the group, as the default group numbers them."""
-    nbytes: int | None
-    """Device bytes that it holds now; None where the library does not say."""
-    suspendable_bytes: int
-    """The part of `nbytes` that its own `suspend()` would free."""
-    unknown_because: str | None = None
-    """Why `nbytes` is None; None where it is known."""
+    name: str  # the name of its process group, unique in this process
+    ranks: tuple[int, ...]  # the ranks of the group, as the default group numbers them
+    nbytes: int | None  # device bytes that it holds now; None where the library does not say
+    suspendable_bytes: int  # the part of `nbytes` that its own `suspend()` would free
+    unknown_because: str | None = None  # why `nbytes` is None; None where it is known
 
 
 class Addresses(abc.ABC):
@@ -70,10 +64,8 @@ class Addresses(abc.ABC):
     `Device.view` makes tensors that keep this object alive, so a range outlives the manager for as long as a tensor lies in it.
     """
 
-    base: int
-    """The first address, a multiple of the device's granularity."""
-    nbytes: int
-    """The length, a multiple of the granularity."""
+    base: int  # the first address, a multiple of the device's granularity
+    nbytes: int  # the length, a multiple of the granularity
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +73,19 @@ class WrittenPoison:
     """A run of poison that something wrote into, in whole pages."""
 
     addresses: Addresses
-    start: int
-    """The run's offset from `addresses.base`, in bytes."""
+    start: int  # the run's offset from `addresses.base`, in bytes
     nbytes: int
 
 
 class Chunk(abc.ABC):
     """Physical device memory. `Device.release` returns it to the driver, and so does the death of this object."""
 
-    nbytes: int
-    """A multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a range."""
+    nbytes: int  # a multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a range
 
 
 class HostSlab(abc.ABC):
-    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead.
-
-    Forked children do not have it (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes.
-    """
+    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead. Forked children do not have it
+    (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes."""
 
     address: int
     nbytes: int

@@ -37,8 +37,7 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
     """Make the device called "auto", "cuda", "cuda:N" or "simulated:64MiB", or by an entry point of the group `placement.devices`.
     `is_tight`: whether this process has only a share of the device's memory, so that a swap needs smaller chunks.
     Raises ValueError: the name is unknown.
-    Raises PlacementError: this process has no accelerator, an unsupported one, or one without virtual memory management; or an entry point
-    cannot be used."""
+    Raises PlacementError: there is no accelerator, an unsupported one, or an entry point that fails."""
     match = _NAME.fullmatch(name)
     kind, index = ("", None) if match is None else match.groups()
     if kind == "simulated":

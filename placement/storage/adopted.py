@@ -25,7 +25,7 @@ from placement.storage.layout import expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
-from placement.storage.scan import Relocated, StorageScanner, borrowed, count_uses, stray_references, uncounted
+from placement.storage.scan import BORROWED, Relocated, StorageScanner, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
@@ -35,11 +35,8 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class HostReadLocks:
-    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint.
-
-    What would overwrite or give up the host copy waits until every lock has been given back. A load does not, because it only reads. So
-    training can begin while a checkpoint is being written.
-    """
+    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint. What would overwrite or give up the
+    host copy waits until every lock has been given back. A load does not, because it only reads."""
 
     def __init__(self) -> None:
         self._open: list[threading.Event] = []
@@ -63,7 +60,6 @@ class AdoptedStorage(Storage):
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
     on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
-    unborn_bytes = 0
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
         self.device = device
@@ -76,12 +72,10 @@ class AdoptedStorage(Storage):
         self.gradients = Gradients(adapter)
         self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
         self.nan_check = NanCheck(self.by_address, device, adapter.kind, readonly=readonly)
-        self.calls = NO_CALLS
-        """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
+        self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
-        self.is_consistent = True
-        """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
+        self.is_consistent = True  # False from before the first change of a move to the end of `make_consistent`
         self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
         self._is_vacating = self._is_hiding = False
         """Whether an offload that is not committed yet may have taken memory from behind the object's addresses, and whether it may have
@@ -89,12 +83,9 @@ class AdoptedStorage(Storage):
         self.has_newest = threading.Event()  # cleared while that is so. Other threads that are to be shown the host copy wait for it.
         self.has_newest.set()
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
-        self._moving_in: frozenset[int] = frozenset()
-        """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
-        self._relocated: Sequence[Relocated] = ()
-        """The storages that this offload has found away from their places. They get new ones, and leave the old ones empty."""
-        self._dropped: tuple[Range, ...] | None = None
-        """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
+        self._moving_in: frozenset[int] = frozenset()  # new storages (`_cdata`) that this offload takes in: who uses them follows
+        self._relocated: Sequence[Relocated] = ()  # storages found away from their places by this offload, which get new ones
+        self._dropped: tuple[Range, ...] | None = None  # gradients that this offload drops at its commit; None: they are saved
         self._may_have_stray_references = True
         self.before_offload: list[Callable[[Any], object]] = []
         self.before_change: list[Callable[[Collection[object]], object]] = []
@@ -132,7 +123,7 @@ class AdoptedStorage(Storage):
         return self.resident_bytes - self.unadopted_bytes
 
     @property
-    def resident_bytes(self) -> int:
+    def resident_bytes(self) -> int:  # asked often, so it asks no other property
         chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.by_address.all])
         return chunk_bytes + self._unadopted_bytes if self.on_device else chunk_bytes
 
@@ -191,8 +182,7 @@ class AdoptedStorage(Storage):
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 
     def follow_groups(self) -> bool:
-        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one. On the
-        device, the next `measure_unadopted` or offload does the same."""
+        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one."""
         if is_changed := not self.on_device and self.adapter.follow_groups():
             self.look_at_unborn()
         return is_changed
@@ -236,10 +226,8 @@ class AdoptedStorage(Storage):
         return f"{left:,} bytes on the device" if left else None
 
     def drifted(self) -> list[tuple[str, int]]:
-        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
-
-        On the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state.
-        """
+        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart. On
+        the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
         born = self.scanner.rescan()  # relocated storages are in `found` already, by their addresses
@@ -387,10 +375,7 @@ class AdoptedStorage(Storage):
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve places for the new storages and start saving them, without gradients if the commit `drops` them.
-
-        Returns their ranges, and whether any of them is not transient.
-        """
+        """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
         fresh, stays = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
@@ -413,8 +398,8 @@ class AdoptedStorage(Storage):
         return tuple(r for r in (first, second) if r is not None), bool(stay)
 
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
-        """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU): the coming
-        load loads them, too. Returns their ranges."""
+        """Adopt tensors that came on another device while offloaded (PEFT adapters on the CPU) for the coming load. Returns their
+        ranges."""
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.stay), (True, born.transient)):
@@ -437,9 +422,8 @@ class AdoptedStorage(Storage):
         return self.scanner.adopt(adoptees, in_parts=in_parts)
 
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
-        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move.
-
-        None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
+        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move. None where
+        there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
         `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use."""
         try:
             return self._adopt_lasting(besides, in_parts=True)
@@ -447,12 +431,10 @@ class AdoptedStorage(Storage):
             logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", self.name, str(error))
             return None
 
-    # --- dropping ranges
-
     def dead(self) -> list[Range]:
         """The ranges that nobody uses: every adopted storage has died, and no state dict that was loaded back has left a tensor there."""
         if dead := [r for r in self.ranges if not r.is_alive]:
-            tensors = (*(owned.tensor for owned in self.adapter.owned()), *borrowed())
+            tensors = (*(owned.tensor for owned in self.adapter.owned()), *BORROWED)
             used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
             dead = [r for r in dead if not r.has_any(used)]
         return dead

@@ -84,11 +84,6 @@ class Storage(abc.ABC):
         return 0
 
     @property
-    def unborn_bytes(self) -> int:
-        """The part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement."""
-        return 0
-
-    @property
     def born_bytes(self) -> int:
         """The part of `unborn_bytes` that steps have created since that measurement, in torch's own memory."""
         return 0
@@ -112,6 +107,8 @@ class Storage(abc.ABC):
     def host_pageable_bytes(self) -> int:
         """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
+
+    unborn_bytes = 0  # the part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
         """Update `kept_by_framework`; for an audit also with what is found only by looking everywhere."""

@@ -63,8 +63,7 @@ class CastRange(Range):
     def __init__(self, device: Device, *its: Any) -> None:
         super().__init__(device, *its)
         self._device = device
-        self.lock = threading.RLock()
-        """Held while weights are cast into the slab, and from the decision of an offload that they are a cast up to its end."""
+        self.lock = threading.RLock()  # held during a cast into the slab, and from an offload's decision that they are a cast up to its end
 
     def lacks(self) -> str | None:
         """Words for weights that are not at their places, or have no masters: the range is no cast for good. None if all are there."""
@@ -152,8 +151,6 @@ class CastStorage(ManagedStorage):
     def _cast_ranges(self) -> Iterator[CastRange]:
         return (r for r in self.ranges if isinstance(r, CastRange))
 
-    # --- what the masters do
-
     def rest_on(self, optimizer: ManagedStorage) -> None:
         """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
         Raises RegistrationError: they are not the cast of these."""
@@ -212,8 +209,6 @@ class CastStorage(ManagedStorage):
                 r.weights = ()
                 vars(r).pop("optimizer", None)  # or the range would keep the storage and its host copy
 
-    # --- loading
-
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         if not isinstance(r, CastRange) or not r.is_cast:
             return super().bring(r, indices)
@@ -253,8 +248,6 @@ class CastStorage(ManagedStorage):
             r.cast_to_device(lacking)
             r.pages.note_changed(lacking)
         super().settle_on_device(r, chunk_pool)
-
-    # --- offloading
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         if not isinstance(r, CastRange):

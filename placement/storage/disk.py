@@ -43,13 +43,11 @@ class Place(enum.Enum):
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
     `slab`, `holder`: kept alive by others alone. The holder is an `AdoptedStorage`.
-    `name`: the handle's name.
     `directory`: the folder of files; None: it leaves only where it `drops`."""
 
     def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
-        self.is_claimed = False
-        """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
+        self.is_claimed = False  # whether somebody may use its addresses until the keeper is told anew what is needed. If so, it stays.
         self.is_used = False  # whether anybody has used it since then
         self.can_leave = False  # whether nothing but a claim or a tensor over it speaks against leaving
         self.drops = False  # whether the device has the bytes, and its next offload copies all of them: nothing need be written
@@ -61,8 +59,7 @@ class Spill:
         self._counters = counters
         self._keeper = keeper
         self._num_uses = 0
-        self._file: DiskFile | None = None
-        """The file is kept while the bytes are in host memory: what does not change need not be written again."""
+        self._file: DiskFile | None = None  # kept while the bytes are in host memory: what does not change need not be written again
         slab.before_use, slab.on_claim = self._use, self.claim
 
     @property
@@ -109,7 +106,7 @@ class Spill:
             return self.is_here
 
     def require_values(self) -> None:
-        """Raise if values are lost. Raises IntegrityError: they are."""
+        """Raise IntegrityError if values are lost."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
 
@@ -224,11 +221,8 @@ class HostCopy(NamedTuple):
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
     """The position of the host copy, among `copies` (soonest needed first), that leaves or comes next; None when each is where it should
-    be, as far as the limit allows.
-
-    Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or where they are idle. `fixed_bytes`
-    is host memory beside them that counts and cannot leave.
-    """
+    be, as far as the limit allows. Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or
+    where they are idle. `fixed_bytes` is host memory beside them that counts and cannot leave."""
     held = fixed_bytes + sum(copy.nbytes for copy in copies if copy.is_here)
     leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
     if held > limit_bytes:
@@ -248,11 +242,9 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
 
 
 class Keeper:
-    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next.
-
-    Who waits for a host copy goes before that. Others make room for it first, and it goes over the limit where there is none to make: a
-    phase transition does not fail for that.
-    """
+    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next. Who waits for a
+    host copy goes before that. Others make room for it first, and it goes over the limit where there is none to make: a phase transition
+    does not fail for that."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -351,8 +343,6 @@ class Keeper:
             self._warn("spill", f"a host copy stays in host memory, which goes over host_limit_bytes: it cannot leave: {error}")
             return False
 
-    # --- the thread
-
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -369,7 +359,6 @@ class Keeper:
                     self._is_held = True
 
     def _step(self) -> bool:
-        """Do the next thing of the arrangement. False if there is nothing to do."""
         with self.lock:
             copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave, spill.is_idle) for spill in self._order]
             position = None if self._is_held else next_step(copies, self._fixed_bytes, self._limit_bytes)
@@ -391,7 +380,6 @@ class Keeper:
         return True
 
     def _warn(self, what: str, text: str) -> None:
-        """Log a warning, once of each kind."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("disk tier: %s", text)

@@ -22,8 +22,7 @@ from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
 ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
-_SMALL_ALIGNMENT = 64
-"""The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
+_SMALL_ALIGNMENT = 64  # that of storages below `_SMALL` bytes: enough for every vector load, so that thousands of scalars take little space
 _SMALL = 4096
 
 
@@ -50,27 +49,16 @@ class Adoptee:
 
 class RangeLayout:
     """Places for storages in a new range, with poison behind it. To make it touches no tensor.
-
-    Args:
-        reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
-
-    Raises:
-        RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be rebound;
-            a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
-        DeviceMemoryError: no addresses are left.
-
-    Attributes:
-        addresses: the range.
-        offsets: the place of each adoptee, in bytes from `addresses.base`.
-        nbytes: used length of the range.
-        ways: the way in which each adoptee gets to its place.
-    """
+    `reserve`: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
+    Raises RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be
+    rebound; a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
+    Raises DeviceMemoryError: no addresses are left."""
 
     def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> None:
         self._device = device
         self._adoptees = tuple(adoptees)
         self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
-        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)
+        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)  # how each gets there
         for adoptee, way in zip(self._adoptees, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(adoptee)
@@ -87,7 +75,7 @@ class RangeLayout:
             self._pool = device.adopter.pool(self.addresses, pooled_sizes, self)
             for i, index in self._pool_index.items():
                 places[i] = self._pool.offsets.get(index, 0)
-        self.offsets: tuple[int, ...] = tuple(places)
+        self.offsets: tuple[int, ...] = tuple(places)  # the place of each adoptee, in bytes from `addresses.base`
 
     def move_in(self, index: int) -> None:
         """Point adoptee `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
@@ -216,13 +204,11 @@ def move_out(
     now: torch.Tensor,
     homes: dict[int, torch.UntypedStorage],
 ) -> None:
-    """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
-
-    If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a
-    tensor that is not among them stays in the range.
+    """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the target is the range's own device, every
+    user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a tensor that is not among them stays in the range.
     `now`: the bytes, uint8, of the storage's size.
-    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage.
-    Raises torch.OutOfMemoryError: no memory on the target; nothing changed."""
+    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage. Raises
+    torch.OutOfMemoryError: no memory on the target; nothing changed."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return

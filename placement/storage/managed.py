@@ -115,9 +115,7 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
-
-        Before an offload the device has been waited for.
+        """Begin a move, an offload with the device idle. From here to the end of `make_consistent` the object may be in any state.
         Raises HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
         Raises IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun."""
         if self.lost is not None:
@@ -159,10 +157,7 @@ class ManagedStorage(AdoptedStorage):
             note(self)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy.
-
-        A part may be left to other ranks (see `ReplicatedStorage`): then the load is incomplete until `complete`.
-        """
+        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
         return fill(self.device, [(r.pages, indices)])
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
@@ -177,10 +172,8 @@ class ManagedStorage(AdoptedStorage):
         Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
-        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy.
-
-        Returns False, with nothing done, where somebody has got tensors of a state dict meanwhile: they would read poison until then.
-        """
+        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy. Returns False, with nothing
+        done, where somebody has got tensors of a state dict meanwhile: they would read poison until then."""
         self.has_newest.clear()
         self._is_hiding = True
         self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
@@ -207,10 +200,6 @@ class ManagedStorage(AdoptedStorage):
         """Device bytes of the pages that an offload has left aside, some of which may still be being saved."""
         return sum(r.pages.bytes_of(r.pages.left()) for r in self.ranges)
 
-    def show_aside(self) -> int:
-        """Map what was prefetched, or left aside, behind the object's own addresses. Returns its bytes."""
-        return sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in self.ranges)
-
     def give_up_early(self, keep_bytes: int, chunk_pool: ChunkPool) -> int:
         """Give up the pages that are aside, except for the first ones, up to `keep_bytes`. Returns the device bytes given up."""
         if self.on_device or not self.is_consistent:  # an offload that broke off: only these pages may have the bytes
@@ -226,8 +215,7 @@ class ManagedStorage(AdoptedStorage):
         return given
 
     def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided. The host copy is complete all the
-        time."""
+        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
@@ -259,10 +247,7 @@ class ManagedStorage(AdoptedStorage):
         self.on_device = False
         brought_back = [each.entry.name for each in self._relocated if each.adoptee.nbytes == each.entry.nbytes]
         return MoveResult(
-            stray_references=sum(surplus.values()),
-            stray_names=", ".join([*surplus][:8]),
-            brought_back=", ".join(brought_back[:8]),
-            nan=nan,
+            stray_references=sum(surplus.values()), stray_names=", ".join([*surplus][:8]), brought_back=", ".join(brought_back[:8]), nan=nan
         )
 
     def commit_load(self) -> None:
@@ -275,10 +260,8 @@ class ManagedStorage(AdoptedStorage):
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Finish a move that was committed, or undo one that was not: bring everything in line with `on_device`. Idempotent.
-
-        If an unfinished offload gave up memory that cannot be had back, the rest of the object is offloaded, too.
-        """
+        """Finish a move that was committed, or undo one that was not: bring everything in line with `on_device`. Idempotent. If an
+        unfinished offload gave up memory that cannot be had back, the rest of the object is offloaded, too."""
         if self.is_consistent:
             return
         if self.on_device:
@@ -360,17 +343,13 @@ class ManagedStorage(AdoptedStorage):
         self.is_stepping = False
 
     def _distrust_host_copies_with_views(self) -> None:
-        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view.
-
-        The host copy of a readonly object stays as they leave it: the next load takes the fingerprints anew.
-        """
+        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view. The host copy of a
+        readonly object stays as they leave it: the next load takes the fingerprints anew."""
         for r, _ in self.state_dict_tensors.left_on_host():
             if self.readonly:
                 r.note_shown()
             elif not r.is_shared:
                 r.prints = None
-
-    # --- what a move leaves behind
 
     def immovable(self) -> Iterator[RegistrationError]:
         """Errors about tensors that an offload has left on the device."""

@@ -61,10 +61,7 @@ def are_poison(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
-    """Whether any element of a tensor is NaN. False for a type without NaN.
-
-    With `throughout`, whether all are, but for one in eight: float8 poison, and values computed from it, read so (see `POISON_WORD`).
-    """
+    """Whether any element is NaN; with `throughout`, whether all are, but for one in eight, as in float8 poison (see `POISON_WORD`)."""
     if not tensor.numel():
         return False
     num_nan, count = int(are_nan(tensor).sum().item()), tensor.numel()
@@ -119,7 +116,6 @@ Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
 
 class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
-    `kind`: the object's kind.
     `readonly`: whether the host copy is never replaced."""
 
     def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool) -> None:
@@ -182,10 +178,8 @@ class NanCheck:
         return " ".join([*told, _CAUSES]) if told else ""
 
     def look_at_new(self, adoptees: Sequence[Adoptee]) -> None:
-        """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
-
-        Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
-        """
+        """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values. Others may be NaN
+        if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before."""
         owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
         places = self._ranges.named_places() if owned else {}
         for each in owned:
@@ -196,10 +190,8 @@ class NanCheck:
                     self._go_back(each.name, now, place)
 
     def _gone(self, asked: Asked) -> dict[str, Place]:
-        """The tensors in place that are NaN throughout and were numbers, as far as is known.
-
-        Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
-        """
+        """The tensors in place that are NaN throughout and were numbers, as far as is known. Those that have become NaN in part beside
+        them, too: they would spoil the others at the next use. By itself that may be meant."""
         suspects = [name for _, samples, words in asked for name in samples.suspects(torch.cat([part() for part in words]))]
         everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
         places = {name: place for name, place in everything if not place.entry.ref.expired()}

@@ -70,18 +70,11 @@ class Page:
         """Whether it has memory behind addresses and no copy to it was started."""
         return self.memory is not None and self.behind is not Behind.POISON and self.newest is Side.HOST
 
-    @property
-    def was_left(self) -> bool:
-        """Whether an offload has left it aside. Nothing was copied in vain when its memory is given up."""
-        return self.behind is Behind.ASIDE and self.newest is not Side.HOST and self.copied != "to_device"
-
 
 class Pages:
-    """The page table of one range.
-    `addresses`: the range's own.
+    """The page table of one range, which has these `addresses`.
     `sizes`: bytes of each page's memory: full chunks, and a tail.
-    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted.
-    `host`: the host copy."""
+    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted."""
 
     def __init__(self, device: Device, addresses: Addresses, sizes: Sequence[int], used_bytes: int, host: HostSlab) -> None:
         self._device = device
@@ -96,8 +89,7 @@ class Pages:
         self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
         """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
-        self.is_stale = False
-        """Whether the host copy may have been written since the first of the copies to pages that are aside. A load discards these."""
+        self.is_stale = False  # whether the host copy may have been written since the first copies to pages aside. A load discards these.
         self.is_receiving = False  # whether the thread of a prefetch may put memory aside for more pages at any time
         self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
         self.record: ChangeRecord | None = None  # compares what is saved with what the host copy had
@@ -122,8 +114,9 @@ class Pages:
         return [index for index in self.at(Behind.ASIDE) if self.table[index].lacks_bytes]
 
     def left(self) -> list[int]:
-        """The pages that an offload has left aside, in the order in which they are saved."""
-        return [index for index, page in enumerate(self.table) if page.was_left]
+        """The pages that an offload has left aside, in the order in which they are saved. No copy was in vain when these are given up."""
+        aside = ((index, self.table[index]) for index in self.at(Behind.ASIDE))
+        return [index for index, page in aside if page.newest is not Side.HOST and page.copied != "to_device"]
 
     def bytes_of(self, indices: Iterable[int]) -> int:
         """Device bytes of pages."""
@@ -157,8 +150,7 @@ class Pages:
 
         Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or another handle's values, which a checkpoint
         or a loss would take in unnoticed. So a chunk is wiped before it is mapped there: it is poison until bytes arrive. That is done
-        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If the driver refuses, memory that is behind no address
-        goes to the chunk pool.
+        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If it fails, memory behind no address goes to the pool.
         """
         chunks = chunk_pool.take([self.sizes[index] for index in indices])
         try:
@@ -256,13 +248,10 @@ class Pages:
             self.wait([index for index, page in enumerate(self.table) if page.copied == "to_host"])
             self._num_waited_for = max(self._num_waited_for, num_saves)
 
-    # --- recovery
-
     def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
-        """Bring every page to one side, whatever state it is in. Idempotent.
-
-        With `DEVICE`, all memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host copy has
-        the newest bytes, or gets them: pages that were saved from aside, or prefetched, keep their memory there.
+        """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all memory is behind the own addresses, with
+        the newest bytes. With `HOST`, poison is there, and the host copy has the newest bytes, or gets them: pages that were saved from
+        aside, or prefetched, keep their memory there.
         Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then."""
         if side is Side.DEVICE:
             if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
@@ -345,7 +334,6 @@ class Pages:
         return addresses
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
-        """Runs of neighbours (ascending) whose memory shows at the same addresses."""
         run: list[int] = []
         for index in indices:
             if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):
@@ -361,10 +349,7 @@ Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
-    """Start copying those of these pages to the device that have memory and are newest in the host copy, by one call and with one mark.
-
-    Returns the bytes to copy.
-    """
+    """Start copying those of these pages to the device that have memory and lack the bytes, by one call. Returns their bytes."""
     lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
     _copy(device, [part for part in lacking if part[1]], "to_device")
     return sum(pages.used_bytes_of(those) for pages, those in lacking)
@@ -394,10 +379,9 @@ def runs(indices: Iterable[int]) -> Iterator[list[int]]:
 
 
 class ChunkPool:
-    """The chunk pool of one phase transition.
-
-    No chunk goes back to the driver before `release`, so a phase transition that fails asks the driver for nothing. There is one exception:
-    for a size that the pool does not have, chunks of other sizes make room. Going back frees the chunk that took their room first.
+    """The chunk pool of one phase transition. No chunk goes back to the driver before `release`, so a phase transition that fails asks the
+    driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back frees
+    the chunk that took their room first.
     `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
     `left_by`: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks."""
 

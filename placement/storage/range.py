@@ -74,19 +74,16 @@ class Range:
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
-        self.nbytes = used_bytes(layout.nbytes)
-        """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
+        self.nbytes = used_bytes(layout.nbytes)  # used length. The rest of the last chunk is neither copied nor fingerprinted.
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)  # see `layout.chunk_sizes`
         self.device_bytes = sum(self.chunk_sizes)
         self.pages = self._pages_class(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
-        self.moving_in: tuple[Adoptee, ...] | None = moving_in
-        """The storages that have still to move in; None once every storage has its place."""
+        self.moving_in: tuple[Adoptee, ...] | None = moving_in  # the storages that have still to move in; None once all have
         self.placed: tuple[PlacedStorage, ...] = ()
         self._by_storage: dict[int, PlacedStorage] | None = None
-        self.counted: tuple[list[int], list[int]] | None = None
-        """The storages (`_cdata`) of `placed` and their `use_count`, once all of them have been counted."""
+        self.counted: tuple[list[int], list[int]] | None = None  # the storages (`_cdata`) of `placed` and their `use_count`, once counted
         self.without_stray_references: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases, and the reference counts of then."""
         self.is_shown = False  # whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date.
@@ -238,18 +235,15 @@ class Owner(Protocol):
 
 
 class _Table:
-    """The owner of each range, by its device addresses.
-
-    There is no lock: a garbage collection in the middle of a call may drop a manager, which then removes its ranges in the same thread.
-    Each change is one dictionary operation, and `_map` is made anew at the first question after a change.
-    """
+    """The owner of each range, by its device addresses. There is no lock: a garbage collection in the middle of a call may drop a manager,
+    which then removes its ranges in the same thread. Each change is one dictionary operation, and `_map` is made anew at the first question
+    after a change."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, tuple[int, int, weakref.ref[Owner]]] = {}
         self._changes = itertools.count(1)
         self._change = 0
-        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())
-        """The number of the last change that the map knows, and the map."""
+        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())  # the number of the last change in it, and the map
 
     def add(self, owner: Owner, base: int, nbytes: int) -> None:
         self._ranges[base] = (base, base + nbytes, weakref.ref(owner))
@@ -352,8 +346,7 @@ class ObjectRanges:
     def __init__(self, name: str) -> None:
         self.name = name
         self.places = Places()
-        self.told: dict[int, StorageWeakRef] = {}
-        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
+        self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) computed from poison without values to put back, which were raised
         self.set(())
 
     def set(self, ranges: tuple[Range, ...]) -> None:

@@ -42,8 +42,7 @@ class Piece:
     dtype: torch.dtype
     published: torch.dtype  # the dtype in which it is compared
     found: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; a position may be in
-    several."""
+    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; some are in several."""
     num_found: int = 0
     is_dropped: bool = False  # whether more has changed than is recorded
 
@@ -75,8 +74,6 @@ _Run = list[Piece]  # neighbouring pieces that are compared alike
 
 
 class _Slice(NamedTuple):
-    """A slice that is being compared, or was."""
-
     run: _Run
     start: int
     end: int
@@ -102,8 +99,7 @@ class ChangeRecord:
 
     def __init__(self, device: Device, pieces: Iterable[Piece], prints: torch.Tensor) -> None:
         self._device = device
-        self.since: dict[int, int] = dict(enumerate(prints.tolist()))
-        """The fingerprint of the version up to which positions are complete, by page."""
+        self.since: dict[int, int] = dict(enumerate(prints.tolist()))  # the version up to which positions are complete, by page
         self._pieces: dict[int, Piece] = {}
         self._runs: list[_Run] = []
         last: Piece | None = None
@@ -136,8 +132,6 @@ class ChangeRecord:
     def has(self, pages: slice, prints: torch.Tensor) -> bool:
         """Whether the positions in these pages are complete up to the version with these fingerprints (of all pages, on the CPU)."""
         return all(self.since.get(index) == value for index, value in enumerate(prints[pages].tolist(), pages.start))
-
-    # --- when the host copy is overwritten
 
     def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> bool:
         """Pages may be saved next: those whose fingerprints differ. Returns whether any of them will be compared.
@@ -250,10 +244,7 @@ class ChangeRecord:
             piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)
 
     def finish(self) -> None:
-        """Wait until everything is compared, before a move is committed, and give the device memory back.
-
-        After a move that has failed before, the next one does it.
-        """
+        """Wait until everything is compared, before a move is committed, and give the device memory back."""
         with self._unless_out_of_memory():
             while self._comparing:
                 self._take()
@@ -273,5 +264,4 @@ class ChangeRecord:
 
 
 _NOTHING = torch.empty(0, device="cpu")
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type by which bits of a dtype are compared, by its bytes."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer type that compares a dtype's bits, by its bytes

@@ -43,8 +43,7 @@ class ReplicatedStorage(ManagedStorage):
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, readonly, SharedScanner(device, adapter, name, self, ranks, readonly=readonly))
         self._ranks = ranks
-        self._waiting: list[tuple[SharedRange, int, Mark]] = []
-        """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
+        self._waiting: list[tuple[SharedRange, int, Mark]] = []  # chunks whose own part is on its way, and what tells its arrival
         self._prepared = 0  # the number of the group's change for which this rank has last prepared a load
 
     @property
@@ -67,8 +66,6 @@ class ReplicatedStorage(ManagedStorage):
         """The host copies that this rank shares, or may share again."""
         copies = [r.copy for r in self._shared_ranges()]
         return filter(None, [*copies, self.scanner.free_state()])
-
-    # --- loading
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         if not isinstance(r, SharedRange) or r.copy is None or not r.is_shared or not self._may_gather(r):
@@ -136,8 +133,6 @@ class ReplicatedStorage(ManagedStorage):
             copy.leave(LEFT)
         super().unadopt()
 
-    # --- offloading
-
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         if not isinstance(r, SharedRange) or r.copy is None:
             return changed
@@ -177,8 +172,7 @@ class ReplicatedStorage(ManagedStorage):
         return super().commit_offload(fresh, prints, dropped)
 
     def _keep_views_own(self) -> None:
-        """Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes for it
-        alone. The shared one is written all the same, for the others."""
+        """Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes alone."""
         if self.state_dict_tensors or self.state_dict_tensors.are_held:
             for r in self._shared_ranges():
                 if r.is_shared and not r.is_frozen:
@@ -200,7 +194,6 @@ class ReplicatedStorage(ManagedStorage):
             self._make_own(r)
 
     def _make_own(self, r: SharedRange) -> None:
-        """Use a host copy of this rank's own, with what the shared one has."""
         prints, own = r.prints, self.device.host(r.nbytes)
         own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
         self._use(r, own)
@@ -221,8 +214,6 @@ class ReplicatedStorage(ManagedStorage):
         else:
             r.pages.note_clean(held)
 
-    # --- who takes part
-
     def _may_gather(self, r: SharedRange) -> bool:
         if r.alone is None and (reason := self._ranks.gone) is not None:
             self._give_up(r, reason)
@@ -237,7 +228,6 @@ class ReplicatedStorage(ManagedStorage):
         return r.alone is None and set(said) == {self._prepared}
 
     def _give_up(self, r: SharedRange, reason: str) -> None:
-        """Load a range alone from now on, and tell the other ranks."""
         if r.alone is None:
             r.alone = reason
             if r.copy is not None:

@@ -31,8 +31,7 @@ from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
 _STORAGE = torch.Tensor.untyped_storage
-_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
-"""The waits for stray references to go away before they are reported, in processes with a process group."""
+_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)  # for stray references to go away before they are reported, with a process group
 
 
 class Relocated(NamedTuple):
@@ -57,38 +56,24 @@ class Scan(NamedTuple):
 
 
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
-_BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
-"""Tensors that lay in storages of another object when their own object was last looked at. They may have left placement since."""
-
-
-def alias_tables() -> list[dict[int, int]]:
-    """The `aliases` of each registered object. No table is ever changed: a look that finds other numbers makes another."""
-    return [scanner.aliases for scanner in _SCANNERS]
+BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
+"""Tensors that lay in storages of another object when their own object was last looked at (an optimizer's shard in the model's buffer).
+They may have left placement since."""
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
     """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object."""
     total = [0] * len(storages)
-    for table in alias_tables():
+    for table in [scanner.aliases for scanner in _SCANNERS]:
         total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
-
-
-def borrowed() -> Iterator[torch.Tensor]:
-    """The tensors of all objects that lie in storages of other objects, such as an optimizer's shard in the model's buffer."""
-    return iter(_BORROWED)
 
 
 def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
     """Note those of an object's tensors that lie in storages of other objects, because the object is about to leave placement."""
     for tensor in tensors:
         if RANGES.owner_of(tensor.untyped_storage().data_ptr()) is not None:
-            _BORROWED.add(tensor)
-
-
-def stepped() -> Iterator[torch.Tensor]:
-    """The parameters that registered optimizers step. An optimizer holds them even when their module is gone."""
-    return (tensor for scanner in _SCANNERS for tensor in scanner.adapter.stepped())
+            BORROWED.add(tensor)
 
 
 def lent_gradients() -> set[int]:
@@ -97,8 +82,8 @@ def lent_gradients() -> set[int]:
 
 
 def tensors_of_all_objects() -> Iterator[torch.Tensor]:
-    """The tensors that the registered objects of the process have now."""
-    return (tensor for scanner in _SCANNERS for tensor in scanner.tensors_now())
+    """The tensors that the registered objects of the process have now, and the parameters that optimizers step: modules may be gone."""
+    return itertools.chain.from_iterable((*scanner.adapter.stepped(), *scanner.tensors_now()) for scanner in _SCANNERS)
 
 
 def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
@@ -149,8 +134,6 @@ class Versions(NamedTuple):
 
 
 class _Found:
-    """A storage, and the tensors that use it."""
-
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.owned: list[Owned] = []
@@ -212,21 +195,15 @@ class StorageScanner:
         self.versions = Versions()  # the counters of the adopted storages, as of the last look. A write raises them.
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
-        self._alive: list[StorageWeakRef] = []
-        """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
-        self.discovered: frozenset[int] = frozenset()
-        """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
+        self._alive: list[StorageWeakRef] = []  # of the keys of `aliases`: no new storage gets a dead one's `_cdata`, and its count
+        self.discovered: frozenset[int] = frozenset()  # its new storages (`_cdata`) as of the last look: its own from then on
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
-        self._stood: tuple[tuple[Range, ...], object] | None = None
-        """The ranges at the last `unadopted_bytes`, and what stood for the adapter's walk."""
-        self.classes: Mapping[int, type[Range]] = {}
-        """The class of the first range of storages (`_cdata`) that are to be in one of their own."""
+        self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
+        self.classes: Mapping[int, type[Range]] = {}  # of the first range of storages (`_cdata`) that are to be in one of their own
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
-        self.spare: HostSlab | None = None
-        """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than
-        copying to it."""
+        self.spare: HostSlab | None = None  # memory of gradients that have died, for those of the present offload: pinning takes long
         self.moves_together = False  # whether all ranks of a group are making the present move, in the same change of the group
         _SCANNERS.add(self)
 
@@ -261,7 +238,7 @@ class StorageScanner:
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
-        _BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
+        BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
@@ -284,7 +261,7 @@ class StorageScanner:
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
-        _BORROWED.update(borrowed.values())
+        BORROWED.update(borrowed.values())
         bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
         stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
@@ -313,11 +290,9 @@ class StorageScanner:
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
-        """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None.
-
-        An optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
-        whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen.
-        """
+        """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None. An
+        optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
+        whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen."""
         owners = {key: RANGES.owner_of(each.storage.data_ptr()) for key, each in found.items()}
         theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
         modules: Collection[Owner] = ()
@@ -347,8 +322,6 @@ class StorageScanner:
         new = self.rescan()
         self._stood = self.ranges.all, self.adapter.standing()
         return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}.values())
-
-    # --- places for new storages
 
     def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         """Like `adopt`, at registration, for what ranks share: see `SharedScanner`. Returns its ranges, and the storages that are left."""
@@ -435,7 +408,7 @@ def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[
     """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
     `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
     found: dict[str, int] = {}
-    tables = alias_tables()
+    tables = [scanner.aliases for scanner in _SCANNERS]  # none is ever changed: a look that finds other numbers makes another
     for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work
         if r.counted is None:
             continue

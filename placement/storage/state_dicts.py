@@ -106,20 +106,15 @@ class StateDictTensors:
         self._device = device
         self._adapter = adapter
         self._ranges = ranges
-        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
-        """Plain tensors: those that were handed out themselves, and the parts of wrappers."""
+        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()  # plain tensors that were handed out, and the parts of wrappers
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._storages: dict[int, StorageWeakRef] = {}  # the storage over each address that was handed out, while anybody holds it
         self._versions = HostVersions()
-        self.num_pointings = 0
-        """How often all tensors were pointed elsewhere. What was being handed out meanwhile may have been missed: see `hand_out`."""
+        self.num_pointings = 0  # how often all tensors were pointed elsewhere, which may miss what is just handed out: see `hand_out`
         _IN_USE.add(self)
 
     def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides over a storage at another address, which `make` makes if there is none yet.
-
-        Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
-        """
+        """A tensor of the same form over a storage at another address, made if there is none: tensors that shared one share one again."""
         with torch.no_grad():
             known = self._storages.get(address)
             storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
@@ -130,9 +125,7 @@ class StateDictTensors:
 
     def take_over(self, storages: Collection[int]) -> None:
         """Let those tensors that other objects handed out and that lie in these storages (`_cdata`) follow this object, which owns them.
-
-        State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in.
-        """
+        State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in."""
         for other in _IN_USE if storages else ():
             found = {id(tensor): tensor for tensor in other if tensor.untyped_storage()._cdata in storages}
             if other is self or not found:
@@ -172,16 +165,10 @@ class StateDictTensors:
         return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values()]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """The plain tensors and the parts of wrappers."""
         return iter(self._tensors)
 
-    # --- where they point
-
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live tensor of the object, whose values are in the host copy now or not.
-
-        For a sparse one it is a copy of the present values.
-        """
+        """The tensor that a state dict may show for a live one, whose values are in the host copy or not. A sparse one is copied."""
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
@@ -303,8 +290,7 @@ class StateDictTensors:
         self._point_to(find)
 
     def left_on_host(self) -> list[tuple[Range, str]]:
-        """The storages over the host copy, by range and name, that somebody still holds after `point_to_device`: a view that was taken of a
-        tensor cannot be pointed elsewhere."""
+        """The storages over the host copy, by range and name, that views still hold after `point_to_device`."""
         held = self._held()
         return [(r, entry.name) for r in self._ranges.all if held for entry in r.placed if r.host.address + entry.offset in held]
 

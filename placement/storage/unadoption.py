@@ -11,12 +11,11 @@ import torch
 from placement.devices.base import Device
 from placement.storage.layout import move_out
 from placement.storage.range import Range
-from placement.storage.scan import StorageScanner, borrowed, note_borrowed, stepped, tensors_of_all_objects
+from placement.storage.scan import BORROWED, StorageScanner, note_borrowed, tensors_of_all_objects
 from placement.storage.writes import dense_parts
 from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
 
-_InRange = tuple[torch.UntypedStorage, Range, int]
-"""A storage at the device addresses of a range, the range, and the storage's offset there."""
+_InRange = tuple[torch.UntypedStorage, Range, int]  # a storage at the addresses of a range, the range, and its offset there
 
 
 class Unadoption:
@@ -40,23 +39,20 @@ class Unadoption:
         # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from,
         # and a shard of an optimizer in the module's buffer.
         own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-        self._move_out(self._placed() + self._loaded_back(everything), (*own, *borrowed()))
+        self._move_out(self._placed() + self._loaded_back(everything), (*own, *BORROWED))
         others: list[Owned] = []
         if left := self._placed() + self._in_range(scanner.state_dict_tensors.shown()):
             # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
             # takes tens of milliseconds, so nobody is asked before.
             others = _users_in_the_process({storage._cdata for storage, _, _ in left})
-            self._move_out(left, (*stepped(), *tensors_of_all_objects(), *(each.tensor for each in others)))
+            self._move_out(left, (*tensors_of_all_objects(), *(each.tensor for each in others)))
         note_borrowed(owned.tensor for owned in everything)
         follow((*everything, *others))
         scanner.align_wrappers()
         align_all(others)
 
     def _move_out(self, placed: list[_InRange], tensors: Iterable[torch.Tensor]) -> None:
-        """Give storages that lie in ranges, and those of these tensors that use them, ordinary memory.
-
-        Drops the list's content, so that a storage that nobody else uses is gone afterwards.
-        """
+        """Give these storages, and those of these tensors that use them, ordinary memory. Empties the list, which keeps them alive."""
         aliases: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
@@ -68,7 +64,6 @@ class Unadoption:
             move_out(self._device, storage, users, self._target, bytes_now, self._homes)
 
     def _placed(self) -> list[_InRange]:
-        """The adopted storages that are alive and at their places."""
         entries = [(entry.storage(), r, entry.offset) for r in self._scanner.ranges.all for entry in r.placed]
         return [(s, r, offset) for s, r, offset in entries if s is not None and s.data_ptr() == r.layout.addresses.base + offset]
 

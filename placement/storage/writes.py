@@ -84,10 +84,7 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Gradients:
-    """The gradients that the adapter reports: which ranges hold nothing else, and how they are dropped.
-
-    Each call asks the adapter anew, because gradients come and go between phases.
-    """
+    """The gradients that the adapter reports, asked anew at each call: which ranges hold nothing else, and how they are dropped."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -172,8 +169,6 @@ class WritesWhileOffloaded:
         self._noted = Versions()  # the version counters as of the offload
         self._is_allowed = False  # whether values may be written, though not gradients: tensors of a state dict share the counters
 
-    # --- writes in place
-
     def note(self) -> None:
         """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
         self._noted, self._is_allowed = self._scanner.versions, False
@@ -214,12 +209,9 @@ class WritesWhileOffloaded:
         """Do not report again the writes that the last look has found."""
         self._noted = self._scanner.versions
 
-    # --- tensors in place of others
-
     def new_unless_changed(self) -> Scan:
         """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
-        Raises IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised
-        once."""
+        Raises IntegrityError: registered tensors were written or changed; the message says which, and what to do."""
         scanner = self._scanner
         born = scanner.rescan()
         names = self._written(transient=False)
@@ -236,10 +228,8 @@ class WritesWhileOffloaded:
         raise IntegrityError(message)
 
     def put_back(self, born: Scan) -> Changes:
-        """Undo changes to registered tensors of the offloaded object, and return them.
-
-        Gradients are put back only together with replaced values. Those that changed alone come from a backward, and are dropped.
-        """
+        """Undo changes to registered tensors of the offloaded object, and return them. Gradients are put back only together with replaced
+        values. Those that changed alone come from a backward, and are dropped."""
         if not born:
             return Changes()
         scanner = self._scanner
@@ -278,9 +268,7 @@ class WritesWhileOffloaded:
         return converted
 
     def _home(self, place: Place) -> torch.UntypedStorage:
-        """The storage at a place: the adopted one while anybody uses it, else a new one."""
-        home = place.entry.storage()
-        if home is None:
+        if (home := place.entry.storage()) is None:
             home = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
             place.range.replace(place.entry, home)
         return home
@@ -338,19 +326,16 @@ def _renew_empty(owners: Iterable[torch.Tensor]) -> None:
 
 
 def _targets(adoptee: Adoptee, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:
-    """Every tensor of a adoptee, with its place and the form that it will get.
-
-    A tensor without a name (the base of a view, one of a state dict) goes where the named tensor of the same form goes.
-    """
+    """Every tensor of an adoptee, its place and its form. One without a name goes where the named one of the same form goes."""
     named = [(owned.tensor, places[owned.name]) for owned in adoptee.owned if owned.name in places]
     done = {id(tensor) for tensor, _ in named}
     by_form = {form_of(tensor): place for tensor, place in named}
     first, place = named[0]
-    others = [tensor for tensor in (*adoptee.bases, *adoptee.aliases) if id(tensor) not in done]
     targets = [(tensor, place, place.form) for tensor, place in named]
-    for tensor in others:
-        same = by_form.get(form_of(tensor))
-        targets.append((tensor, place, _translated(tensor, first.dtype, place)) if same is None else (tensor, same, same.form))
+    for tensor in (*adoptee.bases, *adoptee.aliases):
+        if id(tensor) not in done:
+            same = by_form.get(form_of(tensor))
+            targets.append((tensor, place, _translated(tensor, first.dtype, place)) if same is None else (tensor, same, same.form))
     return targets
 
 

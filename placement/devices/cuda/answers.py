@@ -17,52 +17,44 @@ NUM_BYTES = 128 << 10  # the memory of small answers: a thousand words are enoug
 MOST_BYTES = 16 << 20  # that of large ones
 
 
-class _Exported:
-    """Presents host memory to torch as device memory. It must not be the object that holds the tensor: that cycle would run through C++,
-    unseen by any garbage collection."""
+class Exported:
+    """Presents memory to torch as device memory, uint8. A tensor over it keeps this object alive, and with it the owner of the memory. It
+    must not be the object that holds the tensor: that cycle would run through C++, unseen by any garbage collection."""
 
-    def __init__(self, slab: HostSlab) -> None:
-        self._slab = slab
-        self.__cuda_array_interface__ = {"shape": (slab.nbytes // 8,), "typestr": "<i8", "data": (slab.address, False), "version": 3}
+    def __init__(self, owner: object, address: int, nbytes: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class HostWords:
-    """A slab viewed as int64 words.
-
-    Args:
-        has_one_address: whether registered host memory has the same address for kernels and for the host.
-
-    Attributes:
-        host: the words for the host.
-        device: the same words for kernels, which write to them directly; None where they cannot.
-    """
+    """A slab viewed as int64 words. `has_one_address`: whether registered host memory has the same address for kernels and for the host."""
 
     def __init__(self, slab: HostSlab, device: torch.device, *, has_one_address: bool) -> None:
         wait_until_ready(slab.address, slab.nbytes)
         self.host = slab.view(0, slab.nbytes).view(torch.int64)
-        self.device = torch.as_tensor(_Exported(slab), device=device) if slab.pinned and has_one_address else None
+        self.device: torch.Tensor | None = None  # the same words for kernels, which write to them directly; None where they cannot
+        if slab.pinned and has_one_address:
+            self.device = torch.as_tensor(Exported(slab, slab.address, slab.nbytes), device=device).view(torch.int64)
 
 
 class _Answer:
     """A result on its way. It stays in the memory of `Answers` until it is read, or its place is needed."""
 
     def __init__(self, host: torch.Tensor, written: torch.cuda.Event) -> None:
-        self._host, self._written = host, written
-        self._copy: torch.Tensor | None = None
-        self._is_away = False
+        self._values: torch.Tensor | None = host
+        self._written: torch.cuda.Event | None = written  # None once the values are a copy
 
     def take_away(self) -> None:
-        if not self._is_away:
+        if self._written is not None and self._values is not None:
             self._written.synchronize()
-            self._copy, self._is_away = self._host.clone(), True
+            self._values, self._written = self._values.clone(), None
 
     def __call__(self) -> torch.Tensor:
-        """Called once."""
         self.take_away()
         interrupts.check()
-        copy, self._copy = self._copy, None
-        assert copy is not None
-        return copy
+        values, self._values = self._values, None
+        assert values is not None, "an answer is read once"
+        return values
 
 
 class Answers:

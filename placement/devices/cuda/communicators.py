@@ -51,23 +51,18 @@ def _name(group: Any) -> str:
 
 
 def _described(backend: Any, name: str, ranks: tuple[int, ...]) -> Communicator:
-    if (reason := _cannot(backend)) is not None:
+    can = "neither count nor suspend it"
+    if not hasattr(backend, "memory_stats"):
+        reason = f"torch {torch.__version__} can {can}; torch 2.12 or later with NCCL 2.29.7 or later can"
         return Communicator(name, ranks, None, 0, reason)
+    if not _has_statistics():
+        return Communicator(name, ranks, None, 0, f"the NCCL that is loaded can {can}; NCCL 2.29.7 or later can")
     try:
         stats = backend.memory_stats()
     except RuntimeError as error:  # an older NCCL, or a communicator that was aborted
         return Communicator(name, ranks, None, 0, str(error).partition("\n")[0])
     suspendable = 0 if stats["suspended"] else stats["suspend"]
     return Communicator(name, ranks, stats["persist"] + suspendable, suspendable)
-
-
-def _cannot(backend: Any) -> str | None:
-    """Why a communicator can neither be asked for its memory nor suspended; None if nothing speaks against it."""
-    if not hasattr(backend, "memory_stats"):
-        return f"torch {torch.__version__} can neither count nor suspend it; torch 2.12 or later with NCCL 2.29.7 or later can"
-    if not _has_statistics():
-        return "the NCCL that is loaded can neither count nor suspend it; NCCL 2.29.7 or later can"
-    return None
 
 
 @functools.cache
@@ -91,11 +86,9 @@ class SharedTensors:
         self.collected_bytes = 0  # about the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too
 
     def collect(self) -> None:
-        """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured.
-
-        Costs a look at an empty list in a process that never shared a tensor. Bytes are only counted where one was shared through
-        pickling, because measuring them costs more than the rest.
-        """
+        """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured. Costs a look
+        at an empty list in a process that never shared a tensor. Bytes are only counted where one was shared through pickling, because
+        measuring them costs more than the rest."""
         was_shared = bool(reductions.shared_cache)
         try:
             if self._is_capturing():

@@ -15,7 +15,7 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
 from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
-from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, HostWords
+from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
 from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.cuda.driver import Driver, Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
@@ -43,14 +43,6 @@ class _Addresses(Addresses):
 class _Event(Mark):
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
-
-
-class _Exporter:
-    """The object that a tensor over a range keeps alive. torch drops it together with the storage, and with it the addresses."""
-
-    def __init__(self, addresses: Addresses, offset: int, nbytes: int) -> None:
-        self._addresses = addresses
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (addresses.base + offset, False), "version": 3}
 
 
 class CudaDevice(Device):
@@ -82,8 +74,7 @@ class CudaDevice(Device):
         self._place = numa.placing(self.name, self.pci_address)
         self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
         self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
-        self._following = torch.cuda.Stream(self.torch_device)
-        """The stream for work that follows copies, chunk by chunk, while later copies are in progress."""
+        self._following = torch.cuda.Stream(self.torch_device)  # for work that follows copies, chunk by chunk, beside later copies
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
@@ -253,7 +244,7 @@ class CudaDevice(Device):
         check_span(offset, nbytes, addresses.nbytes)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
-        return torch.as_tensor(_Exporter(addresses, offset, nbytes), device=self.torch_device)
+        return torch.as_tensor(Exported(addresses, addresses.base + offset, nbytes), device=self.torch_device)
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return values.cpu if self._answers is None else self._answers.ask(values)

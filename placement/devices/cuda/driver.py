@@ -1,5 +1,4 @@
-"""Calls of the CUDA driver: where its functions come from, when they may be called, how errors become exceptions, and when resources
-are released."""
+"""Calls of the CUDA driver: when they may be made, how errors become exceptions, and when resources are released."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def refuse_rocm(name: str) -> None:
 class Driver:
     """The driver for one device, with torch's (the primary) context.
 
-    `with driver:` makes that context current on the calling thread. Reentrant.
-    `peers`: see `CudaDevice`.
+    `with driver:` makes that context current on the calling thread. Reentrant. For `peers` see `CudaDevice`.
     Raises PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
     management, or a peer cannot reach it."""
 
@@ -70,14 +68,12 @@ class Driver:
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
         same = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))
-        """Whether registered host memory has the same address for kernels and for the host."""
+        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))  # of registered host memory, for kernels too
 
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
-        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]
-        """Access rights for mapped memory: this device and its peers may read and write."""
+        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]  # this device and its peers may read and write
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 
@@ -172,11 +168,9 @@ End = Callable[[Life], bool]
 
 
 class Lives:
-    """The ledger of every object that owns a driver resource. It lives as long as they do.
-
-    An object may die at any time: on another thread while the driver works, or here in the middle of another release, by a garbage
-    collection. A number that the driver has released may soon belong to another resource. So each life is ended by exactly one call.
-    """
+    """The ledger of every object that owns a driver resource. It lives as long as they do. An object may die at any time: on another thread
+    while the driver works, or here in the middle of another release, by a garbage collection. A number that the driver has released may
+    soon belong to another resource. So each life is ended by exactly one call."""
 
     def __init__(self) -> None:
         self.owned: dict[Life, int] = {}  # bytes by object. Who removes an entry releases the bytes.

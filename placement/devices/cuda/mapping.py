@@ -35,8 +35,7 @@ class PoisonChunks(NamedTuple):
 class Slot(NamedTuple):
     """The content of one slot."""
 
-    chunk: DriverChunk | None
-    """The slot's chunk. The reference keeps memory that may be mapped in the ledger, even when all others have dropped it."""
+    chunk: DriverChunk | None  # this reference keeps memory that may be mapped in the ledger, when all others have dropped it
     mappings: tuple[Mapping, ...]
     nbytes: int  # the number of covered bytes, from the slot's start
 
@@ -45,10 +44,8 @@ _EMPTY = Slot(None, (), 0)
 
 
 class Extent:
-    """The slots of one range. The cost of a call depends only on the slots that it changes.
-
-    If the driver refuses a part of a change, its slots are in doubt: the next change of these slots assumes nothing about their mappings.
-    """
+    """The slots of one range. The cost of a call depends only on the slots that it changes. If the driver refuses a part of a change, its
+    slots are in doubt: the next change of these slots assumes nothing about their mappings."""
 
     def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
         self._driver = driver

@@ -28,8 +28,7 @@ class Pinning:
         return self.pin(address, nbytes)
 
     def pin(self, address: int, nbytes: int, limit_bytes: int | None = None) -> str | None:
-        """Register host memory with the driver. Returns the reason if that fails. The runtime is not used, because its errors would stick
-        and be reported by torch's next kernel launch."""
+        """Register host memory, and return the reason if that fails. The runtime's errors would stick and show in torch's next launch."""
         # One at a time, because of the limit, and because waiting inside the driver blocks all other threads that need it.
         with self._turn:
             pinned = self.pinned_bytes - sum(self._uncounted.values())
@@ -52,8 +51,7 @@ class Pinning:
 
     @contextlib.contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """Allow driver calls while another thread captures a graph. Otherwise the driver, which cannot know that they are unrelated,
-        fails them and breaks the capture."""
+        """Allow driver calls while another thread captures a graph. Otherwise the driver fails them and breaks the capture."""
         exchange = "cuThreadExchangeStreamCaptureMode"
         with self._driver:
             before = self._driver.call(exchange, self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)

@@ -16,12 +16,10 @@ _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
 
 class Poison:
-    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere.
-
-    They are compared at every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
+    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere. They are compared at
+    every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
     `view`: all bytes of both chunks, on the device.
-    `answer`: two words for the result. Not a pinned tensor of torch's: when such a tensor dies in a forked child, it calls the device
-    there, which kills the child."""
+    `answer`: two words for the result. Not torch's pinned memory, which kills a forked child that drops it."""
 
     def __init__(self, driver: Driver, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostWords) -> None:
         self.chunks = PoisonChunks(full, tail)
@@ -98,11 +96,9 @@ class Poison:
         self._is_comparing = True
 
     def _compare(self) -> None:
-        """Compute the smallest and the largest word."""
         torch.aminmax(self._words, out=(self._extremes[0], self._extremes[1]))
 
 
 def _reset(comparison: torch.cuda.CUDAGraph, driver: Driver) -> None:
-    """Release a graph's memory in torch."""
     if driver.usable:
         comparison.reset()

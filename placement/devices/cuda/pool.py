@@ -105,11 +105,12 @@ class PoolRange:
     Raises RegistrationError: the settings of torch's allocator do not work with a pool over a range."""
 
     def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
-        _refuse_settings()
+        hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+        if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
+            raise RegistrationError(f"{hook} is set: NCCL would register memory that placement replaces. Unset the variable.")
         self._device = device
         self._owner = weakref.ref(owner)
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        """The storages in the range: a weak reference and the block's length, by the address of torch's own object."""
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # weak references and lengths, by the address of torch's own object
         self._held: dict[int, torch.UntypedStorage] = {}
         self._plugs: list[torch.UntypedStorage] = []
         self.addresses = addresses
@@ -224,23 +225,6 @@ def allocated_bytes(device: torch.device) -> int:
     return sum(r.allocated_bytes() for r in _ranges if r._device == device)
 
 
-def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-    """Raise RegistrationError for a (name, storage) in a private memory pool. A captured graph would go on using the old memory, and
-    libraries that registered the pool (NCCL, RDMA) would use the wrong memory."""
-    segments = sorted(
-        (segment["address"], segment["address"] + segment["total_size"])
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
-    for name, storage in storages:
-        place = bisect.bisect_right(segments, (storage.data_ptr(), sys.maxsize)) - 1
-        if place >= 0 and storage.data_ptr() < segments[place][1]:
-            raise RegistrationError(
-                f"{name!r} lies in a private memory pool (a captured CUDA graph's, or a MemPool such as one of ncclMemAlloc, whose buffers "
-                "NCCL registers): register before capturing, and build the object outside the pool"
-            )
-
-
 @functools.cache
 def _the_allocator() -> Any:
     """The custom allocator. There is one for the process and for ever, because torch keeps bare pointers to it."""
@@ -266,12 +250,6 @@ def _leave_to_the_system() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool_range._pool))
 
 
-def _refuse_settings() -> None:
-    hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-    if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
-        raise RegistrationError(f"{hook} is set: NCCL would register memory that placement replaces. Unset the variable.")
-
-
 class CudaAdopter(Adopter):
     """Adoption on a CUDA device: by a pool over the range where torch cannot swap storages."""
 
@@ -281,9 +259,20 @@ class CudaAdopter(Adopter):
         return super().way(storage)
 
     def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Refuse storages in a memory pool of somebody's own: a captured graph, buffers that NCCL has registered."""
-        if on_device := [(name, storage) for name, storage in storages if storage.device.type == "cuda"]:
-            refuse_private(on_device)
+        """Refuse storages in a private memory pool, whose old memory a captured graph or a library (NCCL, RDMA) would go on using."""
+        on_device = [(name, storage) for name, storage in storages if storage.device.type == "cuda"]
+        segments = sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in (torch.cuda.memory_snapshot() if on_device else ())
+            if tuple(segment["segment_pool_id"]) != (0, 0)
+        )
+        for name, storage in on_device:
+            place = bisect.bisect_right(segments, (storage.data_ptr(), sys.maxsize)) - 1
+            if place >= 0 and storage.data_ptr() < segments[place][1]:
+                raise RegistrationError(
+                    f"{name!r} lies in a private memory pool (a captured CUDA graph's, or a MemPool such as one of ncclMemAlloc, whose "
+                    "buffers NCCL registers): register before capturing, and build the object outside the pool"
+                )
 
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
         return 0 if adoption.can_swap() else plan(sizes)[1]

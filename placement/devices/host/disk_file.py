@@ -44,7 +44,7 @@ def always() -> bool:
 
 
 def check_directory(path: str | os.PathLike[str]) -> None:
-    """Raise unless a `DiskFile` can be made in a folder. Raises ValueError: the message says what to do."""
+    """Raise ValueError, which says what to do, unless a `DiskFile` can be made in a folder."""
     advice = "set disk_directory to a folder on a local disk that this process may write"
     if not os.path.isdir(path):
         raise ValueError(f"disk_directory {os.fspath(path)!r} is no folder; {advice}")
@@ -147,7 +147,6 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _checksum(address: int, nbytes: int) -> tuple[int, int]:
-    """The CRC-32 of whole pages, and the sum of their 8-byte words modulo 2**64."""
     memory = _memory(address, nbytes)
     return zlib.crc32(memory), int(torch.frombuffer(memory, dtype=torch.int64).sum())
 
@@ -187,9 +186,8 @@ def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) 
 
 
 def release(slab: Slab) -> None:
-    """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned.
-
-    The addresses stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
+    """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned. The addresses
+    stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
     Raises OSError: the kernel refused. The bytes are still there."""
     slab.unpin()
     if not _drop(slab):

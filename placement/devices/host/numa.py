@@ -24,8 +24,7 @@ _SYSTEM = Path("/sys")
 
 
 def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
-    """A function that places host memory on a GPU's node, see `prefer`. None: the machine has one node, or does not say.
-    `name`: the device, for the log.
+    """A function that places host memory on the node of a GPU (`name`), see `prefer`. None: the machine has one, or does not say.
     `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
     count, node = nodes(system), node_of(pci_address, system)
     if count >= 2 and node is not None:

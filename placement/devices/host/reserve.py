@@ -35,29 +35,18 @@ _alive: WeakIdSet[Reservation] = WeakIdSet()
 
 
 class Reservation:
-    """The memory behind a slab, and the progress of its preparation.
-
-    The slab holds it, and so does a thread while it works on a piece. The memory is freed when the last of them lets go.
-
-    Args:
-        slab: when it dies, no further piece is begun.
-        nbytes: bytes that count as taken from now on, in every check of available memory.
-
-    Attributes:
-        ready: set once it is registered or refused.
-        pinned: whether it is registered; None while that is undecided.
-        reason: why it is not.
-        undo: functions to call before unmapping.
-    """
+    """The memory behind a slab, and the progress of its preparation. The slab holds it, and so does a thread while it works on a piece. The
+    memory is freed when the last of them lets go. When the slab dies, no further piece is begun. Its bytes count as taken from now on, in
+    every check of available memory."""
 
     def __init__(self, slab: object, nbytes: int) -> None:
         self._dead: list[object] = []
         self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
-        self.ready = threading.Event()
-        self.undo: list[Callable[[], None]] = []
+        self.ready = threading.Event()  # set once it is registered or refused
+        self.undo: list[Callable[[], None]] = []  # functions to call before unmapping
         self.untouched = [nbytes]  # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
-        self.pinned: bool | None = None
-        self.reason: str | None = None
+        self.pinned: bool | None = None  # whether it is registered; None while that is undecided
+        self.reason: str | None = None  # why it is not
         self._address = self._nbytes = 0
         self._let_go = itertools.count(1)
         _alive.add(self)
@@ -89,8 +78,7 @@ class Reservation:
             interrupts.check()
 
     def countdown(self) -> Callable[[], None]:
-        """A function for a thread to call when it no longer holds this object. The last call sets `ready`, so a slab that dies after
-        that frees its memory at once."""
+        """A function for a thread to call when it no longer holds this object. The last call sets `ready`: the slab can die at once."""
         return functools.partial(_count_down, self._let_go, len(self.untouched), self.ready)
 
     @property

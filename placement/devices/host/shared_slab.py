@@ -56,14 +56,8 @@ def _closing(file: int) -> Iterator[int]:
 class MappedSlab(ReservedSlab):
     """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it.
 
-    Args:
-        register, unregister, place: see `Slab`. Each process places its own share.
-
-    Attributes:
-        extra: the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive.
-
-    Raises:
-        HostMemoryError: the machine or the control group does not have this process's share.
+    `extra` is the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive. Each
+    process places its own share (`place`). Raises HostMemoryError where the machine or the control group does not have that share.
     """
 
     def __init__(
@@ -100,11 +94,8 @@ class MappedSlab(ReservedSlab):
             self.ready.set()
 
     def pin(self) -> None:
-        """Pin all of it in the background, in this process, once every process has taken its share.
-
-        With its own share alone torch could not copy a state dict's tensor that crosses two ranks' shares, and a rank that must load alone
-        would do so at a quarter of the link's speed.
-        """
+        """Pin all of it in the background, in this process, once every process has taken its share. With its own share alone torch could
+        not copy a state dict's tensor that crosses two ranks' shares, and one that loads alone would be four times slower."""
         if self._register is not None and self.nbytes:
             self._memory.untouched = [self._size]  # the length for `begin`; nothing more is allocated
             self._memory.begin(self.address, None, self._register, self._unregister)

@@ -80,10 +80,8 @@ class ReservedSlab(HostSlab):
 
 
 class Slab(ReservedSlab):
-    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`.
-
-    Without `register` the memory is touched before the constructor returns. With it the constructor returns at once, and the memory is
-    touched and registered in the background.
+    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `register` the memory is touched before the
+    constructor returns. With it the constructor returns at once, and the memory is touched and registered in the background.
     `nbytes`: the exact size; 0 maps nothing.
     `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
     thread. A slab that it refuses stays pageable.
@@ -92,11 +90,7 @@ class Slab(ReservedSlab):
     Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
     def __init__(
-        self,
-        nbytes: int,
-        register: Register | None = None,
-        unregister: Callable[[int], None] | None = None,
-        place: Place | None = None,
+        self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None, place: Place | None = None
     ) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")

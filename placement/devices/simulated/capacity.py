@@ -39,10 +39,8 @@ class SharedCapacity:
         self.claim(0, 0)
 
     def leave(self) -> None:
-        """Record that this device holds nothing. Does nothing if the file is locked or gone: then the end of the process does the same.
-
-        It must not wait, because a device may die during another device's claim on the same thread.
-        """
+        """Record that this device holds nothing. Does nothing if the file is locked or gone: then the end of the process does the same. It
+        must not wait, because a device may die during another device's claim on the same thread."""
         if os.getpid() == self._pid and self.path.exists():
             with suppress(BlockingIOError):
                 self.claim(0, 0, wait=False)

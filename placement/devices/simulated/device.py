@@ -206,7 +206,6 @@ class SimulatedDevice(Device):
         target.chunks = beside
 
     def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
-        """Replace the mapping behind the addresses in one system call."""
         if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == mapping.MAP_FAILED:
             raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
@@ -373,17 +372,18 @@ class SharedPoison:
     """The flags with which it is mapped."""
 
     def __init__(self, file: int, nbytes: int) -> None:
-        self._file, self._bytes = file, poison_bytes(0, nbytes)
+        self._file, self._nbytes = file, nbytes
         self.written: Sequence[WrittenPoison] = ()
         """The places of the damage that the last `heal` reported, where they are known."""
-        os.pwrite(file, self._bytes, 0)
+        os.pwrite(file, poison_bytes(0, nbytes), 0)
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
         """Remember writes to these addresses for the next `heal`, before their mapping is replaced. Here they stay where they are."""
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
-        if is_damaged := os.pread(self._file, len(self._bytes), 0) != self._bytes:
-            os.pwrite(self._file, self._bytes, 0)
+        poison = poison_bytes(0, self._nbytes)
+        if is_damaged := os.pread(self._file, self._nbytes, 0) != poison:
+            os.pwrite(self._file, poison, 0)
         return is_damaged
 
 
@@ -410,7 +410,6 @@ class PrivatePoison(SharedPoison):
         return bool(self.written)
 
     def _copies(self, target: SimulatedRange, start: int, end: int) -> list[WrittenPoison]:
-        """The runs of written pages."""
         found: list[WrittenPoison] = []
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE

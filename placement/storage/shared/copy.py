@@ -166,8 +166,7 @@ class SharedCopy:
         return 8 * shares.world_size * (_NUM_WORDS + num_prints + 1)
 
     def watch(self) -> None:
-        """From now on know when a rank dies. Called when every rank has made its `SharedCopy`. Where the kernel cannot tell, only the
-        deadline of a wait can."""
+        """From now on know when a rank dies. Called when every rank has made its `SharedCopy`. Not every kernel can tell."""
         for rank, process in enumerate(self._processes.tolist()):
             if rank != self._ours:
                 with suppress(OSError, AttributeError):

@@ -38,10 +38,6 @@ class SharedPages(Pages):
         nbytes = min(nbytes, used - offset)
         return Copy(self._addresses.base + start + offset, self.host.address + start + offset, nbytes) if nbytes > 0 else None
 
-    @property
-    def can_be_aside(self) -> bool:
-        return False
-
     def reserve_aside(self, stop: object) -> None:
         """Do nothing: what other ranks copy or wait for does not stay aside."""
 
@@ -87,7 +83,6 @@ class SharedPages(Pages):
         return page.copied == "to_host" and page.newest is Side.DEVICE
 
     def _send(self, ranks: Sequence[int], indices: Sequence[int]) -> None:
-        """Start copying the shares of these ranks."""
         for index in indices:
             self.table[index].copied, self.table[index].mark = "to_host", None
         if copies := [copy for index in indices for rank in ranks if (copy := self.share(rank, index)) is not None]:
@@ -110,8 +105,7 @@ class SharedRange(Range):
         self, device: Device, layout: RangeLayout, slab: HostSlab, adoptees: tuple[Adoptee, ...], copy: SharedCopy, *, is_frozen: bool
     ) -> None:
         super().__init__(device, layout, slab, adoptees, transient=False)
-        self.copy: SharedCopy | None = copy
-        """The host copy that the ranks share; None once this rank has left it for good. `is_shared`: this rank uses it now."""
+        self.copy: SharedCopy | None = copy  # shared by the ranks; None once this rank has left it for good. `is_shared`: it is in use.
         self.shares = self.pages.shares = copy.shares
         self.is_frozen = is_frozen
         self.alone: str | None = None  # why this rank loads everything over its own link from now on; None while the ranks load together

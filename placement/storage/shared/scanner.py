@@ -34,10 +34,8 @@ _PIECE_BYTES = 64 << 20  # bytes of a storage for one fingerprint. Computing one
 
 class SharedScanner(StorageScanner):
     """A scanner whose first ranges are shared by all ranks. All of a readonly object and of an optimizer is in one; the frozen parameters
-    of another module are in one, and those that are trained in a second. Every other range is this rank's own.
-
-    An optimizer's state does not exist yet. Its host copy is made at registration, and all ranks write it together at the first offload.
-    """
+    of another module are in one, and those that are trained in a second. Every other range is this rank's own. An optimizer's state does
+    not exist yet. Its host copy is made at registration, and all ranks write it together at the first offload."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks, *, readonly: bool) -> None:
         super().__init__(device, adapter, name, owner)
@@ -81,8 +79,6 @@ class SharedScanner(StorageScanner):
         for adoptee in adoptees:
             groups[0 if self._readonly else 1 if self.adapter.kind == "optimizer" else _kind_of(adoptee)].append(adoptee)
         return groups
-
-    # --- state that is not created yet
 
     def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
         return super().state_host_bytes(sizes, parts) // self._ranks.shares.world_size
@@ -131,7 +127,6 @@ class SharedScanner(StorageScanner):
         return fresh
 
     def _refusal(self, copy: SharedCopy, adoptees: Sequence[Adoptee], layout: RangeLayout) -> Refusal | None:
-        """Why the ranks do not write new state together; None if they do."""
         if not self.moves_together or copy.has_met:
             return Refusal("this rank has offloaded it alone", False)
         prints = [("its tensors", int(_layout(self._device, adoptees, layout)[:15], 16)), *_fingerprints(adoptees)]
@@ -139,8 +134,6 @@ class SharedScanner(StorageScanner):
             return Refusal("it has more tensors than was expected", False)
         copy.meet(torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu"))
         return copy.wait_for_all(len(prints), self._ranks.deadline_seconds, lambda column: repr(prints[column][0]))
-
-    # --- a host copy that all ranks share
 
     def _shared_range(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
         """Make a shared range and write this rank's share. Every rank calls this at the same time.
@@ -191,7 +184,6 @@ class SharedScanner(StorageScanner):
         return copy
 
     def _write(self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab, rank: int) -> None:
-        """Write a rank's share of the host copy, and wait until it is there."""
         copies = []
         spans = spans_of(rank, layout.nbytes, self._device.chunk_bytes, self._ranks.shares)
         for adoptee, start, first, nbytes in _overlaps(adoptees, layout.offsets, spans):
@@ -246,11 +238,8 @@ def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) ->
 
 
 def _fingerprints(adoptees: Sequence[Adoptee]) -> list[tuple[str, int]]:
-    """(name, 64 bits) of every piece of every storage, computed where the storage lies.
-
-    Storages on the host are hashed, by threads. A hash is never compared with a device's fingerprint, because ranks of the same layout have
-    the same tensors on the host.
-    """
+    """(name, 64 bits) of every piece of every storage, computed where the storage lies. Storages on the host are hashed, by threads. A hash
+    is never compared with a device's fingerprint, because ranks of the same layout have the same tensors on the host."""
     on_host = [adoptee for adoptee in adoptees if adoptee.storage.device.type == "cpu"]
     pieces = [(adoptee, start) for adoptee in on_host for start in range(0, adoptee.nbytes, _PIECE_BYTES)]
     with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:

@@ -22,14 +22,13 @@ import torch
 from placement.core import interrupts
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage, MoveResult
-from placement.storage.pages import ChunkPool, Side
+from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
 from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
 WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).
-FIRST_BURST = 1
-"""The number of pages in the first burst of a load. In a burst, all pages of one range are mapped before the first is copied."""
+FIRST_BURST = 1  # pages in the first burst of a load. Those of one range in a burst are all mapped before the first is copied.
 _GATHERED = 2
 """The number of pages in each burst where N ranks share a host copy: each copies 1/N of a page, which takes hardly longer than mapping
 it (four busy H200s: 1.7 ms of copying, 1.3 ms of creating and mapping)."""
@@ -39,13 +38,10 @@ copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map.""
 BATCH = 2
 """The number of copied pages that are vacated together when none waits for their memory. While the link is busy the driver takes 0.9 ms
 to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
-_LAST = 1
-"""The number of last pages of a range that are vacated separately, once the link is idle: copying them takes longer than vacating those
-before them."""
+_LAST = 1  # the last pages of a range are vacated separately, once the link is idle: copying takes longer than vacating
 _CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
 _LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
-_SECOND = 16
-"""The least number of pages in the second part, if none has to be copied: the device computes it while every tensor is looked at."""
+_SECOND = 16  # the least pages in the second part, if none has to be copied: computed while every tensor is looked at
 _PART_GROWTH = 3
 """Each later part has this many times the pages of the one before: vacating a chunk takes three times as long as its fingerprint, which
 takes 0.16 ms for 256 MiB (H200)."""
@@ -62,19 +58,16 @@ class Leaving:
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
-    staying: list[tuple[Range, range]] = field(default_factory=list)
-    """Neighbouring pages whose memory stays aside. Those that differ from the host copy are saved afterwards."""
+    staying: list[tuple[Range, range]] = field(default_factory=list)  # neighbours whose memory stays aside. They are saved afterwards.
     held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
-    batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)
-    """Neighbouring pages that are vacated together, once they are saved."""
+    batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
-    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
-    """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
+    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)  # what the host copy has when the copies have completed
     chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
@@ -86,13 +79,11 @@ class Arrivals:
         self._device = device
         self._chunk_pool = chunk_pool
         self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
-        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
-        """Pages shorter than a full one. A full chunk that was given up does not fit them, so they wait in a queue of their own."""
+        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()  # shorter than a full page, which no full chunk fits
         self._burst = 0  # the number of pages in the last burst
         self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
     def __bool__(self) -> bool:
-        """Whether any page still waits for memory."""
         return bool(self._full or self._tails)
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
@@ -107,10 +98,8 @@ class Arrivals:
         return sum(nbytes <= room_bytes for nbytes in sizes)
 
     def bring_more(self) -> None:
-        """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies.
-
-        A short first one starts the link; the longer it has work, the more may be mapped. A burst may cover several ranges.
-        """
+        """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
+        the link; the longer it has work, the more may be mapped. A burst may cover several ranges."""
         gathers = any(r.is_shared for _, r, _ in self._full or self._tails)
         wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
         self._burst = left = min(wanted, len(self._full or self._tails))
@@ -118,8 +107,7 @@ class Arrivals:
             left -= self._bring(left, longest=left)[0]
 
     def fill(self, *, fresh: int, longest: int) -> None:
-        """Put memory behind the next pages, at most `longest` together, and start their copies, until memory lacks: `fresh` chunks may come
-        from the driver, all others from the pool."""
+        """Bring the next pages, at most `longest` together, until memory lacks: `fresh` chunks may come from the driver."""
         while self:
             served, created = self._bring(fresh, longest=longest)
             if not served:
@@ -147,42 +135,27 @@ class Arrivals:
 
 @dataclass(eq=False, kw_only=True)
 class Exchange:
-    """The moves of one phase transition.
-
-    Attributes:
-        chunk_pool: gives chunks to the handles that come, and gets those that nobody takes.
-        verifier: compares the bytes that arrive with those that were sent; None: nothing is compared.
-        room_bytes: device bytes that may be taken from the driver before any chunk was given up.
-        early_release: give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a
-            failure may then have to ask the driver for memory.
-        dropping: storages whose gradients are dropped when they leave, instead of saved.
-        staying: device bytes of storages that leave whose memory may stay aside, so that nobody waits while they are saved.
-        while_copying: called once, if any storage leaves. The link has work by then, unless memory has to be put aside first.
-        calls_since_seconds: from when on calls of what leaves have been waited for, see `CallGuard.wait`.
-        is_together: all ranks make these moves, in the same change of the group.
-    """
+    """The moves of one phase transition."""
 
     device: Device
-    chunk_pool: ChunkPool
-    verifier: Verifier | None
-    room_bytes: int
-    early_release: bool
-    dropping: Collection[ManagedStorage]
-    staying: Mapping[ManagedStorage, int]
-    while_copying: Callable[[], object]
-    calls_since_seconds: float
-    is_together: bool = False
+    chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
+    verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
+    room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
+    early_release: bool  # give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
+    dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
+    staying: Mapping[ManagedStorage, int]  # device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves
+    while_copying: Callable[[], object]  # called once, if any storage leaves. The link has work by then, unless memory is put aside first.
+    calls_since_seconds: float  # from when on calls of what leaves have been waited for, see `CallGuard.wait`
+    is_together: bool = False  # whether all ranks make these moves, in the same change of the group
 
     def __post_init__(self) -> None:
         self._arrivals = Arrivals(self.device, self.chunk_pool)
-        self._arrived_early: dict[ManagedStorage, int] = {}
-        """Bytes that were on the device before they were waited for, by storage that comes."""
+        self._arrived_early: dict[ManagedStorage, int] = {}  # bytes that came before they were waited for, by storage
 
     def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
-        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone.
-
-        Returns when the offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the
-        calling thread's current stream waits for them. After an error every storage is settled on one side or the other.
+        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
+        are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
+        waits for them. After an error every storage is settled on one side or the other.
         Raises DeviceMemoryError, HostMemoryError: no memory.
         Raises IntegrityError: the bytes that arrived are not those that were sent.
         Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
@@ -231,8 +204,6 @@ class Exchange:
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
-    # --- offloading
-
     def _move_out(self, leaving: Sequence[Leaving], parts: Sequence[Iterator[None]]) -> None:
         """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes. `parts` are those of `_start`."""
         if self.verifier is not None and any(each.fresh for each in leaving):
@@ -256,7 +227,6 @@ class Exchange:
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
-        """Begin the moves, and show what was prefetched of what comes."""
         for holding in leaving:  # before the device is waited for: a call starts kernels until its end
             holding.end_calls(self.calls_since_seconds)
         if leaving:
@@ -270,13 +240,11 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
-        self._arrived_early = {holding: holding.show_aside() for holding in coming}
+        self._arrived_early = {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
-        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied.
-
-        If memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there.
-        """
+        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied. If
+        memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there."""
         parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
             next(part, None)
@@ -300,8 +268,7 @@ class Exchange:
         self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
-        """Take away the memory of pages that are on the host by now, in order, and put it behind pages that come. With `waits`, also wait
-        for those that are still being copied."""
+        """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
         while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
             r, indices = leaving.batches.popleft()
             _, first, last = leaving.chosen.get(r, (r, 0, 0))
@@ -320,11 +287,8 @@ class Exchange:
         shown = holding.state_dict_tensors
         return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
-    # --- finding what changed, and copying it
-
     def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
-        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches, part by
-        part."""
+        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches."""
         dropped = set(leaving.dropped or ())
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
         if self.verifier is not None:
@@ -375,8 +339,7 @@ class Exchange:
             yield
 
     def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room, and that the others leave after that. Pages that are
-        `wrong` have bytes that must not come back: none of them stays."""
+        """Note that the first of these pages stay aside, as far as there is room and none is `wrong`, and that the others leave later."""
         last = indices.start
         while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
             leaving.aside_bytes -= r.chunk_sizes[last]
@@ -416,7 +379,6 @@ class Exchange:
             self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, max(0, gain) + WINDOW * self.device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
-        """Commit the offloads. Every byte that leaves is complete on the host."""
         moved = {}
         for record in [record for each in leaving for r in each.holding.ranges if (record := r.pages.record) is not None]:
             record.finish()
@@ -432,8 +394,6 @@ class Exchange:
         if any(each.has_new_state for each in leaving):
             self.device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
-
-    # --- loading
 
     def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:

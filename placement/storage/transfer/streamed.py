@@ -7,8 +7,7 @@ to the host behind the step, so that the link is busy both ways beside the kerne
 The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes are
 on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both
 home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their old
-state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts the step once
-all are.
+state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts once all are.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class Bucket:
 
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
-    """Cut pieces into buckets of at most `bucket_bytes` device bytes each, or of one piece where that is larger.
-
-    A chunk that the bucket before has, too, counts for that one.
-    """
+    """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
     order = {r: number for number, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
 
     def place(chunk: RangeChunk) -> tuple[int, int]:
@@ -140,8 +136,7 @@ class StreamedStep:
     window_bytes: int
     step: Callable[[int, int], object]
     _buckets: list[Bucket] = field(default_factory=list)
-    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """The buckets that have bytes in a chunk, ascending."""
+    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))  # buckets with bytes in a chunk, ascending
     _fetched: int = 0  # the number of buckets that have memory
     _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
@@ -206,8 +201,6 @@ class StreamedStep:
             device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
         return Streamed(self._to_device_bytes + self._early_bytes, self._early_bytes, self._to_host_bytes, self._peak_bytes)
 
-    # --- coming
-
     def _fetch_ahead(self, until: int, chunk_pool: ChunkPool) -> None:
         """Fetch the buckets before `until`, in order, as far as the window and the device have room."""
         while self._fetched < min(until, len(self._buckets)) and not self._is_tight:
@@ -258,10 +251,7 @@ class StreamedStep:
         return self.holding.chunk_bytes + born
 
     def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
-        """The chunks of a bucket that have no memory."""
         return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
-
-    # --- stepping and leaving
 
     def _step(self, index: int, bucket: Bucket) -> None:
         device = self.holding.device

@@ -27,8 +27,7 @@ Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a
 
 class Verifier:
     """Compares the bytes that arrived with those that were sent.
-    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. With "off" there is no
-    verifier."""
+    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time."""
 
     def __init__(self, mode: Verify) -> None:
         self._mode = mode
@@ -126,11 +125,9 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
 
 
 def mirror(holding: ManagedStorage) -> None:
-    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up.
-
-    It takes no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since
-    the last offload, because they have no place in the host copy yet.
-    """
+    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up. It takes
+    no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since the last
+    offload, because they have no place in the host copy yet."""
     if not holding.on_device or holding.readonly:  # the host copy of a readonly object is always right
         return
     holding.host_read_locks.wait()
