@@ -116,22 +116,6 @@ def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, h
     assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
 
 
-@pytest.mark.parametrize("how", LETS_GO)
-def test_a_view_of_a_state_dict_on_the_device_keeps_its_values_when_the_model_leaves(how: str) -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-    model = net()
-    expected = values(model)[0][3]
-    manager.register("actor", model, role="actor")
-    state = model.state_dict()  # of the host copy: on the device its tensors lie in storages of their own
-    with manager.phase("log_prob"):
-        row = state["0.weight"][3]
-    LETS_GO[how](manager)
-    del manager
-    gc.collect()
-    assert torch.equal(row, expected)
-    assert torch.equal(state["0.weight"][3], expected)
-
-
 def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
     models = {name: net() for name in ("actor", "critic", "ref")}
