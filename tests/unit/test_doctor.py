@@ -50,25 +50,24 @@ def test_the_rate_is_that_of_the_link_with_buffers_for_the_room_that_there_is() 
     assert looked_at.memory().chunk_bytes == 0
 
 
-@pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-def test_a_failure_leaves_nothing_on_the_device(operation: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "at"), [*((each, 2) for each in ("host", "reserve", "create", "map", "copy", "sync")), ("create", 14), ("copy", 28)]
+)
+def test_a_failure_leaves_nothing_on_the_device(operation: str, at: int) -> None:
     looked_at = device()
-    free_bytes = looked_at.memory().free_bytes
+    before = looked_at.memory()
     faulty = Faults(looked_at)
-    for at in (1, 2):
-        faulty.fail(operation, at=at)
-        with pytest.raises((InjectedFault, PlacementError)):
-            inspect(faulty, 2 * CHUNK)
-        assert faulty.memory().chunk_bytes == 0
-    inspect(faulty, 2 * CHUNK)
-    assert looked_at.memory().free_bytes == free_bytes
+    faulty.fail(operation, at=at)
+    with pytest.raises((InjectedFault, PlacementError)):
+        examine(faulty, 2 * CHUNK)
+    gc.collect()
+    assert looked_at.memory() == before
 
 
 @pytest.mark.parametrize(
     ("seconds", "median"),
     [
         pytest.param([90, 1, 1, 1, 1, 1], 1, id="the first one warms up"),
-        pytest.param([9, 8, 7, 6, 5, 4, 3, 2, 2, 2, 2.02, 2.01], 2, id="slower at first"),
         pytest.param([1, 1, 1, 1, 3, 1, 1, 1.01, 1.01, 1.01], 1.01, id="a slow moment"),
         pytest.param([*range(1, 27), 100, 101, 104, 103, 102], 102, id="never settled"),
     ],
@@ -91,18 +90,6 @@ def test_phase_transitions_are_timed_and_leave_nothing() -> None:
     assert min(found.loaded_byte, found.offloaded_byte, found.skipped_byte) >= 0
     assert "if anything moves" in table(report)
     assert "if anything moves" not in table(inspect(looked_at, CHUNK))
-
-
-@pytest.mark.parametrize(("operation", "at"), [("create", 14), ("map", 21), ("copy", 28)])
-def test_a_failure_in_a_timed_transition_leaves_nothing_on_the_device(operation: str, at: int) -> None:
-    looked_at = device()
-    free_bytes = looked_at.memory().free_bytes
-    faulty = Faults(looked_at)
-    faulty.fail(operation, at=at)
-    with pytest.raises((InjectedFault, PlacementError)):
-        examine(faulty, 2 * CHUNK)
-    gc.collect()
-    assert looked_at.memory().free_bytes == free_bytes
 
 
 def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

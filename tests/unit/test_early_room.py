@@ -40,16 +40,13 @@ def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wis
         in_need = in_need or share.last_bytes < wish.wanted_bytes
 
 
-def crowded_worker(lacking: int = LACKING, **keywords: Any) -> Worker:
-    """A worker that has trained, under a budget that in `values` has no room for all of the reference beside what leaves."""
-    worker = Worker(policy=Early({"values": WANTED}), device=LateDevice(64 << 20, chunk_bytes=CHUNK))
-    with worker.manager.phase("train"):
-        train(worker)
-    names = ("critic", "actor", "actor.optimizer", "critic.optimizer", "ref")
-    budget_bytes = sum(device_bytes(worker, name) for name in names) - lacking * CHUNK
-    worker.manager.close()
+def crowded_worker() -> Worker:
+    """A worker that has trained, under a budget that in `values` has no room for all of the reference beside what leaves.
+
+    The actor's optimizer has 10 chunks, and each other handle 5.
+    """
     device = LateDevice(64 << 20, chunk_bytes=CHUNK)
-    worker = Worker(policy=Early({"values": WANTED}), device=device, budget_bytes=budget_bytes, **keywords)
+    worker = Worker(policy=Early({"values": WANTED}), device=device, budget_bytes=(30 - LACKING) * CHUNK)
     with worker.manager.phase("train"):
         train(worker)
     return worker
@@ -60,12 +57,6 @@ def train(worker: Worker, seed: int = 0) -> None:
     learn(worker.critic_net, worker.sgd, seed)
     worker.adam.zero_grad()
     worker.sgd.zero_grad()
-
-
-def device_bytes(worker: Worker, name: str) -> int:
-    holding = worker.manager.handles[name].holding
-    assert holding is not None
-    return holding.device_bytes
 
 
 def wait_for_the_thread(worker: Worker) -> None:

@@ -62,13 +62,9 @@ def test_a_graph_that_was_retained_runs_backward_in_a_later_phase(worker: Worker
         loss.backward()
         found = gradients(worker.net)
     del loss
-    other = twin(batch()).square().mean()
-    other.backward(retain_graph=True)
-    other.backward()
+    for _ in range(2):
+        backward(twin)
     assert_same(found, gradients(twin))
-    with worker.manager.phase("train"):
-        pass
-    assert worker.manager.audit().ok
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
