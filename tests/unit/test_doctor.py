@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from placement.devices import inspection
 from placement.devices.host import numa
 from placement.devices.host.slab import Slab
 from placement.devices.inspection import Inspection, inspect, settled
-from placement.devices.select import select_device
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 
 CHUNK = 64 << 10
@@ -123,26 +120,21 @@ def test_the_numa_node_of_the_device(node: str | None, shown: str, tmp_path: Pat
     assert shown in table(inspect(device(), CHUNK))
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB"]) == 0
-    assert "both directions at once" in capsys.readouterr().out
-    assert main(["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--json"]) == 0
-    assert Inspection(**json.loads(capsys.readouterr().out)).device == "simulated"
-
-
-def test_the_disk_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_and_the_disk_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PLACEMENT_HOST_LIMIT_BYTES", "1GiB")
     monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", str(tmp_path))
-    with closing(select_device("simulated:8MiB")) as simulated:
-        found = examine(simulated, 1 << 20)
-        assert found.disk_free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
-        assert "free for host copies" in table(found)
-        assert "available, page-locked" in table(found)
-        assert "available, pageable" in table(found.model_copy(update={"pageable_reason": "no"}))
-        monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", str(tmp_path / "none"))
-        found = examine(simulated, 1 << 20)
-    assert found.disk_free_bytes is None
+    command = ["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert all(words in text for words in ("both directions at once", "free for host copies", "available, page-locked"))
+    monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", str(tmp_path / "none"))
+    assert main([*command, "--json"]) == 1  # there is a finding
+    found = Inspection(**json.loads(capsys.readouterr().out))
+    assert (found.device, found.disk_free_bytes) == ("simulated", None)
     assert any("is no folder; set disk_directory" in each for each in found.findings)
+    assert "available, pageable" in table(found.model_copy(update={"pageable_reason": "no"}))
 
 
 def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
