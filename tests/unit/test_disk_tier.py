@@ -296,20 +296,11 @@ def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Work
 # --- figures
 
 
-def test_snapshots_and_metrics_have_the_disk(worker: Worker) -> None:
-    pytest.importorskip("prometheus_client")
-    from placement.observe.collector import make_registry
-
+def test_snapshots_have_the_disk(worker: Worker) -> None:
     for _ in range(3):
         worker.step()
     snapshot = worker.manager.snapshot()
-    registry = make_registry(lambda: snapshot)
-    for handle in snapshot.handles:
-        assert handle.host_bytes + handle.disk_bytes > 0
-        labels = {"handle": handle.name, "kind": handle.kind}
-        assert registry.get_sample_value("placement_resident_bytes", {**labels, "memory": "disk"}) == handle.disk_bytes
-        assert registry.get_sample_value("placement_spilled_bytes_total", labels) == handle.spilled_bytes
-        assert registry.get_sample_value("placement_disk_read_bytes_total", labels) == handle.disk_read_bytes
+    assert all(handle.host_bytes + handle.disk_bytes > 0 for handle in snapshot.handles)
     assert sum(handle.spilled_bytes for handle in snapshot.handles) > 0
     assert sum(handle.disk_read_bytes for handle in snapshot.handles) > 0
     figures = snapshot.since(snapshot)

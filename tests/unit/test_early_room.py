@@ -95,23 +95,6 @@ def test_what_is_saved_gives_its_memory_to_what_comes_sooner() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_transition_in_the_middle_finds_everything_where_it_belongs() -> None:
-    """The phase ends at once: the thread may have handed over nothing, a part, or everything."""
-    worker = crowded_worker()
-    with worker.manager.phase("train") as step:
-        for seed in range(10):
-            train(worker, seed)
-            wanted = trained_values(worker)
-            step.switch("values")
-            time.sleep(seed * 2e-4)  # the thread goes a little further each time
-            step.switch(("ref_log_prob", "train")[seed % 2])
-            worker.manager.check_integrity()
-            step.switch("train")
-            assert_same(trained_values(worker), wanted)
-            assert_same(worker.ref.state_dict(), worker.ref_values)
-    assert_nothing_resident(worker.manager)
-
-
 @pytest.mark.parametrize(("operation", "stride"), [("map", 3), ("copy", 1), ("sync", 3)])
 def test_calls_that_fail(operation: str, stride: int) -> None:
     at = 0
