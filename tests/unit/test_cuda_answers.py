@@ -47,20 +47,6 @@ def written(words: Words) -> torch.Tensor:
     return words.device
 
 
-def test_an_answer_that_nobody_reads_leaves_its_page_once_it_is_written(words: Words) -> None:
-    answers = Answers(words)  # type: ignore[arg-type]
-    words.is_done = False
-    for seed in range(PAGES):
-        answers.ask(numbers(PAGE, seed))
-    before = written(words).clone()
-    values = numbers(7, 99)
-    assert answers.ask(values)().equal(values)
-    assert written(words).equal(before), "the device may still write there"
-    words.is_done = True
-    assert answers.ask(values)().equal(values)
-    assert not written(words).equal(before)
-
-
 def test_a_page_has_one_answer_at_a_time_and_then_the_next(words: Words) -> None:
     answers, draw = Answers(words), random.Random(0)  # type: ignore[arg-type]
     waiting: list[Any] = []
