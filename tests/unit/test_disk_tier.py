@@ -137,22 +137,6 @@ def test_nobody_waits_for_the_disk_once_the_cycle_is_known(worker: Worker) -> No
 # --- readers
 
 
-def test_a_state_dict_brings_the_bytes_and_keeps_them_as_long_as_it_lives(worker: Worker) -> None:
-    (spill,) = send_to_disk(worker.manager, "critic")
-    shown = worker.handles["critic"].state_dict()
-    assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
-    with worker.manager.phase("train"):  # everything else has to make room
-        until(lambda: spill.is_here)
-        assert not spill.leave(lambda: True, lambda: None)
-        assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
-    shown["0.weight"].fill_(3)
-    del shown
-    gc.collect()
-    with worker.manager.phase("train"):
-        assert send_to_disk(worker.manager, "critic") == [spill]
-    assert worker.handles["critic"].state_dict()["0.weight"].eq(3).all()
-
-
 def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path) -> None:
     """With less host memory than any two of them need."""
     worker = Worker(host_limit_bytes=3 * MODEL_BYTES, disk_directory=tmp_path)

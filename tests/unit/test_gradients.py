@@ -37,10 +37,11 @@ def test_gradients_survive_an_offload_and_are_accumulated_over_it(worker: Worker
         with worker_phases[0]:
             worker.adam.zero_grad()
             backward(worker.net, 2 * seed)
-            wanted = gradients(worker.net)
+            wanted, mine = gradients(worker.net), worker.net[0].weight.grad
         assert all(p.grad is not None and p.grad.isnan().all() for p in worker.net.parameters())
         assert_nothing_resident(worker.manager)
         with worker_phases[1]:
+            assert worker.net[0].weight.grad is mine
             assert_same(gradients(worker.net), wanted)
             backward(worker.net, 2 * seed + 1)
             worker.adam.step()
