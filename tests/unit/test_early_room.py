@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import placement
 from placement import State
-from placement.planning.prefetcher import Wish, divide
+from placement.planning.prefetcher import Share, Wish, divide
 from placement.testing import assert_nothing_resident
 from tests.faults.test_allocations import FAULTS
 from tests.support.early import Early
@@ -29,6 +29,7 @@ LACKING = 3
 
 @given(st.integers(0, 100), st.lists(st.builds(Wish, st.integers(0, 60), st.integers(0, 60)), max_size=6))
 def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wish]) -> None:
+    assert divide(10, [Wish(8), Wish(7, held_bytes=7)]) == [Share(3, 8), Share(7, 2)]  # what leaves holds its room at first
     shares = divide(room, wishes)
     wanted = sum(wish.wanted_bytes for wish in wishes)
     assert sum(share.last_bytes for share in shares) == min(room, wanted)

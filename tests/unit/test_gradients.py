@@ -13,7 +13,7 @@ from placement import Plan, PolicyError
 from placement.engines.base import TorchEngine
 from placement.policies import Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -249,3 +249,11 @@ def test_a_plan_that_drops_the_wrong_thing_is_refused(dropped: set[str], message
     worker = Worker(policy=Scripted(eval=lambda view: view.total_plan({"actor": TRAIN}, dropped=dropped)))
     with pytest.raises(PolicyError, match=message):
         worker.manager.enter("eval")
+
+
+def test_plans_with_dropped_gradients_combine() -> None:
+    outer = Plan({"a": OFF, "b": OFF}, dropped=frozenset({"a"}))
+    inner = Plan({"a": TRAIN, "b": GPU}, dropped=frozenset({"b"}))
+    assert inner.limited_to(["b"], outer) == Plan({"a": OFF, "b": GPU}, dropped=frozenset({"a", "b"}))
+    assert inner.also("a", GPU).dropped == {"b"}
+    assert inner.without("b") == Plan({"a": TRAIN})
