@@ -214,10 +214,14 @@ def test_a_part_without_tensors_can_be_called_at_any_time() -> None:
     manager, model = make_manager(), Block()
     model.norm = nn.LayerNorm(64, elementwise_affine=False)
     model.loss = nn.Sequential(nn.Identity(), nn.Dropout(0.0))
+    model.scaled = nn.Identity()
+    model.scaled.by = torch.ones(2)  # a plain attribute counts
     manager.register("actor", model, role="actor")
     assert_same(model.act(batch()), batch().relu())
     assert model.norm(batch()).isfinite().all()
     assert_same(model.loss(batch()), batch())
+    with pytest.raises(NotResidentError):
+        model.scaled(batch())
 
 
 def test_while_resident_nothing_is_there() -> None:
