@@ -200,19 +200,6 @@ class ByAttribute:
         self.optimizer.step()
 
 
-class MultiOptimizer(optim.Optimizer):
-    """The shape of VeOmni's: a torch optimizer by class that never called its constructor, without `.state` of its own."""
-
-    def __init__(self, model: nn.Module, optimizers: dict[str, Any]) -> None:
-        self.model = model
-        self.optimizers_dict = optimizers
-        self._is_multi_optimizer = True
-
-    def step(self) -> None:
-        for optimizer in self.optimizers_dict.values():
-            optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("odd", "advice"),
     [
@@ -223,7 +210,6 @@ class MultiOptimizer(optim.Optimizer):
         ("adam", r"such as VllmInProcess\(llm\)"),
         (optim.lr_scheduler.LambdaLR(make("adam")[1], lambda epoch: 0.9), "not its tensors or a scheduler"),
         (ByAttribute(None), "register the module or the optimizer itself"),  # type: ignore[arg-type]
-        (MultiOptimizer(nn.Linear(1, 1), {}), "register the module or the optimizer itself"),
     ],
 )
 def test_what_is_no_optimizer_is_refused_with_advice_that_fits(odd: Any, advice: str) -> None:

@@ -8,13 +8,14 @@ import json
 import math
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import _results, report, run
+from bench import _peers, _results, report, run
 from bench._results import Results
 
 SLOW = ("forecast", "foresight", "replicated", "rollout_only", "small_tensors", "weights")
@@ -27,14 +28,15 @@ def _whole_packages() -> Iterator[None]:
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("deepspeed", "verl", "accelerate"):
+        if name.partition(".")[0] in ("deepspeed", "accelerate"):
             del sys.modules[name]
 
 
 @functools.cache
 def file_of(name: str) -> dict[str, Any]:
-    """What a benchmark writes. Run once."""
-    with tempfile.TemporaryDirectory() as folder:
+    """What a benchmark writes. Run once, and without verl, which takes longer to import than all benchmarks together."""
+    verl = unittest.mock.patch.object(_peers, "verl", side_effect=ModuleNotFoundError("left out here"))
+    with tempfile.TemporaryDirectory() as folder, verl:
         importlib.import_module(f"bench.{name}").main(["--device", "simulated", "--size", "tiny", "--out", folder])
         content: dict[str, Any] = json.loads(Path(folder, f"{name}_simulated.json").read_text(encoding="utf-8"))
     return content
@@ -96,17 +98,6 @@ def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> 
     assert found["asleep, snapshot"] == found["all back, snapshot"] + (8 << 20)
     assert {f"asleep, snapshot off by, {who}" for who in ("process", "machine")} <= found.keys()
     assert found["bit-exact"] == 1
-
-
-def test_a_system_that_fails_is_a_row_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    results = Results("some", "simulated", "tiny", tmp_path)
-    with results.system("moving", "broken peer"):
-        raise RuntimeError("no such thing")
-    with results.system("moving", "placement"):
-        results.add("moving", "placement", "load", 0.5, "s")
-    content = _results.read(tmp_path)["some"]
-    assert [(row["system"], row["metric"]) for row in content["rows"]] == [("broken peer", "error"), ("placement", "load")]
-    assert content["errors"] == [{"scenario": "moving", "system": "broken peer", "message": "RuntimeError: no such thing"}]
 
 
 def test_the_table_names_the_best_peer_and_every_failure(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -63,22 +64,6 @@ def of_root(compile_it: Callable[..., Any], model: nn.Module) -> dict[str, Calla
     }
 
 
-def of_part(compile_it: Callable[..., Any], model: Stack) -> dict[str, Callable[[], Call]]:
-    """What calls a part of the model; the model's output is the last layer's."""
-    first, last = model.layers
-
-    def layers() -> Call:
-        first.compile(**compile_it.keywords)  # type: ignore[attr-defined]
-        last.compile(**compile_it.keywords)  # type: ignore[attr-defined]
-        return lambda x: last(first(x))
-
-    return {
-        "wrappers": lambda: functools.partial(lambda one, two, x: two(one(x)), compile_it(first), compile_it(last)),
-        "layers": layers,
-        "leaf": lambda: compile_it(lambda x: last.down(last.act(last.up(first(x))))),
-    }
-
-
 @pytest.fixture(autouse=True)
 def _dynamo() -> Iterator[None]:
     torch._dynamo.reset()
@@ -91,10 +76,10 @@ def compiler(counter: CompileCounter | str, *, fullgraph: bool = False) -> Calla
 
 
 def registered(manager: Manager, model: nn.Module, make: Callable[[], Call], when: str) -> Call:
-    """What calls the model: made before it is registered, made and called before, or made after."""
-    if when == "after":
+    """What calls the model: made before it is registered, made and called before, or made after, in a phase or while it is offloaded."""
+    if when in ("after", "while offloaded"):
         manager.register("actor", model, role="actor")
-        with manager.phase("log_prob"):
+        with manager.phase("log_prob") if when == "after" else contextlib.nullcontext():
             return make()
     call = make()
     if when == "called before":
@@ -131,36 +116,29 @@ def assert_guarded(manager: Manager, call: Call, wanted: torch.Tensor, counter: 
 
 @pytest.mark.parametrize("form", ["wrapper", "in place", "function", "function of forward"])
 @pytest.mark.parametrize(
-    ("root", "when"),
-    [("block", "after"), ("block", "before"), ("sequential", "called before")],
+    ("root", "when"), [("block", "after"), ("block", "before"), ("block", "while offloaded"), ("sequential", "called before")]
 )
 def test_a_compiled_model_is_refused_and_compiled_once(root: str, form: str, when: str) -> None:
     counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
     with torch.no_grad():
         wanted = model(batch())
-    call = registered(manager, model, of_root(compiler(counter), model)[form], when)
+    call = registered(manager, model, of_root(compiler(counter, fullgraph=when == "after"), model)[form], when)
     # Before 2.14 torch leaves the call of its own modules as it is.
     torch_compiles_it = form != "in place" or root == "block" or torch.__version__ >= (2, 14)
     assert_guarded(manager, call, wanted, counter, int(torch_compiles_it))
 
 
-@pytest.mark.parametrize(("form", "when"), [("wrappers", "after"), ("layers", "called before"), ("leaf", "called before")])
-def test_compiled_parts_of_a_model_are_refused_and_compiled_once(form: str, when: str) -> None:
-    counter, manager, model = CompileCounter(), make_manager(), Stack()
-    with torch.no_grad():
-        wanted = model(batch())
-    call = registered(manager, model, of_part(compiler(counter), model)[form], when)
-    assert_guarded(manager, call, wanted, counter)
-    if form == "layers":
-        assert_guarded(manager, model, wanted, counter)
-
-
-@pytest.mark.parametrize(("root", "form"), [("sequential", "function"), ("block", "in place")])
-def test_a_full_graph_stays_one(root: str, form: str) -> None:
-    counter, manager, model, wanted = placed(ROOTS[root])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_parts_of_a_model_are_refused_and_compiled_once(in_place: bool) -> None:
+    counter, manager, model, wanted = placed(Stack)
     with manager.phase("log_prob"):
-        call = of_root(compiler(counter, fullgraph=True), model)[form]()
-    assert_guarded(manager, call, wanted, counter, 1)
+        if in_place:
+            for layer in model.layers:
+                layer.compile(backend=counter)
+        parts = model.layers if in_place else [compiler(counter)(layer) for layer in model.layers]
+    assert_guarded(manager, lambda x: parts[1](parts[0](x)), wanted, counter)
+    if in_place:
+        assert_guarded(manager, model, wanted, counter)
 
 
 def test_a_compiled_wrapper_that_was_registered_itself() -> None:
@@ -172,19 +150,6 @@ def test_a_compiled_wrapper_that_was_registered_itself() -> None:
     assert_guarded(manager, wrapper, wanted, counter, 1)
     assert_guarded(manager, model, wanted, counter, 1)
     assert handle.weights_info()[0].name == "0.weight"
-
-
-@pytest.mark.parametrize(
-    ("root", "form", "graphs"),
-    [
-        ("block", "wrapper", 1),
-        ("block", "function of forward", 1),
-        ("sequential", "wrapper", 0),  # it works without being compiled
-    ],
-)
-def test_a_module_that_is_compiled_while_offloaded_is_refused(root: str, form: str, graphs: int) -> None:
-    counter, manager, model, wanted = placed(ROOTS[root])
-    assert_guarded(manager, of_root(compiler(counter), model)[form](), wanted, counter, graphs)
 
 
 def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -> None:
@@ -249,10 +214,14 @@ def test_a_part_without_tensors_can_be_called_at_any_time() -> None:
     manager, model = make_manager(), Block()
     model.norm = nn.LayerNorm(64, elementwise_affine=False)
     model.loss = nn.Sequential(nn.Identity(), nn.Dropout(0.0))
+    model.scaled = nn.Identity()
+    model.scaled.by = torch.ones(2)  # a plain attribute counts
     manager.register("actor", model, role="actor")
     assert_same(model.act(batch()), batch().relu())
     assert model.norm(batch()).isfinite().all()
     assert_same(model.loss(batch()), batch())
+    with pytest.raises(NotResidentError):
+        model.scaled(batch())
 
 
 def test_while_resident_nothing_is_there() -> None:

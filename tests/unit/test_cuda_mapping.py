@@ -123,25 +123,6 @@ def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevic
     assert driver.errors == 0
 
 
-def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, driver: FakeDriver) -> None:
-    addresses, short, full = device.reserve(SIZE + STEP), device.create(STEP), device.create(SIZE)
-    device.unmap(addresses, STEP)
-    device.unmap(addresses, 3 * STEP)
-    assert driver.behind(addresses) == [(STEP, POISON)] * 3
-    device.map(addresses, [short])
-    assert driver.behind(addresses)[0] == (STEP, short.handle)  # type: ignore[attr-defined]
-    device.unmap(addresses, SIZE + STEP)
-    assert driver.behind(addresses) == [(SIZE, POISON), (SIZE, POISON)]
-    device.map(addresses, [short])
-    assert driver.behind(addresses)[1:] == [(STEP, POISON)] * 3 + [(SIZE, POISON)]
-    device.unmap(addresses, STEP)
-    device.map(addresses, [full])
-    assert driver.behind(addresses) == [(SIZE, full.handle), (SIZE, POISON)]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="in two"):
-        device.unmap(addresses, STEP)
-    assert driver.errors == 0
-
-
 @pytest.mark.parametrize(("fulls", "steps"), [(0, 63), (1, 1), (3, 37)])
 def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int, steps: int) -> None:
     device, size, tail = CudaDevice(0, chunk_bytes=64 * STEP), 64 * STEP, steps * STEP
@@ -215,16 +196,6 @@ def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeD
     assert driver.behind(addresses) == expected([chunks[0], None, None, None])
     device.map(addresses, chunks[1:], SIZE)
     assert driver.behind(addresses) == expected([*chunks])
-
-
-def test_a_mapped_chunk_that_everybody_dropped_is_held_until_it_is_unmapped(device: CudaDevice, driver: FakeDriver) -> None:
-    addresses = poisoned(device, SIZE)
-    held = sum(driver.memory.values())
-    device.map(addresses, [device.create(SIZE)])
-    assert sum(driver.memory.values()) == held + SIZE
-    device.unmap(addresses, SIZE)
-    assert sum(driver.memory.values()) == held
-    assert driver.errors == 0
 
 
 def test_peers_may_access_what_is_mapped(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

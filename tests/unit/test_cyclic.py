@@ -11,7 +11,7 @@ from placement import HandleView, Plan, State, View
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Cyclic
 from tests.support.views import after
-from tests.support.worker import Worker
+from tests.support.worker import Turns, Worker
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 STEP = ("rollout", "log_prob", "values", "train", "weight_sync")
@@ -185,19 +185,13 @@ def test_reasons() -> None:
 
 
 def test_a_policy_may_give_no_reasons_and_one_that_fails_spoils_no_page(caplog: pytest.LogCaptureFixture) -> None:
-    class Silent:
-        name = "silent"
-
-        def plan(self, view: View) -> Plan:
-            return view.total_plan({})
-
-    class Failing(Silent):
+    class Failing(Turns):
         name = "failing"
 
         def reasons(self, view: View) -> dict[str, str]:
             raise KeyError("why")
 
-    for policy in (Silent(), Failing()):
+    for policy in (Turns(), Failing()):
         worker = Worker(policy=policy)
         with worker.manager.phase("train"):
             assert {handle.reason for handle in worker.manager.snapshot().handles} == {None}

@@ -16,8 +16,6 @@ import torch
 import placement
 from placement import State
 from placement.core.journal import Record
-from placement.policies import Cyclic
-from placement.policies.keeping import schedule
 from placement.testing import SimulatedDevice
 from tests.support.cycles import Cycle, Moved, Simulator, best, steady
 from tests.support.early import wait_for_copies
@@ -65,22 +63,6 @@ def _disturbed(rng: random.Random, phases: tuple[str, ...]) -> Iterator[str]:
                 yield phase
             if rng.random() < 0.1:
                 yield rng.choice([*phases, "idle", "eval"])
-
-
-@pytest.mark.parametrize("seed", range(6 if SWEEP else 1))
-def test_within_one_cycle_of_a_change_it_is_the_best_plan_again(seed: int) -> None:
-    """A phase falls out for good, or one is put in for good: the second cycle of the new kind is in the history, the third is steady."""
-    rng = random.Random(f"changed {seed}")
-    for _ in range(25):
-        cycle = Cycle.drawn(rng, most_handles=6)
-        gone = rng.choice(cycle.phases)
-        shorter = replace(cycle, phases=tuple(phase for phase in cycle.phases if phase != gone))
-        for before, after in ((cycle, shorter), (shorter, cycle)):
-            simulator = Simulator(cycle, cycle.policies()[0])
-            simulator.walk(before.phases * 4)
-            simulator.walk(after.phases * 2)
-            found, least = simulator.walk(after.phases), best(after)
-            assert (found.waited <= least.waited, found.total <= least.total) == (True, True), (before.phases, after.phases, cycle)
 
 
 @pytest.mark.parametrize("seed", range(40 if SWEEP else 2))
@@ -133,21 +115,3 @@ def _arrived(manager: placement.Manager) -> int:
     """Device bytes that have arrived early, once the copies of all of them have been started."""
     wait_for_copies(manager)
     return sum(each.prefetched_bytes for each in manager.snapshot().handles)
-
-
-def test_two_processes_make_the_same_plans() -> None:
-    """A policy that has seen nothing, and one that has seen all kinds of views, in whatever order: equal views give equal plans."""
-    rng = random.Random(11)
-    cycles = [Cycle.drawn(rng, most_handles=5) for _ in range(5)]
-    for cycle in cycles:
-        simulator = Simulator(cycle, cycle.policies()[0])
-        views = []
-        for phase in cycle.phases * 3:
-            views.append(simulator.view(phase))
-            simulator.enter(phase)
-        plans = [simulator.policy.plan(view) for view in views]
-        schedule.cache_clear()
-        fresh = cycle.policies()[0]
-        assert isinstance(fresh, Cyclic)
-        assert [fresh.plan(view) for view in reversed(views)] == plans[::-1]
-        assert [fresh.reasons(view).keys() for view in views] == [view.handles.keys() for view in views]

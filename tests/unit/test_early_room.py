@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import placement
 from placement import State
-from placement.planning.prefetcher import Wish, divide
+from placement.planning.prefetcher import Share, Wish, divide
 from placement.testing import assert_nothing_resident
 from tests.faults.test_allocations import FAULTS
 from tests.support.early import Early
@@ -29,6 +29,7 @@ LACKING = 3
 
 @given(st.integers(0, 100), st.lists(st.builds(Wish, st.integers(0, 60), st.integers(0, 60)), max_size=6))
 def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wish]) -> None:
+    assert divide(10, [Wish(8), Wish(7, held_bytes=7)]) == [Share(3, 8), Share(7, 2)]  # what leaves holds its room at first
     shares = divide(room, wishes)
     wanted = sum(wish.wanted_bytes for wish in wishes)
     assert sum(share.last_bytes for share in shares) == min(room, wanted)
@@ -40,16 +41,13 @@ def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wis
         in_need = in_need or share.last_bytes < wish.wanted_bytes
 
 
-def crowded_worker(lacking: int = LACKING, **keywords: Any) -> Worker:
-    """A worker that has trained, under a budget that in `values` has no room for all of the reference beside what leaves."""
-    worker = Worker(policy=Early({"values": WANTED}), device=LateDevice(64 << 20, chunk_bytes=CHUNK))
-    with worker.manager.phase("train"):
-        train(worker)
-    names = ("critic", "actor", "actor.optimizer", "critic.optimizer", "ref")
-    budget_bytes = sum(device_bytes(worker, name) for name in names) - lacking * CHUNK
-    worker.manager.close()
+def crowded_worker() -> Worker:
+    """A worker that has trained, under a budget that in `values` has no room for all of the reference beside what leaves.
+
+    The actor's optimizer has 10 chunks, and each other handle 5.
+    """
     device = LateDevice(64 << 20, chunk_bytes=CHUNK)
-    worker = Worker(policy=Early({"values": WANTED}), device=device, budget_bytes=budget_bytes, **keywords)
+    worker = Worker(policy=Early({"values": WANTED}), device=device, budget_bytes=(30 - LACKING) * CHUNK)
     with worker.manager.phase("train"):
         train(worker)
     return worker
@@ -60,12 +58,6 @@ def train(worker: Worker, seed: int = 0) -> None:
     learn(worker.critic_net, worker.sgd, seed)
     worker.adam.zero_grad()
     worker.sgd.zero_grad()
-
-
-def device_bytes(worker: Worker, name: str) -> int:
-    holding = worker.manager.handles[name].holding
-    assert holding is not None
-    return holding.device_bytes
 
 
 def wait_for_the_thread(worker: Worker) -> None:
@@ -101,23 +93,6 @@ def test_what_is_saved_gives_its_memory_to_what_comes_sooner() -> None:
         step.switch("train")
         assert_same(trained_values(worker), wanted)
     assert worker.manager.snapshot().prefetch_discarded_bytes == 0
-    assert_nothing_resident(worker.manager)
-
-
-def test_a_transition_in_the_middle_finds_everything_where_it_belongs() -> None:
-    """The phase ends at once: the thread may have handed over nothing, a part, or everything."""
-    worker = crowded_worker()
-    with worker.manager.phase("train") as step:
-        for seed in range(10):
-            train(worker, seed)
-            wanted = trained_values(worker)
-            step.switch("values")
-            time.sleep(seed * 2e-4)  # the thread goes a little further each time
-            step.switch(("ref_log_prob", "train")[seed % 2])
-            worker.manager.check_integrity()
-            step.switch("train")
-            assert_same(trained_values(worker), wanted)
-            assert_same(worker.ref.state_dict(), worker.ref_values)
     assert_nothing_resident(worker.manager)
 
 

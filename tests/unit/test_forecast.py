@@ -184,15 +184,12 @@ def test_weights_of_a_quantized_configuration_are_counted_whole_and_the_forecast
 def test_the_models_of_a_head(tmp_path: Path) -> None:
     """Not every architecture has every class: which one is taken, and what is said where there is none."""
     pytest.importorskip("transformers")
-    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
     kinds = {
-        "t5": {"model_type": "t5", **sizes},
         "gemma": {**config(head_dim=16), "model_type": "gemma3_text"},
         "mamba": {"model_type": "mamba", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1},
     }
     for name, content in kinds.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert type(module_of(tmp_path / "t5.json", None, "lm")).__name__ == "T5ForConditionalGeneration"
     assert type(module_of(tmp_path / "gemma.json", None, "value")).__name__ == "Gemma3TextForSequenceClassification"
     with pytest.raises(ValueError, match=r"no class with one number a token .* for model_type 'mamba'") as caught:
         module_of(tmp_path / "mamba.json", None, "value")

@@ -13,7 +13,7 @@ from placement import Plan, PolicyError
 from placement.engines.base import TorchEngine
 from placement.policies import Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -37,10 +37,11 @@ def test_gradients_survive_an_offload_and_are_accumulated_over_it(worker: Worker
         with worker_phases[0]:
             worker.adam.zero_grad()
             backward(worker.net, 2 * seed)
-            wanted = gradients(worker.net)
+            wanted, mine = gradients(worker.net), worker.net[0].weight.grad
         assert all(p.grad is not None and p.grad.isnan().all() for p in worker.net.parameters())
         assert_nothing_resident(worker.manager)
         with worker_phases[1]:
+            assert worker.net[0].weight.grad is mine
             assert_same(gradients(worker.net), wanted)
             backward(worker.net, 2 * seed + 1)
             worker.adam.step()
@@ -62,13 +63,9 @@ def test_a_graph_that_was_retained_runs_backward_in_a_later_phase(worker: Worker
         loss.backward()
         found = gradients(worker.net)
     del loss
-    other = twin(batch()).square().mean()
-    other.backward(retain_graph=True)
-    other.backward()
+    for _ in range(2):
+        backward(twin)
     assert_same(found, gradients(twin))
-    with worker.manager.phase("train"):
-        pass
-    assert worker.manager.audit().ok
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
@@ -252,3 +249,11 @@ def test_a_plan_that_drops_the_wrong_thing_is_refused(dropped: set[str], message
     worker = Worker(policy=Scripted(eval=lambda view: view.total_plan({"actor": TRAIN}, dropped=dropped)))
     with pytest.raises(PolicyError, match=message):
         worker.manager.enter("eval")
+
+
+def test_plans_with_dropped_gradients_combine() -> None:
+    outer = Plan({"a": OFF, "b": OFF}, dropped=frozenset({"a"}))
+    inner = Plan({"a": TRAIN, "b": GPU}, dropped=frozenset({"b"}))
+    assert inner.limited_to(["b"], outer) == Plan({"a": OFF, "b": GPU}, dropped=frozenset({"a", "b"}))
+    assert inner.also("a", GPU).dropped == {"b"}
+    assert inner.without("b") == Plan({"a": TRAIN})

@@ -59,13 +59,8 @@ def test_a_step_with_everything_resident_but_not_in_training(phase: str) -> None
         with pytest.raises(PhaseError, match=rf"step\(\) of 'actor\.optimizer' in phase '{phase}' would change.*GPU_RESIDENT"):
             worker.adam.step()
         assert_same(dict(worker.net.state_dict()), dict(values))
-
-
-def test_a_step_whose_owner_is_not_training_names_the_owner() -> None:
-    worker = Worker(policy="resident")
-    manager, message = worker.manager, r"would change 'actor', which is GPU_RESIDENT"
-    with manager.phase("log_prob"), manager.phase("train", only=["actor.optimizer"]), pytest.raises(PhaseError, match=message):
-        worker.adam.step()
+        with worker.manager.phase("train", only=["actor.optimizer"]), pytest.raises(PhaseError, match="would change 'actor', which is"):
+            worker.adam.step()
 
 
 def test_loading_a_state_dict_belongs_into_restore(worker: Worker) -> None:

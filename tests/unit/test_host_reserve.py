@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,14 +16,10 @@ from placement.devices.host.mapping import PAGE
 from placement.devices.host.reserve import promised_bytes, wait_until_ready
 from placement.devices.host.slab import Slab
 from tests.support.programs import Programs
+from tests.unit.test_host import mapped
 
 LONG = 60
 """Seconds after which something that must happen has not happened."""
-
-
-def mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
 @pytest.fixture
