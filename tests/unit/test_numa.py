@@ -53,17 +53,6 @@ def test_the_node_of_the_gpu_is_preferred(on_node_0: numa.Place) -> None:
     assert policy_of(elsewhere.address) in ("default", "none")  # it may have joined another mapping
 
 
-def test_a_slab_that_is_touched_later_is_placed_before(on_node_0: numa.Place) -> None:
-    seen: list[str] = []
-
-    def register(address: int, nbytes: int) -> None:
-        seen.append(policy_of(address))
-
-    slab = Slab(8 * MIB, register, lambda address: None, on_node_0)
-    slab.ready.wait()
-    assert seen == ["prefer:0"]
-
-
 def test_each_process_places_its_share_of_a_shared_copy(on_node_0: numa.Place) -> None:
     placed: list[tuple[int, int]] = []
 

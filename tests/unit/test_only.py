@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
 from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import SimulatedDevice
 from tests.support.worker import Scripted
 from tests.unit.test_policies import KeepReference
 
@@ -52,23 +51,6 @@ class Job:
 THREE = {"ref": 8, "actor": 8, "critic": 8}
 
 
-# --- outside every phase
-
-
-@pytest.mark.parametrize(
-    ("policy", "budget", "inside", "afterwards"),
-    [("resident", 20, {"actor", "critic"}, {"actor", "critic"}), (KeepReference(), 12, {"critic"}, {"ref"})],
-)
-def test_what_merely_may_stay_gives_way_as_without_only(policy: Any, budget: int, inside: set[str], afterwards: set[str]) -> None:
-    job = Job(policy, budget, THREE)
-    assert "ref" in job.on_device()
-    for _ in range(2):
-        assert job.fits("values", ["critic"]) == inside == job.fits("values")
-        assert job.on_device() == afterwards  # as the policy says of idle: Resident displaces nothing, KeepReference loads the reference
-    assert job.manager.snapshot().pairing_violations == 0
-    assert job.manager.audit().ok
-
-
 def test_only_the_deficit_leaves_cheapest_first() -> None:
     """A readonly module and one that nobody trains before one that would be copied back; of them the smallest that is enough."""
     sizes = {"actor": 2, "ref": 6, "reward": 3, "critic": 4}
@@ -78,9 +60,6 @@ def test_only_the_deficit_leaves_cheapest_first() -> None:
     assert Job("resident", 6, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "critic"}
     assert Job("resident", 5, sizes, ["actor"]).fits("values", ["critic"]) == {"critic"}
     assert Job("resident", 3, sizes, ["actor"]).fits("values", ["critic"]) is None
-
-
-# --- inside a phase
 
 
 def test_what_the_enclosing_phase_needs_stays_or_the_phase_is_refused() -> None:
@@ -107,20 +86,6 @@ def test_what_trains_or_is_published_never_gives_way() -> None:
             assert job.manager.handles["actor"].state is state
 
 
-# --- kept
-
-
-def test_a_kept_handle_that_only_leaves_out_is_taken_over_where_the_phase_wants_it() -> None:
-    job = Job("colocated", 20, THREE)
-    with job.manager.phase("log_prob", only=["actor"]) as phase:
-        phase.keep("actor")
-    loaded = job.manager.handles["actor"].counters.loaded_bytes
-    assert job.fits("log_prob", ["ref"]) == {"ref", "actor"}
-    assert job.manager.handles["actor"].counters.loaded_bytes == loaded
-    assert job.manager.snapshot().expired_keeps == 0
-    assert_nothing_resident(job.manager)
-
-
 def test_a_kept_handle_gives_way_like_whatever_else_only_leaves_out() -> None:
     job = Job("colocated", 12, THREE)
     with job.manager.phase("log_prob", only=["actor"]) as phase:
@@ -139,9 +104,6 @@ def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
 
 
 # --- budgets from elsewhere
-
-
-# --- in general
 
 
 SIZES = st.dictionaries(st.sampled_from(["actor", "ref", "critic", "reward", "teacher"]), st.integers(1, 6), min_size=2)

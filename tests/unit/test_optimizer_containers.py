@@ -136,18 +136,7 @@ def test_optimizers_that_step_in_backward_hooks_move() -> None:
 
         def zero_grad(self, set_to_none: bool = True) -> None: ...
 
-    class Dummy(optim.Optimizer):
-        """As transformers' LayerWiseDummyOptimizer: optimizers by parameter, and groups with a tensor of nobody's."""
-
-        def __init__(self, optimizer_dict: dict[Any, Any]) -> None:
-            self.optimizer_dict = optimizer_dict
-            super().__init__([torch.randn(1, 1)], {"lr": 1e-3})
-
-        def step(self, closure: Any = None) -> None: ...
-
-        def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    def made(model: nn.Module, cls: Any) -> Any:
+    def made(model: nn.Module) -> Any:
         def hook(p: torch.Tensor) -> None:
             by_parameter[p].step()
             by_parameter[p].zero_grad()
@@ -155,18 +144,17 @@ def test_optimizers_that_step_in_backward_hooks_move() -> None:
         by_parameter: dict[Any, Any] = {p: optim.AdamW([p], lr=0.05) for p in model.parameters()}
         for p in by_parameter:
             p.register_post_accumulate_grad_hook(hook)
-        return cls(by_parameter) if cls is Dummy else cls([*by_parameter.values()], "list", "optimizers")
+        return InBackward([*by_parameter.values()], "list", "optimizers")
 
-    for cls in (InBackward, Dummy):
-        twin, _ = run(lambda model, cls=cls: made(model, cls), 3)
-        manager = make_manager()
-        model, _ = run(lambda model, cls=cls: made(model, cls), 3, manager)
-        assert_same(values(model, manager), values(twin))
-        assert_nothing_resident(manager)
-        assert manager.handles["actor.optimizer"].num_bytes
-        other = make_manager(policy="colocated(optimizer_in='optimizer_step')")
-        with pytest.raises(placement.NotResidentError, match=r"With optimizer_in='optimizer_step', step\(\) belongs"):
-            run(lambda model, cls=cls: made(model, cls), 1, other)
+    twin, _ = run(made, 3)
+    manager = make_manager()
+    model, _ = run(made, 3, manager)
+    assert_same(values(model, manager), values(twin))
+    assert_nothing_resident(manager)
+    assert manager.handles["actor.optimizer"].num_bytes
+    other = make_manager(policy="colocated(optimizer_in='optimizer_step')")
+    with pytest.raises(placement.NotResidentError, match=r"With optimizer_in='optimizer_step', step\(\) belongs"):
+        run(made, 1, other)
 
 
 def test_an_optimizer_that_no_attribute_holds_is_refused_before_it_steps() -> None:

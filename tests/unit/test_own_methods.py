@@ -37,15 +37,6 @@ class Averaged(torch.optim.AdamW):
             self.state[p]["turned"] = True
             p.data.lerp_(self.state[p]["mean"], 0.5)
 
-    def train(self) -> None:
-        self.is_training = True
-        for p in self.parameters():
-            p.data.lerp_(self.state[p]["mean"], -1.0)
-
-    def sync_lookahead(self) -> None:
-        self.sharpness = 1.0
-        torch._foreach_copy_([self.state[p]["mean"] for p in self.parameters()], [p.detach() for p in self.parameters()])
-
     def update_hessian(self) -> None:
         self.sharpness = sum(p.square().mean().item() for p in self.parameters())
 
@@ -109,7 +100,7 @@ def all_of(manager: Manager, optimizer: Any) -> Any:
     return copy.deepcopy([weights, inner.state_dict()["state"], settings, flags, [list(entry) for entry in inner.state.values()]])
 
 
-REFUSED = [(Averaged, name) for name in ("eval", "train", "sync_lookahead", "update_hessian")]
+REFUSED = [(Averaged, name) for name in ("eval", "update_hessian")]
 WRAPPED = [(lambda p: Sharp(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "first_step"), (lambda p: Sharp(Averaged(p)), "base.eval")]
 PLACES: dict[str, Any] = {
     "outside": (None, {}),

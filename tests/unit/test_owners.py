@@ -163,29 +163,6 @@ def test_a_state_dict_with_the_modules_memory_loaded_back() -> None:
     assert torch.equal(adam.state_dict()["state"][0]["lent"], model.weight)
 
 
-@pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("inner", ["train", "optimizer_step"])
-def test_a_buffer_that_is_state(registered: bool, inner: str) -> None:
-    manager = Manager(device=SimulatedDevice("1MiB"), policy="colocated('optimizer_step')" if inner == "optimizer_step" else "colocated")
-    model = torch.nn.Linear(8, 8)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if not registered:
-        step(sgd, models=(model,))
-        model.register_buffer("average", sgd.state[model.weight]["momentum_buffer"])
-    manager.register("actor", model, role="actor")
-    manager.register("sgd", sgd)
-    for _ in range(2):
-        with manager.phase("train"):
-            step(models=(model,))
-            with manager.phase(inner):
-                sgd.step()
-                model.register_buffer("average", sgd.state[model.weight]["momentum_buffer"])
-            assert not model.average.isnan().any()
-        assert_nothing_resident(manager)
-        assert torch.equal(sgd.state_dict()["state"][0]["momentum_buffer"], model.state_dict()["average"])
-        assert manager.audit().ok, manager.audit().report
-
-
 def refused_and_mended(manager: Manager, wrong: Callable[[], object], mend: Callable[[], object], match: str) -> None:
     """What is wrong is refused at the end of each phase; the values stay, and once it is mended the job goes on."""
     for _ in range(2):

@@ -37,9 +37,6 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return result
 
 
-# --- nesting
-
-
 def test_only_means_the_named_handles_and_the_optimizers_they_own(worker: Worker) -> None:
     with worker.manager.phase("train", only=["critic"]):
         assert worker.on_device() == {"critic"}  # SGD has no state yet
@@ -66,9 +63,6 @@ def test_only_takes_handles_and_any_iterable(worker: Worker) -> None:
         assert worker.on_device() == {"actor", "critic"}
     with pytest.raises(TypeError, match="names or handles"):
         worker.manager.phase("train", only=[3])  # type: ignore[list-item]
-
-
-# --- switch
 
 
 def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
@@ -103,9 +97,6 @@ def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
         assert phase.name == "train"
         learn(worker.net, worker.adam)
     assert worker.on_device() == {"actor"}  # kept
-
-
-# --- keep
 
 
 def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte(worker: Worker) -> None:
@@ -151,21 +142,6 @@ def test_a_keep_that_is_not_wanted_expires_and_is_counted(
     assert_nothing_resident(worker.manager)
 
 
-def test_a_keep_over_the_end_of_an_inner_phase(worker: Worker) -> None:
-    with worker.manager.phase("values"):
-        with worker.manager.phase("log_prob") as inner:
-            inner.keep("actor")
-        assert worker.on_device() == {"critic", "actor"}
-        with worker.manager.phase("train"):
-            assert worker.on_device() == {"critic", "actor"}
-            assert worker.manager.snapshot().expired_keeps == 0
-        assert worker.on_device() == {"critic"}
-        with worker.manager.phase("log_prob") as inner:
-            inner.keep("ref")
-    assert worker.manager.snapshot().expired_keeps == 1  # no phase came that could take it over
-    assert_nothing_resident(worker.manager)
-
-
 def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         with pytest.raises(PhaseError, match="no handle 'actro', did you mean 'actor'"):
@@ -176,9 +152,6 @@ def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing(worker: Work
     assert_nothing_resident(worker.manager)
     with pytest.raises(PhaseError, match="not open"):
         phase.keep("actor")
-
-
-# --- out of order
 
 
 def test_leaving_what_was_not_entered(worker: Worker) -> None:
@@ -202,21 +175,6 @@ def test_a_phase_is_entered_once(worker: Worker) -> None:
         phase.__enter__()
     with pytest.raises(PhaseError, match="left before"):
         phase.__exit__(None, None, None)
-    assert_nothing_resident(worker.manager)
-
-
-def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_nothing(worker: Worker) -> None:
-    outer, inner = worker.manager.phase("train"), worker.manager.phase("values")
-    outer.__enter__()
-    inner.__enter__()
-    before = everything(worker.manager)
-    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
-        outer.__exit__(None, None, None)
-    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
-        outer.switch("log_prob")
-    assert everything(worker.manager) == before
-    inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
     assert_nothing_resident(worker.manager)
 
 
@@ -244,9 +202,6 @@ def test_enter_switch_and_leave_from_different_threads(worker: Worker) -> None:
     assert_nothing_resident(worker.manager)
 
 
-# --- threads and tasks
-
-
 def test_two_threads_that_hold_phases_at_once(worker: Worker) -> None:
     with worker.manager.phase("train"):
         before = everything(worker.manager)
@@ -262,30 +217,6 @@ def test_two_threads_that_hold_phases_at_once(worker: Worker) -> None:
             assert worker.on_device() == {"critic"}
 
     in_thread(alone)
-    assert_nothing_resident(worker.manager)
-
-
-def test_two_tasks_that_hold_phases_at_once(worker: Worker) -> None:
-
-    async def first(opened: asyncio.Event, refused: asyncio.Event) -> None:
-        with worker.manager.phase("train"):
-            opened.set()
-            await refused.wait()
-
-    async def second(opened: asyncio.Event, refused: asyncio.Event) -> None:
-        await opened.wait()
-        try:
-            with pytest.raises(PhaseError, match="task 'second' wants phase 'values' while task 'first' holds phase 'train'"):
-                worker.manager.phase("values").__enter__()
-        finally:
-            refused.set()
-
-    async def main() -> None:
-        opened, refused = asyncio.Event(), asyncio.Event()
-        tasks = [asyncio.create_task(work(opened, refused), name=work.__name__) for work in (first, second)]
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
     assert_nothing_resident(worker.manager)
 
 
@@ -315,9 +246,6 @@ def test_an_async_body_works_and_a_cancelled_one_leaves(worker: Worker) -> None:
     assert_nothing_resident(worker.manager)
 
 
-# --- abandoned
-
-
 def steps(worker: Worker) -> Iterator[int]:
     with worker.manager.phase("train"):
         yield 1
@@ -340,9 +268,6 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
     gc.collect()  # what is raised in the meantime is a warning, and a warning fails the test
     assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)
-
-
-# --- who holds a phase open
 
 
 def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> None:
@@ -382,9 +307,6 @@ def test_the_phase_and_its_context_are_used_alike(worker: Worker) -> None:
         assert repr(each) == "<phase 'values', not open>"
         with pytest.raises(PhaseError, match="not open"):
             each.switch("train")
-
-
-# --- exceptions
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -443,9 +365,6 @@ def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device(mine: 
     assert worker.manager.device.memory().chunk_bytes == 0
     policy.answers.clear()
     assert_nothing_resident(worker.manager)
-
-
-# --- inside a phase transition
 
 
 def test_a_policy_cannot_open_a_phase() -> None:

@@ -71,18 +71,9 @@ class TestColocated:
     def test_the_actor_generates_where_no_engine_is_registered(self, phase: str) -> None:
         assert used(Colocated().plan(view(phase, *WORKER[:-1]))) == {"actor": GPU}
 
-    def test_a_module_may_generate_and_an_engine_may_have_another_role(self) -> None:
-        handles = (*WORKER[:2], handle("copy", role="rollout"), handle("judge", "engine", "reward"))
-        assert used(Colocated().plan(view("rollout", *handles))) == {"copy": GPU}
-        assert used(Colocated().plan(view("reward", *handles))) == {"judge": GPU}
-
     def test_a_module_that_no_optimizer_steps_is_not_trained(self) -> None:
         tower = handle("tower", role="actor")
         assert used(Colocated().plan(view("train", *WORKER, tower))) == TRAINED
-
-    def test_an_optimizer_may_step_several_modules_and_readonly_ones_are_only_read(self) -> None:
-        both = handle("both", "optimizer", "actor", owners=("actor", "ref", "gone"))
-        assert used(Colocated().plan(view("train", *WORKER[:1], WORKER[2], both))) == {"actor": TRAIN, "ref": GPU, "both": TRAIN}
 
     def test_the_optimizer_in_its_step_only(self) -> None:
         policy = Colocated(optimizer_in="optimizer_step")

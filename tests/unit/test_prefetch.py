@@ -43,9 +43,6 @@ def used_bytes(worker: Worker, name: str) -> int:
     return sum(r.nbytes for r in holding.ranges)
 
 
-# --- what arrives early is used
-
-
 def test_a_load_copies_nothing_that_arrived_early() -> None:
     worker = early_worker({"log_prob": {"critic": ALL}})
     with worker.manager.phase("log_prob") as step:
@@ -81,19 +78,6 @@ def test_a_write_into_what_arrived_early_is_found_and_not_kept() -> None:
     assert_same(worker.critic.state_dict(), values)
 
 
-def test_a_part_arrives_early_and_the_load_brings_the_rest() -> None:
-    worker = early_worker({"log_prob": {"critic": 2 * CHUNK + 1}})
-    with worker.manager.phase("log_prob") as step:
-        assert early_bytes(worker) == {"critic": 2 * CHUNK}
-        step.switch("values")
-        assert last_load(worker, "critic") == (used_bytes(worker, "critic") - 2 * CHUNK, 2 * CHUNK)
-        assert_same(worker.critic_net.state_dict(), worker.critic.state_dict())
-    assert_nothing_resident(worker.manager)
-
-
-# --- room
-
-
 def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
     plain = Worker()
     with plain.manager.phase("log_prob"):
@@ -118,9 +102,6 @@ def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
         assert worker.on_device() == {"actor", "ref"}
     assert worker.manager.snapshot().prefetch_discarded_bytes == worker.critic.num_bytes
     assert worker.manager.snapshot().peak_bytes <= budget
-
-
-# --- what nobody needs
 
 
 def test_nothing_is_left_outside_every_phase() -> None:
@@ -154,9 +135,6 @@ def test_whatever_ends_while_it_arrives_early_keeps_its_values(end: str) -> None
             assert gone() is None
     assert_same(net.state_dict(), values)
     assert device.memory().chunk_bytes == 0
-
-
-# --- the host copy changes while a copy of it is there early
 
 
 def test_a_host_copy_that_was_written_is_copied_again() -> None:
@@ -198,9 +176,6 @@ def test_gradients_zeroed_while_offloaded_are_zero_though_the_old_ones_came_earl
         assert any(each.grad is not None for each in worker.net.parameters())
 
 
-# --- plans that make no sense
-
-
 def test_plans_that_prefetch_the_impossible_are_refused() -> None:
     cases: dict[str, Callable[[View, Plan], Plan]] = {
         "it names 'nobody', which are not registered": lambda v, p: v.total_plan(p.targets, prefetch={"nobody": 1}),
@@ -220,20 +195,6 @@ def test_plans_that_prefetch_the_impossible_are_refused() -> None:
         assert_nothing_resident(worker.manager)
 
 
-def test_an_engine_cannot_arrive_early() -> None:
-    class Wrong(Colocated):
-        def plan(self, view: View) -> Plan:
-            return view.total_plan({}, prefetch={"lazy": 1}) if view.phase == "reward" else super().plan(view)
-
-    manager = placement.Manager(device=SimulatedDevice(CAPACITY), policy=Wrong())
-    manager.register("lazy", placement.Lazy(lambda: torch.nn.Linear(4, 4)), role="critic")
-    with pytest.raises(PolicyError, match="of which nothing can arrive early"), manager.phase("reward"):
-        pass
-
-
-# --- memory that the user's own allocations need
-
-
 def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets_less_from_then_on() -> None:
     worker = early_worker({"log_prob": {"critic": ALL, "critic.optimizer": ALL}})
     device = worker.manager.device
@@ -250,22 +211,6 @@ def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets
         worker.critic_net(torch.ones(1, 64))
     assert worker.manager.snapshot().prefetch_discarded_bytes >= first
     assert_nothing_resident(worker.manager)
-
-
-def test_out_of_memory_in_the_middle_of_a_phase_transition_leaves_it_alone() -> None:
-    class Short(SimulatedDevice):
-        def create(self, nbytes: int) -> placement.devices.memory.Chunk:
-            self.run_out_of_memory()
-            return super().create(nbytes)
-
-    worker = early_worker({"log_prob": {"critic": ALL}}, device=Short(CAPACITY, chunk_bytes=CHUNK))
-    with worker.manager.phase("log_prob") as step:
-        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
-        step.switch("values")
-        assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
-
-
-# --- a phase that is done with a handle
 
 
 def test_done_with_offloads_at_once_and_its_memory_is_used_for_what_comes_next() -> None:

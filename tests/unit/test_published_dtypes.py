@@ -114,13 +114,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"plain.weight": torch.int8}, r"'plain\.weight'.*torch\.int8 is not floating-point"),
     ({"plain.weight": torch.float8_e5m2}, r"'plain\.weight'.*torch\.float8_e5m2 stands for values only with its scales"),
     ({"float8.weight": BF16}, r"'float8\.weight'.*torch\.float8_e4m3fn stands for values only with its scales"),
-    ({"packed.blocks": BF16}, r"'packed\.blocks'.*torch\.uint8 is not floating-point"),
     (lambda name, info: 16, r"dtype of '.*': 16 is no dtype"),
     (lambda name, info: BF16, r"'float8\.weight'.*stands for values only"),
     (torch.int32, "torch.int32 is not floating-point"),
-    (torch.float8_e4m3fn, "only with its scales"),
     (float, "is no dtype of torch"),
-    ([BF16], "is no dtype of torch"),
 ]
 
 
@@ -135,13 +132,11 @@ def test_a_dtype_that_cannot_be_is_refused_before_anything_is_published(dtype: A
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_published_and_taken_byte_for_byte(manager: Any, dtype: torch.dtype, transposed: bool) -> None:
+def test_every_dtype_is_published_and_taken_byte_for_byte(manager: Any, dtype: torch.dtype) -> None:
     def model(values: torch.Tensor) -> nn.Module:
         made = nn.Linear(2, 2)
-        own = values.view(torch.uint8).clone().view(dtype)
-        made.register_buffer("value", own.t() if transposed else own)
+        made.register_buffer("value", values.view(torch.uint8).clone().view(dtype).t())
         made.fixed = nn.Parameter(values.view(torch.uint8).clone().view(dtype), requires_grad=False)
         return made
 
@@ -156,11 +151,8 @@ def test_every_dtype_is_published_and_taken_byte_for_byte(manager: Any, dtype: t
             engine.update_weights(bucket)
         phase.switch("rollout")
         taken: Any = engine.module
-        assert as_bytes(taken.value.t() if transposed else taken.value).equal(wanted)
+        assert as_bytes(taken.value.t()).equal(wanted)
         assert as_bytes(taken.fixed).equal(wanted)
-
-
-# --- into an engine: all or nothing
 
 
 def three() -> nn.Sequential:
@@ -208,23 +200,3 @@ def test_a_bucket_of_ones_own_is_written_whole_or_not_at_all(wrong: tuple[str, t
     with pytest.raises(EngineError, match=wrong[0]):
         engine.update_weights(bucket)
     assert all(tensor.equal(before[name]) for name, tensor in engine.state_dict().items())
-
-
-def test_a_float8_publisher_fills_a_float8_engine_and_no_plain_one() -> None:
-    manager, model, twin, plain = make_manager(), Model(), Model(), Model()
-    plain.float8.weight = nn.Parameter(torch.zeros(4, 4))
-    actor = manager.register("actor", model, role="actor")
-    with manager.phase("checkpoint"):
-        wanted = {name: as_bytes(tensor).clone() for name, tensor in actor.state_dict().items()}
-    manager.register("rollout", engine := TorchEngine(twin), role="rollout")
-    with manager.phase("weight_sync") as phase:
-        for bucket in actor.weights(dtype=BF16, bucket_bytes=64):
-            engine.update_weights(bucket)
-        with pytest.raises(EngineError, match=r"'float8\.weight' has dtype torch\.float8_e4m3fn, the engine's has torch\.float32"):
-            TorchEngine(plain).update_weights(next(actor.weights(dtype=BF16)))
-        phase.switch("rollout")
-        assert all(as_bytes(tensor).equal(wanted[name]) for name, tensor in twin.state_dict().items() if name in KEPT)
-
-
-def test_the_engines_are_a_public_module() -> None:
-    assert placement.engines.TorchEngine is TorchEngine

@@ -11,22 +11,10 @@ import torch
 from placement import IntegrityError, State
 from placement.testing import assert_nothing_resident
 from tests.support.late_device import LateDevice
-from tests.support.worker import CAPACITY, GPU, Worker, assert_same, make_manager, net
+from tests.support.worker import CAPACITY, Worker, assert_same, make_manager
 from tests.unit.test_offloaded_access import AlwaysEarly
 
 # --- readonly
-
-
-def test_a_readonly_handle_is_never_in_training() -> None:
-    manager, model = make_manager(), net()
-    handle = manager.register("actor", model, role="actor", readonly=True)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager.register("sgd", sgd)
-    with manager.phase("train"):
-        assert handle.state is GPU
-
-
-# --- a state dict of a readonly handle: nothing is copied back, so what is written to the host copy is its value from then on
 
 
 KEY = "0.weight"
@@ -57,8 +45,7 @@ def check(worker: Worker, wanted: torch.Tensor) -> None:
     assert_nothing_resident(worker.manager)
 
 
-@pytest.mark.parametrize("verify", ["off", "sample", "always"])
-@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(("verify", "is_held"), [("off", False), ("off", True), ("always", True)])
 def test_writes_to_a_readonly_state_dict_while_offloaded_are_loaded(verify: str, is_held: bool) -> None:
     worker = loaded_once(verify=verify)
     shown = worker.ref_net.state_dict()
@@ -83,8 +70,7 @@ def test_writes_to_a_readonly_state_dict_inside_a_phase_are_undone() -> None:
 
 
 @pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("phases_before", [0, 2])
+@pytest.mark.parametrize(("is_kept", "phases_before"), [(False, 0), (True, 2)])
 def test_writes_to_a_view_of_a_readonly_state_dict_are_loaded_from_then_on(
     take: Callable[[torch.Tensor], Any], is_kept: bool, phases_before: int
 ) -> None:
@@ -124,29 +110,6 @@ def test_early_chunks_do_not_hide_what_is_written_to_a_view(name: str, when: str
             assert_same(module[0].weight[0].detach(), torch.full((64,), value))
         assert_same(handle.state_dict()[KEY][0], torch.full((64,), value))
     worker.manager.close()
-
-
-# --- parts
-
-
-def test_a_dropped_layer_gives_its_memory_back() -> None:
-    worker = Worker()
-    wide = torch.nn.Linear(512, 512)
-    worker.net.append(wide)
-    with worker.manager.phase("log_prob"):
-        pass
-    held = worker.actor.host_bytes
-    assert held > wide.weight.nbytes
-    del worker.net[3]
-    del wide
-    for _ in range(2):
-        with worker.manager.phase("log_prob"):
-            pass
-    assert worker.actor.host_bytes < held - 512 * 512 * 4
-    assert_nothing_resident(worker.manager)
-
-
-# --- every byte
 
 
 def test_every_bit_pattern_survives() -> None:

@@ -9,19 +9,13 @@ import pytest
 import torch
 
 import placement
-from placement import DeviceMemoryError, NotResidentError, PhaseError, PlacementError, RegistrationError, State
-from placement.devices import adoption
-from placement.policies import Colocated
-from placement.storage.range import RANGES
+from placement import DeviceMemoryError, PhaseError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net, trained
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
-
-
-# --- taking in
 
 
 def test_registering_keeps_every_object_and_every_value_and_puts_nothing_on_the_device() -> None:
@@ -36,13 +30,6 @@ def test_registering_keeps_every_object_and_every_value_and_puts_nothing_on_the_
     assert all(in_a_range(p) for p in model.parameters())
     assert_same(handle.state_dict(), values)
     assert handle.host_bytes >= sum(p.nbytes for p in model.parameters())
-
-
-def test_an_optimizer_gets_owner_role_and_host_memory_before_its_state_is_born(worker: Worker) -> None:
-    assert worker.optimizer.owners == (worker.actor,)
-    assert worker.optimizer.role == "actor"
-    assert worker.optimizer.host_bytes >= 2 * sum(p.nbytes for p in worker.net.parameters())
-    assert not worker.adam.state
 
 
 @pytest.mark.parametrize("policy", ["colocated", "resident"])
@@ -62,27 +49,6 @@ def test_registering_inside_a_phase_goes_where_the_phase_wants_it(policy: str) -
     assert manager.audit().ok
     if policy == "colocated":
         assert_nothing_resident(manager)
-
-
-def test_registering_inside_a_phase_with_only_stays_as_in_the_enclosing_plan() -> None:
-    manager, model, ref_model = make_manager(), net(), net()
-    manager.register("actor", model, role="actor")
-    with manager.phase("log_prob", only=["actor"]):
-        assert manager.register("ref", ref_model, role="ref").state is OFF
-    with manager.phase("log_prob"), manager.phase("values", only=["actor"]):
-        late = net()
-        assert manager.register("late", late, role="ref").state is GPU  # as in the enclosing phase
-
-
-def test_registering_inside_a_streamed_sync_streams() -> None:
-    manager, model = make_manager(policy=Colocated(stream_sync=True)), net()
-    values = copy.deepcopy(model.state_dict())
-    with manager.phase("weight_sync"):
-        actor = manager.register("actor", model, role="actor")
-        assert actor.state is State.SYNCING
-        assert actor.resident_bytes == 0
-        assert_same(dict(pair for bucket in actor.weights() for pair in bucket), dict(values))
-    assert actor.counters.loaded_bytes == 0
 
 
 def test_a_module_that_does_not_fit_into_the_open_phase_is_not_registered() -> None:
@@ -115,23 +81,6 @@ def test_a_second_manager_cannot_take_what_the_first_one_has() -> None:
         learn(worker.net, worker.adam)
     worker.manager.close()
     assert_same(second.register("mine", worker.net, role="actor").state_dict(), worker.net.state_dict())
-
-
-def test_addresses_that_a_dead_owner_left_do_not_hide_a_living_one() -> None:
-    class Owner:
-        name = "an owner"
-
-    table, living = type(RANGES)(), Owner()
-    for start, nbytes in ((1000, 64), (4000, 200), (4256, 64), (6000, 64), (8100, 500), (9000, 64)):
-        table.add(Owner(), start, nbytes)  # dies at once: its addresses may be given out again
-    table.add(living, 4096, 4096)
-    assert [table.owner_of(address) for address in (4096, 4255, 4256, 4400, 6000, 6100, 8191)] == [living] * 7
-    assert table.owner_of(4095) is table.owner_of(8192) is None
-    table.remove(4096)
-    assert table.owner_of(4400) is None
-
-
-# --- leaving
 
 
 @pytest.mark.parametrize("where", ["offloaded", "resident"])
@@ -172,102 +121,12 @@ def test_a_manager_that_is_dropped_leaves_as_if_it_were_closed() -> None:
     assert handle.resident_bytes == 0
 
 
-def test_a_manager_lives_as_long_as_a_phase_of_it_is_open() -> None:
-    model = net()
-
-    def begin() -> placement.Phase:
-        manager = make_manager()
-        manager.register("actor", model, role="actor")
-        return manager.phase("log_prob")
-
-    with begin():
-        gc.collect()
-        assert in_a_range(model[0].weight)
-        assert model(batch()).isfinite().all()
-    gc.collect()
-    assert not in_a_range(model[0].weight)
-    assert model(batch()).isfinite().all()
-
-
 def test_a_module_whose_optimizer_is_registered_leaves_after_it(worker: Worker) -> None:
     with pytest.raises(PhaseError, match=r"stepped by actor\.optimizer"):
         worker.manager.unregister("actor")
     with pytest.raises(PhaseError, match="did you mean 'actor'"):
         worker.manager.unregister("actr")
     assert "actor" in worker.manager.handles
-
-
-@pytest.mark.parametrize("way", ["swap", "rebind"])
-def test_a_collected_module_whose_optimizer_lives_on_leaves_the_optimizer_usable(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "rebind":  # as on an accelerator, where what is offloaded leaves for the CPU and nobody follows by itself
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
-    manager, model = make_manager(), net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    actor = manager.register("actor", model, role="actor")
-    optimizer = manager.register("sgd", sgd)
-    with manager.phase("train"):
-        learn(model, sgd)
-    values = [p.clone() for p in actor.state_dict().values()]
-    del model
-    gc.collect()
-    assert list(manager.handles) == ["sgd"]
-    assert actor.object is None
-    with pytest.raises(PlacementError, match="is gone"):
-        actor.state_dict()
-    with manager.phase("train"):
-        parameters = sgd.param_groups[0]["params"]
-        assert_same([p.detach() for p in parameters], values)
-        assert not any(in_a_range(p) for p in parameters)
-        assert optimizer.owners == ()
-        if optimizer.state is TRAIN:
-            sgd.step()
-    assert manager.audit().ok
-    manager.unregister("sgd")
-
-
-def test_an_object_that_died_and_one_of_the_same_identity() -> None:
-    manager = make_manager()
-    for _ in range(4):  # CPython reuses addresses, hence ids
-        manager.register("ref", net(8), role="ref")
-        gc.collect()
-    assert len(manager.handles) <= 1
-
-
-def test_the_hooks_of_an_unregistered_module_are_gone() -> None:
-    model, manager = net(), make_manager()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    empty = net()
-    manager.register("actor", model)
-    manager.register("sgd", sgd)
-    manager.close()
-    for name in ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_forward_hooks"):
-        assert len(getattr(model, name)) == len(getattr(empty, name)) == 0
-    assert not sgd._optimizer_step_pre_hooks
-    assert not sgd._optimizer_load_state_dict_pre_hooks
-    assert not sgd._optimizer_state_dict_post_hooks
-
-
-# --- budgets
-
-
-def test_a_budget_below_what_a_phase_needs() -> None:
-    worker = Worker(budget_bytes=40_000)
-    before = worker.states()
-    with pytest.raises(DeviceMemoryError) as caught:
-        worker.manager.phase("log_prob").__enter__()
-    message = str(caught.value)
-    assert "phase 'log_prob' needs" in message
-    assert "only=[...]" in message
-    assert f"{worker.actor.num_bytes:,}" in message
-    for name in worker.manager.handles:
-        assert name in message
-    assert worker.states() == before
-    with worker.manager.phase("log_prob", only=["actor"]):
-        pass
-    assert_nothing_resident(worker.manager)
-
-
-# --- modes and shapes
 
 
 def test_registering_under_inference_mode_makes_no_inference_tensors() -> None:
@@ -282,26 +141,6 @@ def test_registering_under_inference_mode_makes_no_inference_tensors() -> None:
     assert not any(p.is_inference() for p in model.parameters())
     with manager.phase("train"):
         learn(model, sgd)
-
-
-def test_a_module_without_tensors() -> None:
-    manager = make_manager()
-    nothing = torch.nn.ReLU()
-    handle = manager.register("nothing", nothing, role="actor")
-    with manager.phase("log_prob"):
-        assert handle.state is GPU
-        assert handle.resident_bytes == 0
-    assert_nothing_resident(manager)
-
-
-def test_the_handles_are_read_only_for_users(worker: Worker) -> None:
-    with pytest.raises(TypeError):
-        worker.manager.handles["x"] = worker.actor  # type: ignore[index]
-    with pytest.raises(NotResidentError):
-        worker.net(batch())
-
-
-# --- set-up code that runs again
 
 
 def test_registering_again_returns_the_same_handle() -> None:
@@ -328,9 +167,6 @@ def test_another_object_takes_the_place_of_the_first_and_of_what_steps_it() -> N
     assert_nothing_resident(worker.manager)
 
 
-# --- what is handed back on the device
-
-
 def test_a_handle_is_handed_back_on_the_device() -> None:
     device = SimulatedDevice(CAPACITY)
     worker = trained(device=device)
@@ -344,21 +180,6 @@ def test_a_handle_is_handed_back_on_the_device() -> None:
     assert_same(dict(worker.net.state_dict()), dict(values))
     worker.net(batch())
     worker.manager.close(on_device=["actor"])  # again: nothing happens
-
-
-def test_one_handle_is_handed_back_on_the_device_and_the_others_stay() -> None:
-    worker = trained()
-    values = copy.deepcopy(worker.ref_net.state_dict())
-    with worker.manager.phase("train"):
-        worker.manager.unregister("ref", on_device=True)
-        assert worker.manager.handles["actor"].state is State.TRAINING
-        worker.ref_net(batch())
-    assert_same(dict(worker.ref_net.state_dict()), dict(values))
-    assert worker.ref.counters.loaded_bytes
-    assert_nothing_resident(worker.manager)
-    with pytest.raises(PhaseError, match=r"stepped by actor\.optimizer"):
-        worker.manager.unregister("actor", on_device=True)
-    assert not worker.actor.resident_bytes
 
 
 def test_a_handle_that_does_not_fit_stays_registered() -> None:

@@ -38,13 +38,6 @@ class NeedsAnArgument(NoName):
         self.size = size
 
 
-class TakesAll(NoName):
-    name = "takes_all"
-
-    def __init__(self, **options: object) -> None:
-        self.options = options
-
-
 THIRD_PARTY = """
 from placement.policies import Colocated
 
@@ -69,10 +62,6 @@ class TestResolve:
     def test_path_class_and_instance(self) -> None:
         for spec in (f"{__name__}:Mine", Mine, Mine(stream_sync=True)):
             assert isinstance(resolve_policy(spec), Mine)
-
-    def test_an_instance_is_taken_as_it_is(self) -> None:
-        policy = Colocated(stream_sync=True)
-        assert resolve_policy(policy) is policy
 
     @pytest.fixture
     def registered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -115,21 +104,16 @@ class TestResolve:
         ("spec", "message"),
         [
             ("residant", r"no policy 'residant', did you mean 'resident'\? Registered: async_rollout, colocated, cyclic, resident"),
-            ("residant", "or write 'package.module:Class'"),
             ("", "no policy ''"),
-            ("my policy:Class", "no policy 'my policy:Class'"),
             ("os:system('true')", "no policy"),
             ("no_such_module:Mine", "cannot be imported from no_such_module:Mine: ModuleNotFoundError"),
-            ("placement.policies:Mine", "cannot be imported.*AttributeError"),
             (".:Mine", "cannot be imported"),
             ("json:dumps", r"'json:dumps' has no method plan\(view\): write a class with a `name` and that method"),
             (NoPlan, "NoPlan has no method plan"),
-            (NoPlan(), "NoPlan has no method plan"),
             (NoName, "NoName needs a name"),
             (NeedsAnArgument, "NeedsAnArgument cannot be constructed without arguments"),
             (Policy, "Policy cannot be constructed"),
             (None, "has no method plan"),
-            (7, "has no method plan"),
         ],
     )
     def test_what_is_no_policy(self, spec: Any, message: str) -> None:
@@ -153,15 +137,10 @@ class TestResolve:
             ("colocated(drop_gradients=true)", "options are literals.*: true is not a literal; write True, False"),
             ("colocated(optimizer_step)", "options are literals.*: optimizer_step is not a literal; .* a word in quotes: 'optimizer_step'"),
             ("colocated(__import__('os').getpid())", "options are literals"),
-            ("colocated(**{'stream_sync': True})", "options are literals"),
             ("colocated(*[1])", "options are literals"),
             ("colocated(stream_sync=True", "options are literals"),
-            ("colocated(stream_sync=True).plan", "options are literals"),
-            ("colocated(stream_sync=True)(1)", "options are literals"),
             ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
             ("colocated(drop_grad=True)", r"no option 'drop_grad', did you mean 'drop_gradients'\? \(its options: optimizer_in, stream"),
-            ("cyclic(zzz=1)", r"no option 'zzz' \(its options: .*cycle"),
-            (f"{__name__}:Mine(stream=True)", "no option 'stream', did you mean 'stream_sync'"),
             (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
             ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
             ("colocted(stream_sync=True)", "no policy 'colocted', did you mean 'colocated'"),
@@ -171,13 +150,6 @@ class TestResolve:
     def test_options_that_are_none(self, spec: str, message: str) -> None:
         with pytest.raises(PolicyError, match=message):
             resolve_policy(spec)
-
-    def test_a_policy_that_takes_any_option_gets_it(self) -> None:
-        assert resolve_policy(f"{__name__}:TakesAll(anything=1)").options == {"anything": 1}  # type: ignore[attr-defined]
-
-    def test_arguments_are_no_obstacle_for_an_instance(self) -> None:
-        policy = NeedsAnArgument(3)
-        assert resolve_policy(policy) is policy
 
 
 PACKAGE = Path(placement.policies.__file__).parent.parent

@@ -121,22 +121,6 @@ def assert_parts(tensor: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor,
     assert tensor.is_coalesced() is wanted[2]
 
 
-def test_a_gradient_leaves_with_its_module_and_comes_back_as_the_same_object(case: Case) -> None:
-    for coalesced in (False, True):
-        with case.manager.phase("train"):
-            case.optimizer.zero_grad()
-            case.backward()
-            if coalesced:
-                case.model.weight.grad = case.gradient.coalesce()
-            wanted, identity = parts(case.gradient), id(case.gradient)
-        assert case.states() == {OFF}
-        assert_nothing_resident(case.manager)
-        assert case.gradient._values().isnan().all()
-        with case.manager.phase("train"):
-            assert id(case.gradient) == identity
-            assert_parts(case.gradient, wanted)
-
-
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_sparse_gradient_survives_any_number_of_offloads(data: st.DataObject) -> None:
@@ -176,19 +160,6 @@ def test_tokens_that_the_gradient_has_taken_for_its_indices_stay_the_users() -> 
         assert torch.equal(case.gradient._indices().reshape(4, 5), wanted)
 
 
-def test_tokens_that_are_a_buffer_of_another_handle_stay_its(case: Case) -> None:
-    with case.manager.phase("train"):
-        case.backward(case.critic.tokens)
-        assert case.gradient._indices().data_ptr() == case.critic.tokens.data_ptr()
-        wanted = parts(case.gradient)
-    assert case.states() == {OFF}
-    with case.manager.phase("log_prob", only=["actor"]):
-        assert_parts(case.gradient, wanted)
-    with case.manager.phase("values"):
-        assert torch.equal(case.critic.tokens, tokens_of(4))
-    assert case.manager.audit().ok
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_between_phases_drops_it_for_good(case: Case, set_to_none: bool) -> None:
     with case.manager.phase("train"):
@@ -204,31 +175,6 @@ def test_zero_grad_between_phases_drops_it_for_good(case: Case, set_to_none: boo
         case.backward(tokens_of(1))
         case.optimizer.step()
     assert case.manager.audit().ok
-
-
-def test_dead_gradients_are_not_copied_and_are_none() -> None:
-    case = Case(drop_gradients=True)
-    for seed in range(3):
-        before = case.actor.counters.offloaded_bytes
-        with case.manager.phase("train"):
-            case.backward(tokens_of(seed))
-        assert case.actor.counters.offloaded_bytes == before
-        assert case.model.weight.grad is None
-    assert_nothing_resident(case.manager)
-
-
-def test_a_gradient_that_is_there_at_registration_goes_with_it_and_close_gives_it_back() -> None:
-    model = nn.Embedding(WORDS, WIDTH, sparse=True)
-    model(tokens_of(0)).sum().backward()
-    assert model.weight.grad is not None
-    wanted = parts(model.weight.grad)
-    manager = make_manager()
-    manager.register("actor", model, role="actor")
-    assert_nothing_resident(manager)
-    with manager.phase("log_prob"):
-        assert_parts(model.weight.grad, wanted)
-    manager.close()
-    assert_parts(model.weight.grad, wanted)
 
 
 def test_momentum_is_saved_as_it_is_now_in_every_state() -> None:
@@ -251,9 +197,6 @@ def test_momentum_is_saved_as_it_is_now_in_every_state() -> None:
         for entry, each in zip(program.optimizer.state.values(), wanted, strict=True):
             assert_parts(entry["momentum_buffer"], each)
     assert_nothing_resident(manager)
-
-
-# --- what cannot be moved
 
 
 def spoil(case: Case) -> torch.Tensor:
@@ -301,15 +244,6 @@ def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_
     assert_nothing_resident(case.manager)
 
 
-def test_it_is_dropped_where_gradients_are_dropped() -> None:
-    case = Case(drop_gradients=True)
-    with case.manager.phase("train"):
-        case.backward()
-        spoil(case)
-    assert case.critic.weight.grad is None
-    assert_nothing_resident(case.manager)
-
-
 def test_a_switch_that_it_stops_goes_back_and_works_once_it_is_dropped(case: Case) -> None:
     with case.manager.phase("train") as step:
         case.critic.weight.grad = torch.ones(4, 4).as_subclass(Subclass)
@@ -320,13 +254,3 @@ def test_a_switch_that_it_stops_goes_back_and_works_once_it_is_dropped(case: Cas
         case.critic.zero_grad()
         step.switch("log_prob")
     assert case.manager.audit().ok
-
-
-def test_a_manager_closes_over_it(case: Case) -> None:
-    weight = case.manager.handles["critic"].state_dict()["weight"].clone()
-    with pytest.raises(RegistrationError, match="'critic'"), case.manager.phase("train"):
-        spoil(case)
-    case.manager.close()
-    assert torch.equal(case.critic.weight, weight)
-    assert case.critic.weight.grad is not None
-    assert case.manager.device.memory().chunk_bytes == 0

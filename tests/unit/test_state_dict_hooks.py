@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ from hypothesis import strategies as st
 from placement import Handle, Manager, NotResidentError
 from placement.registration.state_dicts import is_reading
 from placement.testing import assert_nothing_resident
-from tests.support.worker import Worker, assert_same, in_a_range, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, learn, make_manager, net
 
 
 @pytest.fixture(autouse=True)
@@ -120,54 +117,23 @@ def test_computed_state_dicts_are_the_same_while_offloaded(kind: str) -> None:
     manager, handle, layer = make(kind)
     placed = {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()}
     with manager.phase("log_prob"):
-        wanted = copy.deepcopy(layer.state_dict())
+        held = [layer.state_dict()]
+        wanted = copy.deepcopy(held[0])
     for ask in (layer.state_dict, handle.state_dict, lambda: layer.state_dict(prefix="")):
         found = ask()
         assert_same(dict(found), dict(wanted))
         assert type(found) is type(wanted)
+        held.append(found)
     assert not is_reading()
     assert_nothing_resident(manager)
     with manager.phase("train"), torch.no_grad():
         assert {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()} == placed
-    del ask, found
-    assert manager.audit().ok, manager.audit()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("phase", [None, "log_prob"])
-def test_computed_state_dicts_follow_the_handle(kind: str, phase: str | None) -> None:
-    """What is a copy stays as it is; live tensors show what the object has, and are no stray references."""
-    manager, handle, layer = make(kind)
-    with nullcontext() if phase is None else manager.phase(phase):
-        held = handle.state_dict()
-    wanted = copy.deepcopy(held)
-    assert_same(dict(held), dict(wanted))
-    with manager.phase("log_prob"):
-        assert_same(dict(held), dict(wanted))
-    assert_same(dict(held), dict(wanted))
+    for each in held:  # what is a copy stays as it is; live tensors show what the object has, and are no stray references
+        assert_same(dict(each), dict(wanted))
     assert manager.audit().ok, manager.audit()
     manager.close()
-    assert_same(dict(held), dict(wanted))
-    del layer
-
-
-def test_a_submodule_is_asked_alone_with_any_arguments() -> None:
-    manager = make_manager()
-    model = torch.nn.Sequential(torch.nn.ReLU(), Overridden(), torch.nn.Sequential(Extra(), Layer()))
-    model[2][1].register_state_dict_post_hook(double)
-    manager.register("actor", model, role="actor")
-    asks = [
-        model[1].state_dict,
-        lambda: model[2].state_dict(prefix="x."),
-        lambda: model[2][1].state_dict(prefix="x.", keep_vars=True),
-        lambda: model[2][1].state_dict(destination=OrderedDict()),
-    ]
-    with manager.phase("log_prob"):
-        wanted = [copy.deepcopy(dict(ask())) for ask in asks]
-    for ask, values in zip(asks, wanted, strict=True):
-        found = ask()
-        assert_same(dict(found), values)
-        assert not any(in_a_range(value) for value in found.values() if isinstance(value, torch.Tensor))
+    for each in held:
+        assert_same(dict(each), dict(wanted))
 
 
 class Packing(torch.optim.AdamW):
@@ -248,23 +214,6 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     assert_same({name: layer.state_dict()[name] for name in wanted}, wanted)
 
 
-def test_a_state_dict_within_a_state_dict(worker: Worker) -> None:
-    """A model that shows what another registered one holds."""
-
-    def add(_: Any, found: dict[str, Any], prefix: str, __: Any) -> None:
-        found["ref"] = {name: value.clone() for name, value in worker.ref_net.state_dict().items()}
-        found["moments"] = copy.deepcopy(worker.adam.state_dict()["state"])
-        found["critic"] = worker.critic_net[0].weight.clone()
-
-    worker.net._register_state_dict_hook(add)
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    found = worker.net.state_dict()
-    assert_same(found["ref"], dict(worker.ref_values))
-    assert_same(found["critic"], worker.critic.state_dict()["0.weight"])
-    assert_same(found["moments"], worker.optimizer.state_dict()["state"])
-
-
 def test_values_computed_in_another_thread_are_refused_by_name() -> None:
     """Only the thread of the call reads the host copy: there is an error in place of poison."""
     manager, layer = make_manager(), Layer()
@@ -296,27 +245,19 @@ def test_true_nans_are_shown() -> None:
 
 READS: list[Callable[[torch.Tensor], Any]] = [
     lambda t: t.clone(),
-    lambda t: t.double(),
     lambda t: t.to(torch.bfloat16).float(),
     lambda t: t[1:].sum(),
-    lambda t: t.t().contiguous(),
     lambda t: t.reshape(-1).sort().values,
-    lambda t: torch.stack([t, t + 1]),
     lambda t: torch.cat((t.flatten(), t.flatten())),
     lambda t: torch.einsum("ij,kj->ik", t, t),
-    lambda t: torch.where(t > 0, t, -t),
     lambda t: torch.nn.functional.layer_norm(t, t.shape[1:]),
-    lambda t: torch.tensor(t.tolist()),
     lambda t: torch.tensor([float(value) for row in t.detach() for value in row]),
     lambda t: torch.from_numpy(t.detach().numpy().copy()),
-    lambda t: copy.deepcopy(t.detach()),
     lambda t: pickle.loads(pickle.dumps(t.detach())),
     lambda t: torch.frombuffer(bytearray(bytes(t.untyped_storage())), dtype=torch.uint8),
     lambda t: torch.utils.dlpack.from_dlpack(t.detach()).clone(),
     lambda t: torch.empty_like(t).copy_(t),
     lambda t: t.new_zeros(t.shape).add_(t),
-    lambda t: torch.zeros(t.shape, device=t.device) + t,
-    lambda t: t.mT @ t,
     torch.ops.aten.clone.default,
     lambda t: max(t.detach().flatten().unbind()),
     lambda t: torch.tensor([t.requires_grad, t.is_leaf, t.is_contiguous(), t._version, t.dim()]),
@@ -338,26 +279,6 @@ def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: 
     manager.register("actor", model, role="actor")
     assert_same(model.state_dict()["found"], wanted)
     manager.close()
-
-
-# --- the method on the object
-
-
-def test_objects_are_freed_with_their_last_reference() -> None:
-    """Their own methods, put on the objects, do not keep them alive until a collection."""
-    manager, model = make_manager(), torch.nn.Sequential(Layer(), Extra())
-    torch.optim.SGD(model.parameters())  # torch's first optimizer of a process leaves a traceback behind
-    manager.register("actor", model, role="actor")
-    optimizer = torch.optim.SGD(model.parameters())
-    manager.register("actor.optimizer", optimizer)
-    manager.unregister("actor.optimizer")
-    alive = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0])]
-    gc.disable()
-    try:
-        del optimizer, model
-        assert [each() for each in alive] == [None] * 3
-    finally:
-        gc.enable()
 
 
 def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> None:
@@ -382,9 +303,6 @@ def test_unregistering_takes_the_methods_off(worker: Worker) -> None:
     worker.manager.close()
     assert not any("state_dict" in vars(each) for each in objects)
     assert all(each.state_dict.__func__ is not guarded for each, guarded in zip(objects, before, strict=True))
-
-
-# --- an optimizer that is given nothing
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Packing])

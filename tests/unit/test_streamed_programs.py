@@ -140,7 +140,7 @@ class Program:
 
 
 @pytest.mark.timeout(3000 if IS_SWEEP else 120)
-@settings(max_examples=4000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4000 if IS_SWEEP else 20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, chunks=st.sampled_from([84, 110, 400]), bucket_chunks=st.sampled_from([1, 3]))
 @example(steps=[("train", {}, [("begin anew", 0)]), ("restore", {}, [])], chunks=84, bucket_chunks=1)
 def test_random_programs_compute_the_same_bits(steps: list[Step], chunks: int, bucket_chunks: int) -> None:

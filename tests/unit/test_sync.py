@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from placement import Engine, EngineError, Lazy, PhaseError, RegistrationError, TorchEngine, WeightInfo
+from placement import Engine, EngineError, Lazy, PhaseError, RegistrationError, WeightInfo
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.support.worker import OFF, SYNC, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import SYNC, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
 
 class Model(torch.nn.Module):
@@ -81,22 +81,6 @@ def test_buckets_are_bounded_and_a_larger_tensor_comes_alone(manager: Any) -> No
     assert len(sizes) == 5  # two layers a bucket, the large weight, its bias
 
 
-def test_sizes_and_dtypes_may_be_written_as_text(manager: Any) -> None:
-    model = Model()
-    actor = manager.register("actor", model, role="actor")
-    with manager.phase("weight_sync"):
-        buckets = [[name for name, _ in bucket] for bucket in actor.weights(bucket_bytes=1024, dtype=torch.bfloat16)]
-        assert [[name for name, _ in bucket] for bucket in actor.weights(bucket_bytes="1KiB", dtype="bfloat16")] == buckets
-        assert len(buckets) > 1
-        for wrong in ({"bucket_bytes": "much"}, {"bucket_bytes": "0B"}, {"dtype": "bf15"}, {"dtype": "nn"}, {"dtype": 16}):
-            with pytest.raises(ValueError, match=rf"{next(iter(wrong))}.*(write|must be positive)"):
-                actor.weights(**wrong)
-        for size in (None, True, 1.5):
-            with pytest.raises(TypeError, match=r"bucket_bytes=.* is not a number of bytes"):
-                actor.weights(bucket_bytes=size)
-    assert actor.weights_info(dtype="torch.float16") == actor.weights_info(dtype=torch.float16)
-
-
 def test_weights_are_never_range_memory_nor_host_copy(manager: Any) -> None:
     model = net()
     actor = manager.register("actor", model, role="actor")
@@ -142,20 +126,6 @@ def test_a_generator_of_an_earlier_sync_does_not_go_on_in_the_next(manager: Any)
         next(old)
     with manager.phase("weight_sync"), pytest.raises(PhaseError, match="began in an earlier"):
         next(old)
-
-
-def test_a_consumer_that_raises_half_way_leaves_everything_paired(manager: Any) -> None:
-    model = net()
-    actor = manager.register("actor", model, role="actor")
-    with pytest.raises(RuntimeError, match="engine died"):  # noqa: SIM117, PT012
-        with manager.phase("weight_sync"):
-            for index, _ in enumerate(actor.weights(bucket_bytes=1000)):
-                if index == 1:
-                    raise RuntimeError("engine died")
-    assert actor.state is OFF
-    assert_nothing_resident(manager)
-    with manager.phase("weight_sync"):
-        assert len(flat(actor.weights())) == 4
 
 
 def test_a_streamed_sync_equals_a_resident_one_and_loads_nothing() -> None:
@@ -216,21 +186,6 @@ def test_a_compiled_wrapper_publishes_the_names_of_the_model(manager: Any) -> No
     actor = manager.register("actor", wrapper, role="actor")
     with manager.phase("weight_sync"):
         assert list(flat(actor.weights())) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
-# --- into an engine
-
-
-def test_an_engine_refuses_what_it_does_not_have() -> None:
-    engine = TorchEngine(net())
-    with pytest.raises(EngineError, match=r"'9\.weight' is not a weight of"):
-        engine.update_weights([("9.weight", torch.zeros(1))])
-    with pytest.raises(EngineError, match=r"shape \(3,\)"):
-        engine.update_weights([("0.bias", torch.zeros(3))])
-    before = engine.module[0].bias.detach().clone()
-    engine.update_weights([("0.bias", torch.zeros(64, dtype=torch.float64))])
-    assert engine.module[0].bias.dtype is before.dtype
-    assert not engine.module[0].bias.any()
 
 
 def test_an_engine_of_ones_own() -> None:

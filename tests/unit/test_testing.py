@@ -63,19 +63,6 @@ def test_or_from_there_on_until_cleared(faults: Faults) -> None:
     assert (faults.fired, faults.calls["sync"]) == (3, 5)
 
 
-def test_several_faults_at_once_and_no_failed_call_reaches_the_device(faults: Faults) -> None:
-    faults.fail("create", at=1)
-    faults.fail("create", at=3)
-    failed, chunks = [], []
-    for attempt in range(1, 5):
-        try:
-            chunks.append(faults.create(SIZE))
-        except DeviceMemoryError:
-            failed.append(attempt)
-    assert failed == [1, 3]
-    assert faults.memory().chunk_bytes == 2 * SIZE
-
-
 def test_every_method_and_property_of_a_device_is_passed_on() -> None:
     for name, member in vars(Device).items():
         if callable(member) or isinstance(member, property):
@@ -87,12 +74,6 @@ def test_unknown_operations_and_points_are_refused(faults: Faults) -> None:
         faults.fail("release")
     with pytest.raises(ValueError, match="at=0, but it must be at least 1"):
         faults.fail("sync", at=0)
-
-
-def test_attributes_are_the_devices(faults: Faults) -> None:
-    assert (faults.name, faults.chunk_bytes, faults.capacity_bytes) == ("simulated", SIZE, 4 * SIZE)
-    with pytest.raises(AttributeError):
-        _ = faults.no_such_thing
 
 
 class Managed(SimpleNamespace):
@@ -113,16 +94,6 @@ def managed(device: Faults, *, phases: tuple[str, ...] = (), ok: bool = True, **
     return Managed(device=device, handles=views, phases=phases, ok=ok)
 
 
-def test_assert_nothing_resident_passes_when_that_is_so(faults: Faults) -> None:
-    assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.GPU_RESIDENT, 7, "the framework places it")))
-    chunk = faults.create(SIZE)
-    resident = managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.GPU_RESIDENT, SIZE, None))
-    assert_nothing_resident(resident, except_for=["b"])
-    resident.phases = ("train",)
-    assert_nothing_resident(resident)
-    faults.release(chunk)
-
-
 def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
     with pytest.raises(AssertionError, match="a is CPU_OFFLOADED and holds 16,384 bytes"):
         assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, SIZE, None)))
@@ -133,18 +104,6 @@ def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
     _chunk = faults.create(SIZE)
     with pytest.raises(AssertionError, match=r"chunks take 16,384 bytes, the handles hold 0 \(a 0\)"):
         assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None)))
-
-
-def test_what_a_framework_keeps_is_named_unless_it_is_allowed(faults: Faults) -> None:
-    keeping = managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.TRAINING, 7, None))
-    keeping.phases = ("train",)
-    for handle in keeping.handles.values():
-        handle.kept_by_framework = (("reducer's buckets", 4096),)
-    with pytest.raises(AssertionError, match=r"^a is CPU_OFFLOADED, and its framework keeps 4,096 bytes on the device: reducer's buckets"):
-        assert_nothing_resident(keeping)
-    assert_nothing_resident(keeping, allow_foreign=True)
-    with pytest.raises(AssertionError, match="a is CPU_OFFLOADED and holds 5 bytes"):
-        assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 5, None)), allow_foreign=True)
 
 
 def test_assert_nothing_resident_on_a_manager(faults: Faults) -> None:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
 from placement import checkpoint
-from placement.core.torch_modes import callers_function_modes, without_modes
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import assert_same, learn, net
 
@@ -90,16 +89,10 @@ def transformed(transform: Callable[..., Any], *, rows: int = 1) -> Callable[[Ca
     return inside
 
 
-def twice(transform: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda function: transform(transform(function))
-
-
 MODES: dict[str, Inside[Any]] = {
-    "no_grad": under(torch.no_grad),
     "inference_mode": under(torch.inference_mode),
     "default device": under(lambda: torch.device("meta")),
     "set_default_device": under(lambda: default_device("meta")),
-    "default dtype float64": under(lambda: default_dtype(torch.float64)),
     "default dtype bfloat16": under(lambda: default_dtype(torch.bfloat16)),
     "autocast": under(lambda: torch.autocast("cpu", torch.bfloat16)),
     "function mode": under(RefusesFunctions),
@@ -107,7 +100,6 @@ MODES: dict[str, Inside[Any]] = {
     "fake tensors": under(FakeTensorMode),
     "vmap": transformed(torch.func.vmap, rows=3),
     "grad": transformed(torch.func.grad),
-    "grad of grad": transformed(lambda function: torch.func.grad(lambda x: torch.func.grad(function)(x).sum())),
     "jvp": transformed(lambda function: lambda x: torch.func.jvp(function, (x,), (x,))),
     "functionalize": transformed(torch.func.functionalize),
     "all at once": under(all_at_once),
@@ -194,38 +186,30 @@ class Life:
         self.note([parameter.grad for parameter in self.net.parameters()])
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["loaded", "streamed"])
-def policy(request: pytest.FixtureRequest) -> placement.policies.Policy:
-    return placement.policies.Colocated(stream_sync=request.param)
-
-
 @pytest.fixture(scope="module")
-def wanted(policy: placement.policies.Policy, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return Life(here, tmp_path_factory.mktemp("wanted"), policy).seen
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """What is seen outside of every mode, and the checkpoint that is saved on the way."""
+    folder = tmp_path_factory.mktemp("plain")
+    return Life(here, folder, "colocated").seen, folder / "saved"
 
 
-@every_mode
+@pytest.mark.parametrize(
+    ("inside", "streams"), [*((each, False) for each in MODES.values()), (MODES["all at once"], True)], ids=[*MODES, "streamed"]
+)
 def test_every_byte_is_what_it_is_outside_the_mode(
-    inside: Inside[Any], policy: placement.policies.Policy, wanted: list[Any], tmp_path: Path
+    inside: Inside[Any], streams: bool, plain: tuple[list[Any], Path], tmp_path: Path
 ) -> None:
-    assert_same(Life(inside, tmp_path, policy).seen, wanted)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    Life(here, folder, "colocated")
-    return folder / "saved"
+    assert_same(Life(inside, tmp_path, placement.policies.Colocated(stream_sync=streams)).seen, plain[0])
 
 
 @every_mode
-def test_a_state_that_is_read_into_an_unborn_optimizer_is_what_was_saved(inside: Inside[Any], saved: Path) -> None:
+def test_a_state_that_is_read_into_an_unborn_optimizer_is_what_was_saved(inside: Inside[Any], plain: tuple[list[Any], Path]) -> None:
     fresh = net()
     adam = torch.optim.AdamW(fresh.parameters(), lr=1.0)
     manager = placement.Manager(device=SimulatedDevice(8 << 20))
     inside(lambda: manager.register("actor", fresh, role="actor"))
     inside(lambda: manager.register("adam", adam))
-    inside(lambda: checkpoint.load(manager, saved))
+    inside(lambda: checkpoint.load(manager, plain[1]))
     read = [manager.handles[name].state_dict() for name in ("actor", "adam")]
     for _ in range(2):
         inside(lambda: manager.enter("restore"))
@@ -285,19 +269,3 @@ def test_a_lazy_model_is_built_where_its_builder_stands() -> None:
     assert notes.seen.count("arange") == 1
     assert manager.handles["critic"].is_built
     assert_nothing_resident(manager)
-
-
-def test_what_is_left_comes_back_in_its_order_and_only_for_the_caller_s_own_code() -> None:
-    outer, inner = Notes(), Notes()
-    with outer, inner:
-        with without_modes():
-            torch.zeros(1)
-            assert (outer.seen, inner.seen) == ([], [])
-            with without_modes(), callers_function_modes():
-                pass  # nothing was left by this one
-            with callers_function_modes():
-                torch.zeros(1)
-            torch.zeros(1)
-        assert (outer.seen, inner.seen) == (["zeros"], ["zeros"])
-        torch.ones(1)
-    assert (outer.seen, inner.seen) == (["zeros", "ones"], ["zeros", "ones"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement
-from placement import DeviceMemoryError, Handle, Manager, State
+from placement import DeviceMemoryError, Handle, Manager
 from placement.devices.memory import DeviceMemory
-from placement.ownership import optimizer_state
-from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import OFF
 
@@ -39,18 +37,6 @@ def registered(
     manager.register("actor", model, role="actor")
     optimizer = make(model.parameters())
     return manager, model, optimizer, manager.register("adam", optimizer)
-
-
-@pytest.mark.parametrize("name", ["Rprop", "AdamW", "RMSprop", "Adagrad", "NAdam"])
-def test_the_state_of_a_scalar_parameter_is_known_before_its_first_step(name: str) -> None:
-    manager, model, optimizer, handle = registered([(5,), ()], getattr(torch.optim, name))
-    known = handle.num_bytes
-    assert known > 0
-    for _ in range(2):
-        with manager.phase("train"):
-            step(model, optimizer)
-    assert (handle.num_bytes, model[1].shape) == (known, ())
-    manager.close()
 
 
 def test_the_first_phase_that_does_not_fit_is_refused_and_names_the_optimizer() -> None:
@@ -92,31 +78,6 @@ def test_what_is_needed_is_the_same_before_the_first_step_and_after_every_one(ma
         assert adam.resident_bytes == needed
 
 
-def test_state_that_stays_on_the_device_counts_once() -> None:
-    manager, model, optimizer, adam = registered([(64, 64)], torch.optim.AdamW, policy="resident")
-    for _ in range(3):
-        with manager.phase("train"):
-            step(model, optimizer)
-        assert adam.num_bytes == adam.resident_bytes == 2 * 64 * 64 * 4
-
-
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.ASGD], ids=["lbfgs", "asgd"])
-def test_state_of_unknown_size_counts_when_it_is_there(make: Callable[..., torch.optim.Optimizer]) -> None:
-    _manager, model, optimizer, adam = registered([(64, 64)], make)
-    assert (adam.num_bytes, adam.host_bytes) == (0, 0)
-    assert (len(model), optimizer.state) == (1, {})
-
-
-def test_parameters_without_gradients_and_external_optimizers_need_nothing() -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model = nn.ParameterList([nn.Parameter(torch.zeros(PAGE // 4), requires_grad=trained) for trained in (True, False)])
-    manager.register("actor", model, role="actor")
-    adam = torch.optim.AdamW(model.parameters())
-    other = torch.optim.AdamW([model[0]])
-    assert manager.register("adam", adam).num_bytes == 2 * PAGE
-    assert manager.register("other", other, external=True).num_bytes == 0
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     elements=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
@@ -152,31 +113,6 @@ def test_state_that_is_born_in_portions_never_counts_twice_and_never_too_little(
         step(model, optimizer)
     check()
     assert holding.unborn_bytes == 0
-
-
-def test_state_that_was_restored_in_part_is_awaited_for_the_rest() -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model = nn.ParameterList([nn.Parameter(torch.randn(PAGE // 4)) for _ in range(3)])
-    adam = torch.optim.AdamW(model.parameters())
-    step([model[1]], adam)
-    manager.register("actor", model, role="actor")
-    handle = manager.register("adam", adam)
-    assert handle.num_bytes == 3 * 2 * PAGE
-    assert isinstance(handle.adapter, OptimizerAdapter)
-    assert list(handle.adapter.unborn_sizes()) == [PAGE] * 4
-    with manager.phase("train"):
-        step(model, adam)
-    assert handle.num_bytes == 3 * 2 * PAGE
-    assert handle.adapter.unborn_sizes() == []
-
-
-def test_state_that_was_cleared_is_awaited_again() -> None:
-    manager, model, optimizer, adam = registered([(PAGE // 4,)], torch.optim.AdamW)
-    with manager.phase("train"):
-        step(model, optimizer)
-    with manager.phase("train"):
-        optimizer.state.clear()
-    assert (adam.num_bytes, adam.resident_bytes) == (2 * PAGE, 0)
 
 
 def _replaced(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
@@ -236,69 +172,6 @@ def test_parameters_that_come_later_count_before_their_first_step(how: str, is_b
     assert handle.num_bytes == 202 * PAGE
 
 
-@pytest.mark.parametrize("when", ["between phases", "in the phase"])
-def test_a_parameter_that_gets_the_identity_of_a_freed_one_counts_with_its_own_size(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, model, optimizer, adam = registered([(PAGE // 4,)] * 2, torch.optim.AdamW)
-
-    def replace_the_second() -> None:
-        freed = id(model[1])
-        model[1] = optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.randn(10 * PAGE // 4))
-        # Stands in for the allocator, which often puts a new object where one was freed, but not always.
-        monkeypatch.setattr(optimizer_state, "id", lambda each: freed if each is model[1] else id(each), raising=False)
-
-    if when == "between phases":
-        replace_the_second()
-    with manager.phase("train"):
-        if when == "in the phase":
-            replace_the_second()
-    assert adam.num_bytes == 22 * PAGE
-    with manager.phase("train"):
-        step(model, optimizer)
-    assert adam.num_bytes == 22 * PAGE
-    manager.check_integrity()
-
-
-@pytest.mark.parametrize(("data", "pages"), [(torch.ones(10 * PAGE // 4), 22), (torch.ones(PAGE // 4, dtype=torch.bfloat16), 3)])
-def test_a_parameter_that_gets_other_data_counts_with_its_new_size(data: torch.Tensor, pages: int) -> None:
-    manager, model, optimizer, adam = registered([(PAGE // 4,)] * 2, torch.optim.AdamW)
-    with manager.phase("train"):
-        model[1].data = data.clone()  # where storages cannot be exchanged, nobody else may have it
-    assert adam.num_bytes == pages * PAGE
-    with manager.phase("train"):
-        step(model, optimizer)
-    assert adam.num_bytes == pages * PAGE
-
-
-def test_only_phases_that_use_an_optimizer_look_at_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, model, optimizer, _ = registered([(PAGE // 4,)], torch.optim.AdamW)
-    manager.register("ref", nn.Linear(8, 8), role="ref", readonly=True)
-    looks: list[object] = []
-    stepped_by = optimizer_state.stepped_by
-    monkeypatch.setattr(optimizer_state, "stepped_by", lambda *given: (looks.append(given), stepped_by(*given))[1])
-    for expected in (2, 0):  # before the plan and at the load, as long as state is still to be created
-        with manager.phase("ref_log_prob"):
-            pass
-        with manager.phase("log_prob"):
-            assert not looks
-        with manager.phase("train"):
-            assert len(looks) == expected
-            step(model, optimizer)
-        looks.clear()
-
-
-def test_ranks_are_told_what_an_optimizer_needs_from_now_on() -> None:
-    manager = Manager(device=SimulatedDevice(64 * MIB))
-    model = nn.ParameterList([nn.Parameter(torch.randn(PAGE // 4)) for _ in range(2)])
-    model[1].requires_grad_(False)
-    manager.register("actor", model, role="actor")
-    optimizer = torch.optim.AdamW(model.parameters())
-    manager.register("adam", optimizer)
-    planner = manager._stack.reconciler.planner
-    assert planner.placing()["adam"][0] == 2 * PAGE
-    model[1].requires_grad_()
-    assert planner.placing()["adam"][0] == 4 * PAGE
-
-
 class WithTorch(SimulatedDevice):
     """A device on which torch's allocator holds something, as it does on a GPU."""
 
@@ -339,83 +212,3 @@ def test_what_others_need_outside_every_phase_is_learnt_when_a_phase_begins() ->
 
 
 # --- state that was created, and that no offload has taken in yet: counted as it is after each training
-
-
-WEIGHTS = 3 * 64 * 64 * 4
-
-
-class Trained:
-    """A model with its AdamW, whose state stays in torch's own memory because the policy offloads nothing."""
-
-    def __init__(self) -> None:
-        self.device = SimulatedDevice(64 << 20, chunk_bytes=1 << 14)
-        self.manager = Manager(device=self.device, policy="resident")
-        with torch.device(self.device.torch_device):
-            self.net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-        self.adam = torch.optim.AdamW(self.net.parameters(), foreach=False)
-        self.manager.register("actor", self.net, role="actor")
-        self.handle: Handle = self.manager.register("adam", self.adam)
-
-    def train(self) -> None:
-        for parameter in self.net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        self.adam.step()
-        self.adam.zero_grad()
-
-    def cycle(self) -> int:
-        """A training. Returns the bytes that the optimizer's handle then has on the device."""
-        with self.manager.phase("train"):
-            self.train()
-        with self.manager.phase("log_prob"):
-            assert self.handle.state is State.GPU_RESIDENT
-            return self.handle.resident_bytes
-
-
-@pytest.fixture
-def trained() -> Iterator[Trained]:
-    made = Trained()
-    yield made
-    made.manager.close()
-
-
-def test_new_state_counts_and_is_not_walked_again(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trained.cycle() == 2 * WEIGHTS
-    walks = []
-    walk = OptimizerAdapter.owned
-    monkeypatch.setattr(OptimizerAdapter, "owned", lambda adapter: walks.append(adapter) or walk(adapter))
-    for _ in range(3):
-        assert trained.cycle() == 2 * WEIGHTS
-    assert not walks
-    trained.adam.state[trained.net[0].weight]["more"] = torch.ones(64, device=trained.device.torch_device)
-    assert trained.cycle() == 2 * WEIGHTS + 64 * 4
-    assert walks
-
-
-def test_state_that_comes_or_goes_counts_with_what_was_replaced_and_grown_meanwhile(trained: Trained) -> None:
-    trained.cycle()
-    first = trained.adam.state[trained.net[0].weight]
-    with trained.manager.phase("train"):
-        first["exp_avg"] = first["exp_avg"].clone()
-        first["exp_avg_sq"].untyped_storage().resize_(WEIGHTS)  # three times as many bytes, in the same tensor
-        del trained.adam.state[trained.net[1].weight]
-    with trained.manager.phase("log_prob"):
-        assert trained.handle.resident_bytes == WEIGHTS // 3 + WEIGHTS + 2 * WEIGHTS // 3
-    with trained.manager.phase("train"):
-        trained.adam.load_state_dict(trained.adam.state_dict())
-        first = trained.adam.state[trained.net[0].weight]
-        first["exp_avg_sq"].data = torch.zeros(64, 64, device=trained.device.torch_device)
-        first["exp_avg"] = first["exp_avg"].clone()
-    with trained.manager.phase("log_prob"):
-        assert trained.handle.resident_bytes == 2 * WEIGHTS * 2 // 3
-
-
-def test_state_that_two_entries_share_counts_once(trained: Trained) -> None:
-    with trained.manager.phase("train"):
-        trained.train()
-        first, second = (trained.adam.state[trained.net[index].weight] for index in (0, 1))
-        second["exp_avg"].data = first["exp_avg"].data
-    for _ in range(2):
-        with trained.manager.phase("log_prob"):
-            assert trained.handle.resident_bytes == 2 * WEIGHTS - WEIGHTS // 3
-        with trained.manager.phase("train"):
-            pass

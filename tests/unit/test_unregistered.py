@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.optim import optimizer as torch_optimizer
 
 from placement import NotResidentError, PhaseError
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "several groups": lambda parameters: torch.optim.SGD(
         [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": list(parameters)}], lr=0.1
@@ -58,26 +56,6 @@ def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(kind: str, ca
     assert not findings(worker)
 
 
-def test_a_second_one_is_said_again(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    others = [torch.optim.SGD(worker.net.parameters(), lr=0.1), torch.optim.AdamW(worker.net.parameters())]
-    with worker.manager.phase("train"):
-        for other in others:
-            learn(worker.net, other)
-    assert len(warnings_in(caplog)) == 2
-    assert sorted(findings(worker)) == [("actor", "AdamW"), ("actor", "SGD")]
-
-
-def test_registered_at_last_it_is_no_finding(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    other = torch.optim.SGD(worker.net.parameters(), lr=0.1, momentum=0.9)
-    with worker.manager.phase("train"):
-        learn(worker.net, other)
-    worker.manager.register("other", other)
-    assert not findings(worker)
-    with worker.manager.phase("train"):
-        learn(worker.net, other)
-    assert len(warnings_in(caplog)) == 1
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_while_the_module_is_offloaded_it_is_refused(worker: Worker, kind: str) -> None:
     other = OPTIMIZERS[kind](worker.net.parameters())
@@ -102,26 +80,6 @@ def test_outside_training_it_is_refused(phase: str, state: str) -> None:
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
 
 
-def test_a_readonly_module_is_kept(worker: Worker) -> None:
-    other = torch.optim.SGD(worker.ref_net.parameters(), lr=0.1)
-    with worker.manager.phase("log_prob"):
-        with_gradients(worker.ref_net)
-        with pytest.raises(PhaseError, match="would change 'ref'"):
-            other.step()
-    worker.ref_net.zero_grad()
-    assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
-
-
-def test_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    worker, model = Worker(), net()
-    mine = torch.optim.AdamW(model.parameters())
-    learn(model, mine)
-    torch.optim.SGD([nn.Parameter(torch.empty(2, device="meta"))], lr=0.1).step()
-    torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1).step()
-    assert not warnings_in(caplog)
-    assert worker.manager.audit().ok
-
-
 def test_parts_that_a_registered_one_makes_as_it_needs_them_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
     class Parts(torch.optim.SGD):
         """Steps by optimizers that it makes anew after each load."""
@@ -143,19 +101,6 @@ def test_parts_that_a_registered_one_makes_as_it_needs_them_are_its_own(caplog: 
         learn(model, optimizer)
     assert not warnings_in(caplog)
     assert manager.audit().ok
-
-
-def test_the_hook_is_there_while_something_is_registered() -> None:
-    gc.collect()
-    before = len(torch_optimizer._global_optimizer_pre_hooks)
-    worker, other = Worker(), make_manager()
-    other.register("actor", net(), role="actor")
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == max(before, 1)
-    other.close()
-    worker.manager.close()
-    if not before:
-        assert not torch_optimizer._global_optimizer_pre_hooks
-    learn(worker.net, torch.optim.SGD(worker.net.parameters(), lr=0.1))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

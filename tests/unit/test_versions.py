@@ -20,19 +20,9 @@ def by_handle(handle: Handle, path: Path) -> None:
         value.mul_(2)
 
 
-def by_module(handle: Handle, path: Path) -> None:
-    for value in handle.object.state_dict().values():
-        value.copy_(value * 2)
-
-
 def by_a_view(handle: Handle, path: Path) -> None:
     for value in [each.flatten() for each in handle.state_dict().values()]:
         value.mul_(2)
-
-
-def in_inference_mode(handle: Handle, path: Path) -> None:
-    with torch.inference_mode():
-        by_handle(handle, path)
 
 
 def by_a_held_one(handle: Handle, path: Path) -> None:
@@ -74,8 +64,10 @@ def versions(model: torch.nn.Module) -> list[int]:
     return [parameter._version for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("policy", ["colocated", Colocated("streamed")], ids=["colocated", "streamed"])
-@pytest.mark.parametrize("way", [by_handle, by_module, by_a_view, in_inference_mode, by_a_held_one, by_a_checkpoint])
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [*((way, "colocated") for way in (by_handle, by_a_view, by_a_held_one, by_a_checkpoint)), (by_handle, Colocated("streamed"))],
+)
 def test_a_load_raises_the_counters_of_what_was_written(way: Callable[[Handle, Path], None], policy: Any, tmp_path: Path) -> None:
     model, _, handle, manager = placed(policy)
     wanted = {name: value * 2 for name, value in copy.deepcopy(handle.state_dict()).items()}
@@ -119,15 +111,6 @@ def test_the_state_of_an_optimizer() -> None:
     with manager.phase("train"):
         assert moment._version == before + 1
         assert not moment.any()
-
-
-def test_a_write_into_poison_is_still_found_after_a_state_dict() -> None:
-    model, _, handle, manager = placed()
-    handle.state_dict()
-    with torch.no_grad():
-        model[2].bias.clamp_(0)  # type: ignore[index,union-attr,operator]
-    with pytest.raises(Exception, match=r"2\.bias.* of 'actor' were written while it was offloaded"):
-        manager.enter("log_prob")
 
 
 def test_a_state_dicts_tensor_begins_at_the_version_of_the_objects_own() -> None:

@@ -13,7 +13,7 @@ from placement import IntegrityError
 from placement.devices.simulated import device as simulated_device
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, Worker, assert_same, batch, make_manager
+from tests.support.worker import CAPACITY, assert_same, batch, make_manager
 
 Tensors = dict[str, torch.Tensor]
 Write = Callable[[torch.Tensor], object]
@@ -149,8 +149,7 @@ def check(program: Program, target: str, write: Write, when: Callable[[Program, 
     assert_nothing_resident(program.manager)
 
 
-@pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("when", "target"), [*((when, "value") for when in WHENS), *((first_offload, target) for target in TARGETS)])
 @pytest.mark.parametrize("write", [COUNTED["mul_"], *UNCOUNTED.values()], ids=["mul_", *UNCOUNTED])
 def test_a_write_is_an_error_whenever_it_was_made(write: Write, target: str, when: Any) -> None:
     """Once, and nothing is lost; docs/offloaded.md has a test of every way to write."""
@@ -185,7 +184,7 @@ def test_bytes_show_writes_without_a_counter(way: str) -> None:
             check(program, "value", VISIBLE[way], when)
 
 
-@pytest.mark.parametrize(("dtype", "readonly"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)])
+@pytest.mark.parametrize(("dtype", "readonly"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.dtype, readonly: bool) -> None:
     """TRL's SyncRefModelCallback writes `ref.data` at the end of a step, in no phase."""
     manager = make_manager()
@@ -222,24 +221,6 @@ def test_a_view_taken_earlier_writes_as_its_tensor_does() -> None:
             assert_same(program.values(), values)
 
 
-def test_another_write_after_an_error_is_another_error() -> None:
-    """What was reported is forgotten, and nothing else."""
-    for device in (SimulatedDevice(CAPACITY), compared()):
-        worker = Worker(device=device)
-        for count in range(1, 4):
-            with torch.no_grad():
-                worker.ref_net[0].weight.fill_(2)
-                worker.net[0].weight.mul_(2)
-            with pytest.raises(IntegrityError), worker.manager.phase("reward"):
-                pass
-            assert worker.manager.snapshot().wrong_writes == 2 * count - 1
-            with torch.no_grad():
-                worker.net[0].weight.mul_(2)
-            with pytest.raises(IntegrityError, match=r"0\.weight of 'actor' were written"), worker.manager.phase("log_prob"):
-                pass
-            assert worker.manager.snapshot().wrong_writes == 2 * count
-
-
 def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> None:
     """What `.data =` has bound to a buffer does not share the buffer's counter: the largest of them would hide the others."""
     manager = make_manager(device=compared())
@@ -271,9 +252,6 @@ def test_weights_that_are_tied_while_offloaded_are_no_write() -> None:
         with manager.phase("log_prob"):
             assert torch.equal(model[1].weight, before)
         assert manager.snapshot().wrong_writes == 0
-
-
-# --- what stays legal
 
 
 def one_actor(program: Program) -> list[torch.Tensor]:
@@ -319,23 +297,6 @@ def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(how: str, de
     assert not any(grad.any() for grad in one_actor(program)), "leaving placement has revived them"
 
 
-def test_gradients_that_are_dropped_or_replaced_while_offloaded_are_no_wrong_write() -> None:
-    for device in (SimulatedDevice(CAPACITY), compared()):
-        program = Program(device)
-        program.train()
-        first, *others = program.model.parameters()
-        first.grad = torch.full_like(first, 0.25, device="cpu")
-        for parameter in others:
-            parameter.grad = None
-        with program.manager.phase("train"):
-            assert first.grad is not None
-            assert (first.grad == 0.25).all()
-            assert all(parameter.grad is None for parameter in others)
-            program.adam.step()
-        assert program.manager.snapshot().wrong_writes == 0
-        assert_nothing_resident(program.manager)
-
-
 def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:
     for device in (SimulatedDevice(CAPACITY), compared()):
         program = Program(device)
@@ -352,23 +313,6 @@ def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:
         assert program.manager.snapshot().wrong_writes == 1
 
 
-# --- beside a phase's phase transitions
-
-
-def test_writes_found_at_a_registration_are_raised_by_the_next_phase(worker: Worker) -> None:
-    worker.ref_net[0].weight.data.mul_(2)
-    late = torch.nn.Linear(8, 8)
-    worker.manager.register("late", late, role="reward")
-    worker.manager.unregister("ref")
-    assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
-    assert [finding.handle for finding in worker.manager.audit().findings] == ["ref"]
-    with pytest.raises(IntegrityError, match="of 'ref'"), worker.manager.phase("log_prob"):
-        pass
-    with worker.manager.phase("log_prob"):
-        pass
-    assert worker.manager.audit().ok
-
-
 @pytest.mark.parametrize("is_audited", [False, True])
 def test_writes_that_were_never_raised_are_logged_at_close(is_audited: bool, caplog: pytest.LogCaptureFixture) -> None:
     program = Program()
@@ -381,21 +325,6 @@ def test_writes_that_were_never_raised_are_logged_at_close(is_audited: bool, cap
         program.manager.close()
     assert "0.weight of 'actor' were written while it was offloaded" in caplog.text
     assert torch.equal(program.model[0].weight, values["0.weight"])
-
-
-def test_audits_count_no_write_twice() -> None:
-    program = Program()
-    program.train()
-    program.model[0].weight.data.fill_(3)
-    for _ in range(3):
-        program.manager.check_integrity()
-        program.manager.snapshot()
-        assert not program.manager.audit().ok
-    assert program.manager.snapshot().wrong_writes == 1
-    with raises(), program.manager.phase("train"):
-        pass
-    assert program.manager.audit().ok
-    assert program.manager.snapshot().wrong_writes == 1
 
 
 def test_a_write_while_weights_are_published_from_the_host_copy() -> None:
