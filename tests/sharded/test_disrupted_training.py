@@ -17,17 +17,16 @@ import torch.distributed as dist
 
 import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.devices.base import Device
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.one_of_each import PROGRAMS, Block
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class Stage:
     """A program with a manager, or without one: then phases do nothing."""
 
-    def __init__(self, name: str, is_managed: bool, device: Device | None = None, **keywords: Any) -> None:
+    def __init__(self, name: str, is_managed: bool) -> None:
         torch.manual_seed(0)
         self.name = name
         self.program = PROGRAMS[name]("cpu")
@@ -37,7 +36,7 @@ class Stage:
         self.reported: set[str] = {"stray_reference"}
         """What an audit may find: somebody (a live graph, a traceback) holds storages of an offloaded model."""
         if is_managed:
-            self.manager = placement.Manager(device=device or simulated(), **keywords)
+            self.manager = placement.Manager(device=simulated())
             self.program.register(self.manager)
 
     @property
@@ -87,20 +86,6 @@ def simulated() -> SimulatedDevice:
 
 
 Script = Callable[[Stage], None]
-
-
-def twice(script: Script, name: str, **keywords: Any) -> None:
-    """Run a script plain and managed; what it sees must not differ."""
-    outcomes = []
-    for is_managed in (False, True):
-        stage = Stage(name, is_managed, **keywords)
-        script(stage)
-        stage.end()
-        outcomes.append(stage.seen)
-    plain, managed = outcomes
-    assert len(plain) == len(managed), f"{len(managed)} results for {len(plain)}"
-    for index, (one, other) in enumerate(zip(plain, managed, strict=True)):
-        assert one == other, f"result {index} differs: {_short(other)} for {_short(one)}"
 
 
 def _short(value: Any) -> str:
@@ -342,8 +327,19 @@ def cases(table: Mapping[Any, Sequence[str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("script", "name"), cases(SCRIPTS))
-def test_a_script_sees_the_same_bytes_as_without_placement(two_ranks: Ranks, script: Callable[[Stage], None], name: str) -> None:
-    two_ranks.run(twice, script, name)
+@on_ranks("two_ranks")
+def test_a_script_sees_the_same_bytes_as_without_placement(script: Script, name: str) -> None:
+    """Run a script plain and managed; what it sees must not differ."""
+    outcomes = []
+    for is_managed in (False, True):
+        stage = Stage(name, is_managed)
+        script(stage)
+        stage.end()
+        outcomes.append(stage.seen)
+    plain, managed = outcomes
+    assert len(plain) == len(managed), f"{len(managed)} results for {len(plain)}"
+    for index, (one, other) in enumerate(zip(plain, managed, strict=True)):
+        assert one == other, f"result {index} differs: {_short(other)} for {_short(one)}"
 
 
 @pytest.mark.parametrize(("name", "is_interrupt"), [("fsdp2", False), ("fsdp1_original", True)], ids=["fault", "interrupt"])

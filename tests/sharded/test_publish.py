@@ -27,7 +27,7 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.vllm_weight_transfer import Source033, stand_in
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
@@ -43,11 +43,8 @@ def test_a_world_of_one(one_rank: Ranks, build: str) -> None:
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original"])
-def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks, build: str) -> None:
-    two_ranks.run(_publish_after_training, build)
-
-
-def _publish_after_training(build: str) -> None:
+@on_ranks("two_ranks")
+def test_what_torch_gathers_for_a_checkpoint_is_the_same(build: str) -> None:
     """Against torch's own full state dict, taken while everything is on the device, after steps that no copy of ours has seen."""
     module = BUILDS[build](worker.Model())
     adam = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -267,7 +264,9 @@ def test_a_rank_that_stops_half_way_lets_the_others_finish(two_ranks: Ranks, kin
     assert second == {"all": True, "error": ""}
 
 
-def _never_started(when: str) -> None:
+@pytest.mark.parametrize("when", ["dropped", "kept"])
+@on_ranks("two_ranks")
+def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(when: str) -> None:
     module = BUILDS["fsdp2"](worker.Model())
     manager = manager_of()
     actor = manager.register("actor", module, role="actor")
@@ -285,11 +284,6 @@ def _never_started(when: str) -> None:
     with manager.phase("weight_sync"):
         assert len(read(actor)) == len(actor.weights_info())
     assert_nothing_resident(manager)
-
-
-@pytest.mark.parametrize("when", ["dropped", "kept"])
-def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(two_ranks: Ranks, when: str) -> None:
-    two_ranks.run(_never_started, when)
 
 
 # --- one process
@@ -389,13 +383,6 @@ def test_no_state_dict_no_move_and_no_unsharding_of_the_module(two_ranks: Ranks,
     assert two_ranks.run(_stateful, build) == [[], []]
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
-def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that_lacks_one_takes_none(
-    two_ranks: Ranks, streams: bool
-) -> None:
-    two_ranks.run(_publish_quantized_shards, streams)
-
-
 def _quantized() -> torch.nn.Module:
     made = torch.nn.Module()
     made.router, made.float8, made.packed = (torch.nn.Linear(6, 5, bias=False) for _ in range(3))
@@ -406,7 +393,9 @@ def _quantized() -> torch.nn.Module:
     return made
 
 
-def _publish_quantized_shards(streams: bool) -> None:
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+@on_ranks("two_ranks")
+def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that_lacks_one_takes_none(streams: bool) -> None:
     torch.manual_seed(1)
     model, inner, lacking = _quantized(), _quantized(), _quantized()
     wanted = {name: tensor.detach().view(torch.uint8).clone() for name, tensor in model.state_dict().items()}

@@ -18,7 +18,7 @@ from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 peft = needs("peft")
 transformers = needs("transformers")
@@ -447,11 +447,8 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original", "fsdp1_flat"])
-def test_sharded_models_publish_what_the_whole_one_does(two_ranks: Ranks, build: str) -> None:
-    two_ranks.run(publish_sharded, build)
-
-
-def publish_sharded(build: str) -> None:
+@on_ranks("two_ranks")
+def test_sharded_models_publish_what_the_whole_one_does(build: str) -> None:
     """Every mode, resident and streamed, before and after a forward that leaves the root unsharded, against PEFT on the whole model."""
     base = worker.Model()
     fixed = list(base.parameters())
