@@ -102,6 +102,15 @@ def _change_some(module: Any, by: int) -> None:
             getattr(parameter.data, "_local_tensor", parameter.data).view(-1)[: 1 + index % 3] += by
 
 
+def _write_of_all_ranks(mine: list[Any], received: dict[str, torch.Tensor]) -> int:
+    """Write the changes of all ranks. Returns the bytes of this rank's."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    for change in itertools.chain.from_iterable(of_ranks):
+        change.write_into(received[change.name])
+    return sum(change.nbytes for change in mine)
+
+
 def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> list[int]:
     """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync.
 
@@ -130,11 +139,7 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
                     break
                 mine += copy.deepcopy(list(bucket))
                 version = bucket.version
-            sent.append(sum(change.nbytes for change in mine))
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, mine)
-            for change in itertools.chain.from_iterable(of_ranks):
-                change.write_into(received[change.name])
+            sent.append(_write_of_all_ranks(mine, received))
             now = read(actor)
             if not (breaks and step == 1):
                 assert_same(received, now)
@@ -193,11 +198,7 @@ def _changes_beside_a_failure(operation: str) -> list[int]:
         for bucket in actor.weight_changes(since=version):
             mine += copy.deepcopy(list(bucket))
             version = bucket.version
-        sent.append(sum(change.nbytes for change in mine))
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-        for change in itertools.chain.from_iterable(of_ranks):
-            change.write_into(received[change.name])
+        sent.append(_write_of_all_ranks(mine, received))
         assert_same(received, read(actor))
         manager.leave()
     assert_nothing_resident(manager)
