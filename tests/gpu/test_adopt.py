@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -240,35 +239,6 @@ def test_an_unknown_alias_of_a_cpu_model_is_refused(device: CudaDevice) -> None:
         range_layout.RangeLayout(device, claims_of(dict(model.named_parameters())))
     assert before == {name: t.data_ptr() for name, t in model.named_parameters()}
     del state
-
-
-@pytest.mark.parametrize("born", ["cuda", "cpu"])
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born: str, target: str) -> None:
-    tensors = {f"t{i}": torch.randn(n, device=born) for i, n in enumerate((3 * MIB, 1000))}
-    tensors["view"] = tensors["t0"][100:200]
-    expected = {name: t.cpu().clone() for name, t in tensors.items()}
-    placed = PlacedStorage(device, claims_of(tensors))
-    placed.load()
-    where = torch.device("cuda", 0) if target == "cuda" else torch.device("cpu")
-    for claim in claims_of(tensors):
-        offset = claim.storage.data_ptr() - placed.layout.addresses.base
-        source = placed.slab.view(offset, claim.nbytes)
-        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source))
-    del claim
-    addresses = weakref.ref(placed.layout.addresses)
-    assert not any(placed.contains(t) for t in tensors.values())
-    placed.offload()
-    del placed
-    gc.collect()
-    device.memory()
-    assert addresses() is None
-    assert all(t.device.type == target and torch.equal(t.cpu(), expected[name]) for name, t in tensors.items())
-    assert tensors["view"].untyped_storage()._cdata == tensors["t0"].untyped_storage()._cdata
-
-
-def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    return lambda target: target.copy_(source)
 
 
 def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:

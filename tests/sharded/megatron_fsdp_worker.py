@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.sharded import training
-from tests.sharded.modules import replaced
-from tests.sharded.pretend_cuda import pretend_cuda
+from tests.sharded.pretend_cuda import pretend_cuda, replaced
 
 PACKAGES = {"0.6.1": "megatron_fsdp", "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp"}
 WIDTHS = {"cpu": (65, 33), "cuda": (1031, 519)}

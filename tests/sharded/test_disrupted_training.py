@@ -280,35 +280,6 @@ def collected(name: str) -> None:
     manager.close()
 
 
-def readonly(name: str) -> None:
-    """A reference is never copied back, and a write to it is found and undone."""
-    torch.manual_seed(0)
-    program = PROGRAMS[name]("cpu")
-    program.model.eval()  # in training it counts its forward passes
-    manager = placement.Manager(device=simulated())
-    handle = manager.register("ref", program.model, role="ref", readonly=True)
-    for _ in range(3):
-        with manager.phase("log_prob"):
-            loss = training.as_bytes(program.evaluate(0))
-    assert handle.counters.skipped_bytes > 0
-    copied = handle.counters.offloaded_bytes
-
-    def write() -> None:
-        with manager.phase("log_prob"), torch.no_grad():
-            program.reshard()
-            for parameter in program.model.parameters():
-                for _, part in training.local_parts(parameter):
-                    part.add_(1)
-
-    with pytest.raises(placement.IntegrityError, match="readonly"):
-        write()
-    with manager.phase("log_prob"):
-        assert training.as_bytes(program.evaluate(0)) == loss
-    assert handle.counters.offloaded_bytes == copied
-    assert_nothing_resident(manager)
-    manager.close()
-
-
 # A case for each way that something could be lost. Not with all: DDP itself raises after a backward that broke off.
 SCRIPTS = {
     forward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
@@ -318,7 +289,6 @@ SCRIPTS = {
 }
 BODIES = {
     collected: ("fsdp2", "fsdp1_original", "ddp"),
-    readonly: ("fsdp2", "fsdp1_original"),
 }
 
 

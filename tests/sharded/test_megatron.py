@@ -18,8 +18,7 @@ from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.sharded import megatron_worker as worker
 from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, make_manager, optimize, start, stepped, wrap
-from tests.sharded.modules import replaced
-from tests.sharded.pretend_cuda import pretend_cuda
+from tests.sharded.pretend_cuda import pretend_cuda, replaced
 from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks

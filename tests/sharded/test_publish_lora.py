@@ -151,18 +151,6 @@ def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
             assert not any(layer.merged_adapters for layer in model.modules() if hasattr(layer, "merged_adapters"))
 
 
-def test_a_half_precision_model_and_a_cast() -> None:
-    model = make("lora", torch.bfloat16)
-    wanted = merged_by_peft(model)
-    actor = (manager := manager_of()).register("actor", model, role="actor")
-    with manager.phase("weight_sync"):
-        assert_same(read(actor), wanted)
-        buffers = dict(model.named_buffers())
-        whole = {n: v if f"base_model.model.{n}" in buffers else v.float() for n, v in wanted.items()}
-        assert_same(read(actor, dtype=torch.float32), whole)
-        assert {value.dtype for value in read(actor, dtype=torch.float16, adapters="separate").values()} == {torch.float16}
-
-
 def with_two() -> Any:
     model = make("lora")
     fixed = list(model.parameters())

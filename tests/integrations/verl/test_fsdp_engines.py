@@ -13,7 +13,6 @@ import torch.distributed as dist
 from placement import DeviceMemoryError, NotResidentError
 from placement.devices.simulated.device import SimulatedDevice
 from placement.testing import Faults
-from tests.integrations.verl import worker as workers
 from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Subject, logged, pair, same
 from tests.integrations.verl.worker import CAPACITY, batch
 from tests.sharded.training import as_bytes
@@ -21,11 +20,6 @@ from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
 
 needs("verl")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workers.write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])

@@ -19,11 +19,6 @@ from tests.support.ranks import on_ranks
 needs("verl")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workers.write_model(tmp_path_factory.mktemp("model"))
-
-
 @on_ranks("one_rank")
 def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
     """With one manager, in phases that are opened and closed in any order."""

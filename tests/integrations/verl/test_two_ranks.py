@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from placement import DeviceMemoryError, GroupError, PlacementError
 from tests.integrations.verl import delta_sync
-from tests.integrations.verl import worker as workers
 from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, moves_of_verl, pair, same
 from tests.integrations.verl.test_several_engines import lora
 from tests.integrations.verl.worker import batch
@@ -19,11 +18,6 @@ from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks
 
 needs("verl")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workers.write_model(tmp_path_factory.mktemp("model"))
 
 
 KINDS: dict[str, dict[str, Any]] = {
