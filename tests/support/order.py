@@ -31,6 +31,7 @@ _TOGETHER = {
         "tests/integrations/test_trl.py",
         "tests/integrations/test_trl_runs.py",
         "tests/integrations/test_trl_vllm.py",
+        "tests/docs/test_code_blocks.py",
     ),
     "megatron": (
         "tests/sharded/test_megatron.py",
