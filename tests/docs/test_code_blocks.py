@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs import contexts, contexts_huggingface
-from tests.docs.contexts import Tools
+from tests.docs.contexts import CONTEXTS, Tools
 from tests.docs.pages import PAGES, Block, blocks
 
 GOES_ON, WITH, NAMES_ONLY = "goes on", "with ", "names only, "
@@ -21,7 +20,6 @@ FRAMEWORKS_NEVER_RUN = ("nemo_rl.md", "openrlhf.md", "roll.md", "skyrl.md", "sli
 ABSENT = {"nemo_rl", "openrlhf", "roll", "skyrl", "slime", "vllm"}
 MOST_NAMES_ONLY = 2
 """On all other pages."""
-CONTEXTS = {**contexts.CONTEXTS, **contexts_huggingface.CONTEXTS}
 
 
 def python_blocks() -> list[Block]:

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import placement
 from placement import EngineError, Manager, NotResidentError, TorchEngine
 from placement.frameworks.known import frameworks_of
 from placement.frameworks.weights import Reader
 from placement.publish.buckets import published
 from placement.testing import assert_nothing_resident
-from tests.sharded import megatron_worker, one_of_each, training
-from tests.sharded.pretend_cuda import pretend_cuda
+from tests.sharded import one_of_each, training
 
 GATHERING = {"fsdp1_original", "fsdp1_flat"}
 """Whose state dict is torch's to gather, on the device."""
@@ -164,41 +162,3 @@ def refuses_what_it_should(rig: Rig) -> None:
         for wrong in (name, "no.such"):
             with pytest.raises(EngineError, match=f"published weight '{wrong}'"):
                 engine.update_weights([(wrong, value)])
-
-
-def roll_out_megatron() -> None:
-    kind = megatron_worker.KINDS[0]
-    with pretend_cuda():
-        module = megatron_worker.build(kind).model.eval()
-        inputs = torch.randn(4, 16).to(kind.dtype)
-        with torch.no_grad():
-            answer = training.as_bytes(module(inputs))
-    manager = Manager(device=training.device_of("cpu"))
-    rollout = manager.register("rollout", TorchEngine(module), role="rollout")
-    for _ in range(2):
-        assert_nothing_resident(manager)
-        training.assert_off(manager)
-        with manager.phase("rollout"), pretend_cuda(), torch.no_grad():
-            assert training.as_bytes(module(inputs)) == answer
-    with manager.phase("weight_sync"):
-        weights = whole_weights(module, "cpu")
-        rollout.object.update_weights([(name, 2 * tensor) for name, tensor in weights.items()])
-        doubled = whole_weights(module, "cpu")
-    assert all(torch.equal(2 * weights[name], doubled[name]) for name in weights)
-    assert_nothing_resident(manager)
-    manager.close()
-
-
-def mixes_external_and_moved() -> str:
-    class Two(TorchEngine):
-        def modules(self) -> tuple[nn.Module, ...]:
-            return (self.module, self.other)
-
-    engine = Two(engine_module("cpu_offload", "cpu"))
-    engine.other = nn.Linear(3, 3)
-    manager = Manager(device=training.device_of("cpu"))
-    with pytest.raises(placement.RegistrationError) as caught:
-        manager.register("rollout", engine)
-    assert not manager.handles
-    assert manager.register("rollout", engine, external=True).external
-    return str(caught.value)

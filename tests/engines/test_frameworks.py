@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from placement import Engine, EngineError, Lazy, NotResidentError, RegistrationError, State, TorchEngine
+from placement import Engine, EngineError, Lazy, Manager, NotResidentError, RegistrationError, State, TorchEngine
 from placement.engines.base import EngineAdapter
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.testing import assert_nothing_resident
 from tests.engines import matrix_worker as worker
-from tests.sharded import test_quantized, training
-from tests.support.ranks import Ranks
+from tests.sharded import megatron_worker, test_quantized, training
+from tests.sharded.pretend_cuda import pretend_cuda
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import assert_same, batch, in_a_range, make_manager, net
 
 CPU = torch.device("cpu")
@@ -38,14 +39,40 @@ def test_and_a_sharded_one_by_an_actor_that_is_whole_on_each_rank(two_ranks: Ran
     two_ranks.run(worker.roll_out, engine, "ddp_apart")
 
 
-def test_an_engine_around_megatrons_ddp(two_ranks: Ranks) -> None:
-    two_ranks.run(worker.roll_out_megatron)
+@on_ranks("two_ranks")
+def test_an_engine_around_megatrons_ddp() -> None:
+    """It keeps parameters in buffers of its own."""
+    kind = megatron_worker.KINDS[0]
+    with pretend_cuda():
+        module = megatron_worker.build(kind).model.eval()
+        inputs = torch.randn(4, 16).to(kind.dtype)
+        with torch.no_grad():
+            answer = training.as_bytes(module(inputs))
+    manager = Manager(device=training.device_of("cpu"))
+    rollout = manager.register("rollout", TorchEngine(module), role="rollout")
+    for _ in range(2):
+        assert_nothing_resident(manager)
+        training.assert_off(manager)
+        with manager.phase("rollout"), pretend_cuda(), torch.no_grad():
+            assert training.as_bytes(module(inputs)) == answer
+    with manager.phase("weight_sync"):
+        weights = worker.whole_weights(module, "cpu")
+        rollout.object.update_weights([(name, 2 * tensor) for name, tensor in weights.items()])
+        doubled = worker.whole_weights(module, "cpu")
+    assert all(torch.equal(2 * weights[name], doubled[name]) for name in weights)
+    assert_nothing_resident(manager)
+    manager.close()
 
 
-def test_modules_of_which_a_framework_places_some_are_refused_together(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(worker.mixes_external_and_moved):
-        assert "'rollout': a framework moves 1 of its 2 modules itself (FSDP2's CPUOffloadPolicy" in message
-        assert "external=True" in message
+@on_ranks("two_ranks")
+def test_modules_of_which_a_framework_places_some_are_refused_together() -> None:
+    engine = Several(worker.engine_module("cpu_offload", "cpu"), nn.Linear(3, 3))
+    manager = Manager(device=training.device_of("cpu"))
+    said = r"'rollout': a framework moves 1 of its 2 modules itself \(FSDP2's CPUOffloadPolicy.*external=True"
+    with pytest.raises(RegistrationError, match=said):
+        manager.register("rollout", engine)
+    assert not manager.handles
+    assert manager.register("rollout", engine, external=True).external
 
 
 # --- alone

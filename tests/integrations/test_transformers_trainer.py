@@ -23,11 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore", r"error:::placement\.")
 CHUNK = 4096
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return hf.saved_model(tmp_path_factory.mktemp("model"))
-
-
 def manager_for(**settings: Any) -> Manager:
     return Manager(device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=CHUNK), phases=ours.PHASES, **settings)
 

@@ -21,16 +21,6 @@ needs("accelerate")
 pytestmark = pytest.mark.filterwarnings(*jobs.QUIET)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return hf.saved_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CI", "1")  # TRL sends telemetry otherwise
-
-
 def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
     own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own"), folder)
     own.train()

@@ -25,16 +25,6 @@ needs("accelerate")
 pytestmark = pytest.mark.filterwarnings(*jobs.QUIET)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return hf.saved_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CI", "1")  # TRL sends telemetry otherwise
-
-
 @pytest.fixture
 def engines(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], GeneratingLLM]:
     """Let TRL find vLLM installed: the next trainer's `LLM` is a stand-in, on the device of this file."""

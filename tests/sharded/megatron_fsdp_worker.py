@@ -8,18 +8,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from placement import Manager, RegistrationError
-from placement.ownership.module import ModuleAdapter
-from placement.policies import Colocated
-from placement.storage.range import RANGES
-from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.sharded.modules import replaced
-from tests.sharded.pretend_cuda import pretend_cuda
+from tests.sharded.pretend_cuda import pretend_cuda, replaced
 
 PACKAGES = {"0.6.1": "megatron_fsdp", "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp"}
 WIDTHS = {"cpu": (65, 33), "cuda": (1031, 519)}
@@ -98,54 +91,3 @@ def build(version: str, strategy: str, device: str = "cpu") -> Program:
 
 def compare(version: str, strategy: str, **options: Any) -> training.Outcome:
     return training.compare(functools.partial(build, version, strategy), within=pretend_cuda, **options)
-
-
-def nothing_is_left(strategy: str) -> int:
-    """Every buffer lies in the handle's addresses and every gathered bucket is released, with gradients in flight between two backwards.
-
-    Returns the bytes that were gathered inside the phase.
-    """
-    with pretend_cuda():
-        program = build("0.6.1", strategy)
-        manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
-        program.register(manager)
-        buffer = program.model.param_and_grad_buffer
-        with manager.phase("train"):
-            program.backward(0)
-            gathered = sum(bucket.data.untyped_storage().nbytes() for bucket in buffer.weight_alloc.buckets.values())
-        assert_nothing_resident(manager)
-        assert sum(bucket.data.untyped_storage().nbytes() for bucket in buffer.weight_alloc.buckets.values()) == 0
-        for name, tensor in [*program.tensors(), *program.model.raw_param.items()]:
-            for path, part in training.local_parts(tensor):
-                storage = part.untyped_storage()
-                assert storage.nbytes() == 0 or RANGES.owner_of(storage.data_ptr()) is not None, f"{name}{path} was left on the device"
-        adapter = manager.handles["actor"].adapter
-        assert isinstance(adapter, ModuleAdapter)
-        assert {id(each) for each in adapter.parameters()} == {id(each) for _, each in buffer.optimizer_named_parameters}
-        with manager.phase("train"):
-            program.learn(0)
-        assert_nothing_resident(manager)
-        return gathered
-
-
-def dropped_gradients_and_user_buffers() -> None:
-    """Dropped, the buffers of gradients are zero in their places. Memory that NCCL has registered is refused."""
-    with pretend_cuda():
-        program = build("0.6.1", "optim_grads_params")
-        program.model.ddp_config.nccl_ub = True
-        device = SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES)
-        manager = Manager(device=device, policy=Colocated(drop_gradients=True))
-        with pytest.raises(RegistrationError, match="nccl_ub"):
-            program.register(manager)
-        program.model.ddp_config.nccl_ub = False
-        program.register(manager)
-        groups = program.model.param_and_grad_buffer.parameter_groups
-        with manager.phase("train"):
-            program.backward(0)
-            program.model.finish_grad_sync()
-            assert any(group.main_grad_buffer.data.any() for group in groups)
-        with manager.phase("log_prob"):
-            assert not any(group.main_grad_buffer.data.any() for group in groups)
-        with manager.phase("train"):
-            program.learn(1)
-        manager.check_integrity()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -98,3 +99,17 @@ def pretend_cuda(*, only_marked: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.multiple(torch.cuda, **_OF_TORCH_CUDA))
         stack.enter_context(_Marked() if only_marked else _Everything())
         yield
+
+
+@contextlib.contextmanager
+def replaced(modules: Mapping[str, Any]) -> Iterator[None]:
+    """These entries of `sys.modules`; None hides a module. What is imported in the meantime stays, unlike with `mock.patch.dict`: torch
+    registers operators when parts of it are imported, and refuses to do so again."""
+    known = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        sys.modules.update(known)

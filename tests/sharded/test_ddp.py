@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ from placement import Manager, RegistrationError
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 BUCKET_MB = 0.0003
 """Several buckets, so that the reducer makes new ones after its first iteration."""
@@ -103,90 +105,17 @@ def managed(variant: Variant, **keywords: Any) -> tuple[Manager, Program]:
 # --- single cases
 
 
-@dataclass(frozen=True)
-class Seen:
-    foreign_bytes: int
-    report: str
-    is_ok: bool
-    snapshot_bytes: int
-
-
-def kept_by_framework(variant: Variant, steps: int) -> Seen:
-    """What lies on the device after some steps, each of which sets the gradients to None before its phase ends."""
+def trained(variant: Variant, steps: int) -> tuple[Manager, Program]:
+    """After some steps, each of which sets the gradients to None before its phase ends."""
     manager, program = managed(variant)
     for step in range(steps):
         with manager.phase("train"):
             program.learn(step)
-    audit = manager.audit()
-    (actor,) = [handle for handle in manager.snapshot().handles if handle.name == "actor"]
-    return Seen(audit.foreign_bytes, audit.report, audit.ok, actor.foreign_bytes)
-
-
-def assertions(variant: Variant) -> tuple[str, str]:
-    """What `assert_nothing_resident` says after registration and after some steps; nothing where foreign memory is allowed."""
-    manager, program = managed(variant)
-    said = [_complaint(manager)]
-    for step in range(3):
-        with manager.phase("train"):
-            program.learn(step)
-    said.append(_complaint(manager))
-    assert_nothing_resident(manager, allow_foreign=True)
-    manager.close()
-    return said[0], said[1]
-
-
-def _complaint(manager: Manager) -> str:
-    try:
-        assert_nothing_resident(manager)
-    except AssertionError as error:
-        return str(error)
-    return ""
+    return manager, program
 
 
 def gradient_bytes(variant: Variant) -> int:
     return sum(parameter.nbytes for parameter in variant.model().parameters() if parameter.requires_grad)
-
-
-def buckets_stay_in_place(drops: bool) -> None:
-    """The reducer's buckets lie in the handle's ranges from the first offload on, with chunks behind them while it is resident."""
-    manager, program = managed(Variant({"gradient_as_bucket_view": True}), policy=Colocated(drop_gradients=drops))
-    holding = manager.handles["actor"].holding
-    assert holding is not None
-    for step in range(4):
-        with manager.phase("train"):
-            program.backward(step)
-            buckets = [parameter.grad._base for parameter in program.model.parameters() if parameter.grad is not None]
-            addresses = {bucket.data_ptr() for bucket in buckets if bucket is not None}
-            inside = {each for each in addresses if any(r.has_any([each]) and not r.pages.without_memory() for r in holding.ranges)}
-            assert addresses
-            assert step < 2 or inside == addresses  # the reducer makes new ones in its second iteration
-            program.optimizer.step()
-            if not drops:
-                program.optimizer.zero_grad()
-        assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
-        assert not drops or all(parameter.grad is None for parameter in program.model.parameters())
-
-
-def refuses_mixed_precision() -> str:
-    """What is said to a wrapper that puts other parameters in place of its own."""
-    model = DistributedDataParallel(Net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    try:
-        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", model)
-    except RegistrationError as error:
-        return str(error)
-    return ""
-
-
-def refuses_overlap() -> str:
-    """What is said to a sharded optimizer that steps inside the backward pass."""
-    manager, program = managed(Variant())
-    parameters = [parameter for parameter in program.model.parameters() if parameter.requires_grad]
-    optimizer = zero(torch.optim.SGD, lr=0.1, overlap_with_ddp=True)(parameters)
-    try:
-        manager.register("overlapping", optimizer)
-    except RegistrationError as error:
-        return str(error)
-    return ""
 
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -224,45 +153,75 @@ def test_gradients_that_die_with_their_phase_leave_the_reducer_working(two_ranks
     assert two_ranks.run(training.compare_dropping, VARIANTS[name].program)
 
 
-@pytest.mark.parametrize("drops", [False, True], ids=["moved", "dropped"])
-def test_buckets_lie_in_the_handles_ranges(two_ranks: Ranks, drops: bool) -> None:
-    two_ranks.run(buckets_stay_in_place, drops)
-
-
 @pytest.mark.parametrize("name", ["views"])
 def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks, name: str) -> None:
     assert two_ranks.run(training.compare_zeroing, VARIANTS[name].program)
 
 
-def test_a_reducer_that_keeps_gradients_apart_is_foreign_and_named(two_ranks: Ranks) -> None:
-    (nbytes, _), seen = two_ranks.run(gradient_bytes, Variant()), two_ranks.run(kept_by_framework, Variant(), 3)
-    for each in seen:
-        assert (each.foreign_bytes, each.snapshot_bytes, each.is_ok) == (nbytes, nbytes, True)
-        assert f"foreign: actor: reducer's buckets (gradient_as_bucket_view=False) ({nbytes:,} bytes)" in each.report
+@pytest.mark.parametrize("drops", [False, True], ids=["moved", "dropped"])
+@on_ranks("two_ranks")
+def test_buckets_lie_in_the_handles_ranges(drops: bool) -> None:
+    """The reducer's buckets lie in the handle's ranges from the first offload on, with chunks behind them while it is resident."""
+    manager, program = managed(Variant({"gradient_as_bucket_view": True}), policy=Colocated(drop_gradients=drops))
+    holding = manager.handles["actor"].holding
+    assert holding is not None
+    for step in range(4):
+        with manager.phase("train"):
+            program.backward(step)
+            buckets = [parameter.grad._base for parameter in program.model.parameters() if parameter.grad is not None]
+            addresses = {bucket.data_ptr() for bucket in buckets if bucket is not None}
+            inside = {each for each in addresses if any(r.has_any([each]) and not r.pages.without_memory() for r in holding.ranges)}
+            assert addresses
+            assert step < 2 or inside == addresses  # the reducer makes new ones in its second iteration
+            program.optimizer.step()
+            if not drops:
+                program.optimizer.zero_grad()
+        assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
+        assert not drops or all(parameter.grad is None for parameter in program.model.parameters())
 
 
-@pytest.mark.parametrize("name", ["default", "views"])
-def test_the_assertion_that_nothing_is_resident_names_them(two_ranks: Ranks, name: str) -> None:
+@on_ranks("two_ranks")
+def test_a_reducer_that_keeps_gradients_apart_is_foreign_and_named() -> None:
+    nbytes = gradient_bytes(Variant())
+    manager, _program = trained(Variant(), 3)
+    audit = manager.audit()
+    (actor,) = [handle for handle in manager.snapshot().handles if handle.name == "actor"]
+    assert (audit.foreign_bytes, actor.foreign_bytes, audit.ok) == (nbytes, nbytes, True)
+    assert f"foreign: actor: reducer's buckets (gradient_as_bucket_view=False) ({nbytes:,} bytes)" in audit.report
+
+
+@pytest.mark.parametrize("name", ["apart", "views"])
+@on_ranks("two_ranks")
+def test_the_assertion_that_nothing_is_resident_names_them(name: str) -> None:
     """DDP as it is by default keeps a copy of every gradient; with views it keeps nothing once a gradient has shown its bucket."""
-    variant = Variant() if name == "default" else VARIANTS["views"]
-    nbytes = two_ranks.run(gradient_bytes, variant)[0]
-    for before, after in two_ranks.run(assertions, variant):
-        wanted = "gradient_as_bucket_view=False" if name == "default" else "no gradient is a view of them yet"
-        kept = f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: reducer's buckets ({wanted})"
-        assert before.startswith(kept)
-        assert "gradient_as_bucket_view=True" in before
-        assert "allow_foreign=True" in before
-        assert after == (before if name == "default" else "")
+    nbytes = gradient_bytes(VARIANTS[name])
+    wanted = "gradient_as_bucket_view=False" if name == "apart" else "no gradient is a view of them yet"
+    kept = f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: reducer's buckets ({wanted})"
+    for steps in (0, 3):
+        manager, _program = trained(VARIANTS[name], steps)
+        with nullcontext() if name == "views" and steps else pytest.raises(AssertionError, match=re.escape(kept)) as caught:
+            assert_nothing_resident(manager)
+        if caught is not None:
+            assert "gradient_as_bucket_view=True" in str(caught.value)
+            assert "allow_foreign=True" in str(caught.value)
+        assert_nothing_resident(manager, allow_foreign=True)
 
 
-def test_the_map_of_used_parameters_is_foreign(two_ranks: Ranks) -> None:
-    for each in two_ranks.run(kept_by_framework, VARIANTS["views-unused"], 1):
-        assert each.is_ok
-        assert "map of used parameters" in each.report
+@on_ranks("two_ranks")
+def test_the_map_of_used_parameters_is_foreign() -> None:
+    manager, _program = trained(VARIANTS["views-unused"], 1)
+    assert manager.audit().ok
+    assert "map of used parameters" in manager.audit().report
 
 
-def test_what_cannot_be_moved_is_refused(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(refuses_mixed_precision):
-        assert "torch.autocast" in said
-    for said in two_ranks.run(refuses_overlap):
-        assert "leave overlap_with_ddp out" in said
+@on_ranks("two_ranks")
+def test_what_cannot_be_moved_is_refused() -> None:
+    """A wrapper that puts other parameters in place of its own, and a sharded optimizer that steps inside the backward pass."""
+    model = DistributedDataParallel(Net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(RegistrationError, match=r"torch\.autocast"):
+        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", model)
+    manager, program = managed(Variant())
+    parameters = [parameter for parameter in program.model.parameters() if parameter.requires_grad]
+    optimizer = zero(torch.optim.SGD, lr=0.1, overlap_with_ddp=True)(parameters)
+    with pytest.raises(RegistrationError, match="leave overlap_with_ddp out"):
+        manager.register("overlapping", optimizer)

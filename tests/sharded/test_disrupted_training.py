@@ -17,17 +17,16 @@ import torch.distributed as dist
 
 import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.devices.base import Device
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.one_of_each import PROGRAMS, Block
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class Stage:
     """A program with a manager, or without one: then phases do nothing."""
 
-    def __init__(self, name: str, is_managed: bool, device: Device | None = None, **keywords: Any) -> None:
+    def __init__(self, name: str, is_managed: bool) -> None:
         torch.manual_seed(0)
         self.name = name
         self.program = PROGRAMS[name]("cpu")
@@ -37,7 +36,7 @@ class Stage:
         self.reported: set[str] = {"stray_reference"}
         """What an audit may find: somebody (a live graph, a traceback) holds storages of an offloaded model."""
         if is_managed:
-            self.manager = placement.Manager(device=device or simulated(), **keywords)
+            self.manager = placement.Manager(device=simulated())
             self.program.register(self.manager)
 
     @property
@@ -87,20 +86,6 @@ def simulated() -> SimulatedDevice:
 
 
 Script = Callable[[Stage], None]
-
-
-def twice(script: Script, name: str, **keywords: Any) -> None:
-    """Run a script plain and managed; what it sees must not differ."""
-    outcomes = []
-    for is_managed in (False, True):
-        stage = Stage(name, is_managed, **keywords)
-        script(stage)
-        stage.end()
-        outcomes.append(stage.seen)
-    plain, managed = outcomes
-    assert len(plain) == len(managed), f"{len(managed)} results for {len(plain)}"
-    for index, (one, other) in enumerate(zip(plain, managed, strict=True)):
-        assert one == other, f"result {index} differs: {_short(other)} for {_short(one)}"
 
 
 def _short(value: Any) -> str:
@@ -295,35 +280,6 @@ def collected(name: str) -> None:
     manager.close()
 
 
-def readonly(name: str) -> None:
-    """A reference is never copied back, and a write to it is found and undone."""
-    torch.manual_seed(0)
-    program = PROGRAMS[name]("cpu")
-    program.model.eval()  # in training it counts its forward passes
-    manager = placement.Manager(device=simulated())
-    handle = manager.register("ref", program.model, role="ref", readonly=True)
-    for _ in range(3):
-        with manager.phase("log_prob"):
-            loss = training.as_bytes(program.evaluate(0))
-    assert handle.counters.skipped_bytes > 0
-    copied = handle.counters.offloaded_bytes
-
-    def write() -> None:
-        with manager.phase("log_prob"), torch.no_grad():
-            program.reshard()
-            for parameter in program.model.parameters():
-                for _, part in training.local_parts(parameter):
-                    part.add_(1)
-
-    with pytest.raises(placement.IntegrityError, match="readonly"):
-        write()
-    with manager.phase("log_prob"):
-        assert training.as_bytes(program.evaluate(0)) == loss
-    assert handle.counters.offloaded_bytes == copied
-    assert_nothing_resident(manager)
-    manager.close()
-
-
 # A case for each way that something could be lost. Not with all: DDP itself raises after a backward that broke off.
 SCRIPTS = {
     forward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
@@ -333,7 +289,6 @@ SCRIPTS = {
 }
 BODIES = {
     collected: ("fsdp2", "fsdp1_original", "ddp"),
-    readonly: ("fsdp2", "fsdp1_original"),
 }
 
 
@@ -342,8 +297,19 @@ def cases(table: Mapping[Any, Sequence[str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("script", "name"), cases(SCRIPTS))
-def test_a_script_sees_the_same_bytes_as_without_placement(two_ranks: Ranks, script: Callable[[Stage], None], name: str) -> None:
-    two_ranks.run(twice, script, name)
+@on_ranks("two_ranks")
+def test_a_script_sees_the_same_bytes_as_without_placement(script: Script, name: str) -> None:
+    """Run a script plain and managed; what it sees must not differ."""
+    outcomes = []
+    for is_managed in (False, True):
+        stage = Stage(name, is_managed)
+        script(stage)
+        stage.end()
+        outcomes.append(stage.seen)
+    plain, managed = outcomes
+    assert len(plain) == len(managed), f"{len(managed)} results for {len(plain)}"
+    for index, (one, other) in enumerate(zip(plain, managed, strict=True)):
+        assert one == other, f"result {index} differs: {_short(other)} for {_short(one)}"
 
 
 @pytest.mark.parametrize(("name", "is_interrupt"), [("fsdp2", False), ("fsdp1_original", True)], ids=["fault", "interrupt"])

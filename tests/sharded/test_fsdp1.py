@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from placement import Manager, PhaseError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 CPU = torch.device("cpu")
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -136,136 +136,9 @@ def gathered_bytes(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def what_stays_gathered(variant: Variant) -> tuple[dict[str, int], dict[str, int]]:
-    """What a forward pass without gradients leaves, in its phase and after it."""
-    manager, program = managed(variant)
-    with manager.phase("log_prob"):
-        program.evaluate(0)
-        inside = gathered_bytes(program.model)
-    assert_nothing_resident(manager)
-    return inside, gathered_bytes(program.model)
-
-
-def summons_across_a_transition(variant: Variant) -> tuple[str, ...]:
-    """What is said when full parameters are summoned at a phase transition and at registration. Nothing is lost by it."""
-    manager, program = managed(variant)
-    said = []
-
-    def digest() -> dict[str, str]:
-        with manager.phase("restore"):
-            return training.digest(program)
-
-    with manager.phase("train"):
-        program.learn(0)
-    before = digest()
-    with manager.phase("train") as phase, FullyShardedDataParallel.summon_full_params(program.model, writeback=True):
-        for attempt in (
-            lambda: phase.switch("values"),
-            lambda: Manager(device=SimulatedDevice(training.CAPACITY)).register("again", program.model),
-        ):
-            try:
-                attempt()
-            except (PhaseError, RegistrationError) as error:
-                said.append(str(error))
-    assert_nothing_resident(manager)
-    assert digest() == before
-    summoning = FullyShardedDataParallel.summon_full_params(program.model, writeback=True)
-    try:
-        with manager.phase("train"):
-            summoning.__enter__()
-    except PhaseError as error:
-        said.append(str(error))
-    assert manager.handles["actor"].resident_bytes > 0
-    summoning.__exit__(None, None, None)
-    assert digest() == before
-    assert_nothing_resident(manager)
-    return tuple(said)
-
-
 def assert_off(manager: Manager, program: Program) -> None:
     assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
     assert not any(gathered_bytes(program.model).values())
-
-
-def backward_in_another_phase(variant: Variant) -> None:
-    """The graph of a forward pass outlives an offload; the model is registered and stepped while it is gathered."""
-
-    def run(phase: Callable[[], Any], program: Program, register: Callable[[], None]) -> list[bytes]:
-        seen = []
-        for step in range(3):
-            if step == 1:
-                loss = program.loss(step)
-                register()
-                with phase():
-                    loss.backward()
-            with phase():
-                loss = program.loss(step)
-            with phase():
-                loss.backward()
-                program.optimizer.step()
-                program.optimizer.zero_grad()
-                seen.append(training.as_bytes(loss))
-        return seen
-
-    torch.manual_seed(0)
-    plain = variant.program()
-    wanted = run(contextlib.nullcontext, plain, lambda: None)
-    torch.manual_seed(0)
-    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
-    program = variant.program()
-    managers: list[Manager] = []
-
-    def register() -> None:
-        program.register(manager)
-        managers.append(manager)
-        assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
-
-    def phase() -> Any:
-        return managers[0].phase("train") if managers else contextlib.nullcontext()
-
-    assert run(phase, program, register) == wanted
-    assert_off(manager, program)
-    manager.close()
-    assert training.digest(program) == training.digest(plain)
-
-
-def casts_buffers(variant: Variant) -> torch.dtype:
-    """FSDP1 gives buffers another type, and so other memory, at its first forward pass: after they were registered."""
-    manager, program = managed(variant)
-    with manager.phase("log_prob"):
-        program.evaluate(0)
-        cast = program.model.module.scale.clone()
-    assert_nothing_resident(manager)
-    assert not manager.handles["actor"].holding.drifted()  # type: ignore[union-attr]
-    with manager.phase("log_prob"):
-        assert torch.equal(program.model.module.scale, cast)
-    return cast.dtype
-
-
-def is_tracked(variant: Variant) -> tuple[str, ...]:
-    """Why a model under CPUOffload and its optimizer are not moved. FSDP1 wants pinned memory for it, which is ordinary memory here."""
-    manager, program = managed(variant)
-    with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
-        wanted = training.as_bytes(program.evaluate(0))
-        for _ in range(2):
-            with manager.phase("log_prob"):
-                assert training.as_bytes(program.evaluate(0)) == wanted
-    with pytest.raises(PhaseError, match="TRAINING"):
-        program.optimizer.step()
-    assert all(handle.counters.offloaded_bytes == handle.host_bytes == 0 for handle in manager.handles.values())
-    assert manager.audit().ok
-    return tuple(str(handle.external_reason) for handle in manager.handles.values())
-
-
-def mixes_offload(variant: Variant) -> str:
-    """What is said to a model of which torch keeps one part on the CPU."""
-    net = Net()
-    net.block = variant.wrap(net.block, cpu_offload=CPUOffload(offload_params=True))  # type: ignore[assignment]
-    try:
-        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", variant.wrap(net))
-    except RegistrationError as error:
-        return str(error)
-    return ""
 
 
 FULL, GRAD_OP, NO, HYBRID = (ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
@@ -311,37 +184,122 @@ def test_gradients(two_ranks: Ranks, variant: Variant, train: Callable[..., obje
 
 
 @BOTH
-def test_what_was_gathered_is_given_up(two_ranks: Ranks, variant: Variant) -> None:
+@on_ranks("two_ranks")
+def test_what_was_gathered_is_given_up(variant: Variant) -> None:
     """The trap: after a forward pass without gradients the root stays gathered, under SHARD_GRAD_OP every unit does."""
     for strategy, kept in ((FULL, 1), (GRAD_OP, 3)):
-        for inside, after in two_ranks.run(what_stays_gathered, dataclasses.replace(variant, strategy=strategy)):
-            assert sum(nbytes > 0 for nbytes in inside.values()) == kept
-            assert set(after.values()) == {0}
+        manager, program = managed(dataclasses.replace(variant, strategy=strategy))
+        with manager.phase("log_prob"):
+            program.evaluate(0)
+            assert sum(nbytes > 0 for nbytes in gathered_bytes(program.model).values()) == kept
+        assert_nothing_resident(manager)
+        assert set(gathered_bytes(program.model).values()) == {0}
 
 
 @BOTH
-def test_summoned_parameters_are_not_torn_from_their_shards(two_ranks: Ranks, variant: Variant) -> None:
-    for said in two_ranks.run(summons_across_a_transition, variant):
-        at_a_transition, at_registration, at_the_end = said
-        assert "leave FSDP.summon_full_params before the phase ends" in at_a_transition
-        assert "outside FSDP.summon_full_params" in at_registration
-        assert at_the_end == at_a_transition
+@on_ranks("two_ranks")
+def test_summoned_parameters_are_not_torn_from_their_shards(variant: Variant) -> None:
+    manager, program = managed(variant)
+
+    def digest() -> dict[str, str]:
+        with manager.phase("restore"):
+            return training.digest(program)
+
+    with manager.phase("train"):
+        program.learn(0)
+    before = digest()
+    leave = r"leave FSDP\.summon_full_params before the phase ends"
+    with manager.phase("train") as phase, FullyShardedDataParallel.summon_full_params(program.model, writeback=True):
+        with pytest.raises(PhaseError, match=leave):
+            phase.switch("values")
+        with pytest.raises(RegistrationError, match=r"outside FSDP\.summon_full_params"):
+            Manager(device=SimulatedDevice(training.CAPACITY)).register("again", program.model)
+    assert_nothing_resident(manager)
+    assert digest() == before
+    summoning = FullyShardedDataParallel.summon_full_params(program.model, writeback=True)
+    with pytest.raises(PhaseError, match=leave), manager.phase("train"):
+        summoning.__enter__()
+    assert manager.handles["actor"].resident_bytes > 0
+    summoning.__exit__(None, None, None)
+    assert digest() == before
+    assert_nothing_resident(manager)
 
 
 @pytest.mark.parametrize("name", ["original-full", "flat-accumulating", "original-no_shard"])
-def test_a_graph_outlives_an_offload_and_a_registration(two_ranks: Ranks, name: str) -> None:
+@on_ranks("two_ranks")
+def test_a_graph_outlives_an_offload_and_a_registration(name: str) -> None:
     """Registered while the module shows what was gathered, the optimizer finds its owner, and `backward()` gathers again."""
-    two_ranks.run(backward_in_another_phase, VARIANTS[name])
+    variant = VARIANTS[name]
+
+    def run(phase: Callable[[], Any], program: Program, register: Callable[[], None]) -> list[bytes]:
+        seen = []
+        for step in range(3):
+            if step == 1:
+                loss = program.loss(step)
+                register()
+                with phase():
+                    loss.backward()
+            with phase():
+                loss = program.loss(step)
+            with phase():
+                loss.backward()
+                program.optimizer.step()
+                program.optimizer.zero_grad()
+                seen.append(training.as_bytes(loss))
+        return seen
+
+    torch.manual_seed(0)
+    plain = variant.program()
+    wanted = run(contextlib.nullcontext, plain, lambda: None)
+    torch.manual_seed(0)
+    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    program = variant.program()
+    managers: list[Manager] = []
+
+    def register() -> None:
+        program.register(manager)
+        managers.append(manager)
+        assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
+
+    def phase() -> Any:
+        return managers[0].phase("train") if managers else contextlib.nullcontext()
+
+    assert run(phase, program, register) == wanted
+    assert_off(manager, program)
+    manager.close()
+    assert training.digest(program) == training.digest(plain)
 
 
-def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on(two_ranks: Ranks) -> None:
-    cast = dataclasses.replace(ORIGINAL, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    assert two_ranks.run(casts_buffers, cast) == [torch.bfloat16] * 2
+@on_ranks("two_ranks")
+def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on() -> None:
+    """They have other memory then than when they were registered."""
+    manager, program = managed(dataclasses.replace(ORIGINAL, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)))
+    with manager.phase("log_prob"):
+        program.evaluate(0)
+        cast = program.model.module.scale.clone()
+    assert cast.dtype is torch.bfloat16
+    assert_nothing_resident(manager)
+    assert not manager.handles["actor"].holding.drifted()
+    with manager.phase("log_prob"):
+        assert torch.equal(program.model.module.scale, cast)
 
 
 @BOTH
-def test_offloaded_parameters_are_torchs_to_place(two_ranks: Ranks, variant: Variant) -> None:
-    """Without training, for whose backward pass FSDP1 wants an accelerator."""
-    for why in two_ranks.run(is_tracked, dataclasses.replace(variant, offloads=True)):
-        assert all("CPUOffload keeps" in reason for reason in why)
-    assert all("wrap all units alike" in said for said in two_ranks.run(mixes_offload, variant))
+@on_ranks("two_ranks")
+def test_offloaded_parameters_are_torchs_to_place(variant: Variant) -> None:
+    """Without training, for whose backward pass FSDP1 wants an accelerator. It wants pinned memory, which is ordinary memory here."""
+    manager, program = managed(dataclasses.replace(variant, offloads=True))
+    with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
+        wanted = training.as_bytes(program.evaluate(0))
+        for _ in range(2):
+            with manager.phase("log_prob"):
+                assert training.as_bytes(program.evaluate(0)) == wanted
+    with pytest.raises(PhaseError, match="TRAINING"):
+        program.optimizer.step()
+    assert all(handle.counters.offloaded_bytes == handle.host_bytes == 0 for handle in manager.handles.values())
+    assert manager.audit().ok
+    assert all("CPUOffload keeps" in str(handle.external_reason) for handle in manager.handles.values())
+    net = Net()
+    net.block = variant.wrap(net.block, cpu_offload=CPUOffload(offload_params=True))  # type: ignore[assignment]
+    with pytest.raises(RegistrationError, match="wrap all units alike"):
+        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", variant.wrap(net))

@@ -21,7 +21,7 @@ from placement.testing import assert_nothing_resident
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 PROGRAMS = {
     "uneven, tied, adapters": worker.plain_fsdp2,
@@ -54,17 +54,14 @@ def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
 # --- by rebinding, as on a torch that cannot swap storages: every tensor over a storage has to be known
 
 
-def _without_swapping() -> None:
+@on_ranks("two_ranks")
+def test_where_storages_cannot_be_swapped() -> None:
     can_swap = adoption.can_swap
     adoption.can_swap = lambda: False
     try:
         training.compare(worker.plain_fsdp2, steps=3)
     finally:
         adoption.can_swap = can_swap
-
-
-def test_where_storages_cannot_be_swapped(two_ranks: Ranks) -> None:
-    two_ranks.run(_without_swapping)
 
 
 # --- the root stays unsharded after a forward, and reshard() is not recursive
@@ -74,7 +71,8 @@ def _unsharded(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
 
 
-def _registered_while_unsharded() -> None:
+@on_ranks("two_ranks")
+def test_registered_while_unsharded() -> None:
     model = sharded(Model(blocks=1), reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = [id(parameter) for parameter in model.parameters()]
@@ -100,10 +98,6 @@ def _registered_while_unsharded() -> None:
     assert all(each.untyped_storage().nbytes() == 0 for each in gathered)
     assert_nothing_resident(manager)
     manager.close()
-
-
-def test_registered_while_unsharded(two_ranks: Ranks) -> None:
-    two_ranks.run(_registered_while_unsharded)
 
 
 def _groups(model: Any) -> Iterator[Any]:
@@ -145,7 +139,9 @@ def _make() -> tuple[Model, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _torn(way: str) -> None:
+@pytest.mark.parametrize("way", ["assigned", "child"])
+@on_ranks("two_ranks")
+def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(way: str) -> None:
     model, optimizer = _make()
     wanted = _steps(model, optimizer, range(8))
     model, optimizer = _make()
@@ -163,11 +159,6 @@ def _torn(way: str) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("way", ["assigned", "child"])
-def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(two_ranks: Ranks, way: str) -> None:
-    two_ranks.run(_torn, way)
-
-
 # --- compiled, whole or block by block
 
 
@@ -180,7 +171,9 @@ def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
     return torch.compile(model, backend=counter), counter  # type: ignore[return-value]
 
 
-def _compiled(form: str, called_before: bool) -> None:
+@pytest.mark.parametrize(("form", "called_before"), [("blocks", False), ("wrapper", True)])
+@on_ranks("two_ranks")
+def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(form: str, called_before: bool) -> None:
     torch._dynamo.reset()
     model, optimizer = _make()
     call, counter = _compile(model, form)
@@ -205,15 +198,12 @@ def _compiled(form: str, called_before: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("form", "called_before"), [("blocks", False), ("wrapper", True)])
-def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(two_ranks: Ranks, form: str, called_before: bool) -> None:
-    two_ranks.run(_compiled, form, called_before)
-
-
 # --- gradients
 
 
-def _unreduced_gradients_are_dropped(name: str) -> None:
+@pytest.mark.parametrize("name", ["mixed precision, gradients not reduced", "two dimensions"])
+@on_ranks("two_ranks")
+def test_gradients_that_wait_for_a_reduction_are_dropped_with_the_others(name: str) -> None:
     program = PROGRAMS[name]()
     manager, actor, _ = worker.worker(program.model, program.optimizer, policy=Colocated(drop_gradients=True))
     with manager.phase("train"):
@@ -227,12 +217,8 @@ def _unreduced_gradients_are_dropped(name: str) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("name", ["mixed precision, gradients not reduced", "two dimensions"])
-def test_gradients_that_wait_for_a_reduction_are_dropped_with_the_others(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_unreduced_gradients_are_dropped, name)
-
-
-def _zeroed_while_offloaded() -> None:
+@on_ranks("two_ranks")
+def test_gradients_zeroed_while_offloaded_do_not_come_back() -> None:
     torch.manual_seed(0)
     model = sharded(Model(blocks=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -255,14 +241,11 @@ def _zeroed_while_offloaded() -> None:
     manager.close()
 
 
-def test_gradients_zeroed_while_offloaded_do_not_come_back(two_ranks: Ranks) -> None:
-    two_ranks.run(_zeroed_while_offloaded)
-
-
 # --- what is refused
 
 
-def _half_offloaded() -> None:
+@on_ranks("two_ranks")
+def test_offloaded_by_torch_in_part_is_refused() -> None:
     model = Model(blocks=1)
     fully_shard(model.blocks[0], offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model)
@@ -272,7 +255,3 @@ def _half_offloaded() -> None:
     assert not manager.handles
     manager.register("actor", model, role="actor", external=True)
     manager.close()
-
-
-def test_offloaded_by_torch_in_part_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(_half_offloaded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,11 +18,10 @@ from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.sharded import megatron_worker as worker
 from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, make_manager, optimize, start, stepped, wrap
-from tests.sharded.modules import replaced
-from tests.sharded.pretend_cuda import pretend_cuda
+from tests.sharded.pretend_cuda import pretend_cuda, replaced
 from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 needs("megatron.core")
 
@@ -40,7 +38,9 @@ def learn(manager: Manager, program: Program, number: int) -> None:
     assert_nothing_resident(manager, allow_foreign=True)
 
 
-def aliases(kind: Kind, can_swap: bool) -> None:
+@pytest.mark.parametrize(("kind", "can_swap"), [(PRECISION_AWARE, False), (worker.Kind(dtype=torch.float32), True)], ids=str)
+@on_ranks("one_rank")
+def test_shards_that_are_views_of_the_buffer_stay_views(kind: Kind, can_swap: bool) -> None:
     """Shards that are views of the model's buffer stay such, also where tensors leave one by one for the host (as those of a GPU do):
     what is stepped is what the model computes with."""
     with pretend_cuda():
@@ -64,7 +64,9 @@ def aliases(kind: Kind, can_swap: bool) -> None:
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
 
 
-def gradients(drops: bool) -> None:
+@pytest.mark.parametrize("drops", [False, True])
+@on_ranks("one_rank")
+def test_gradients_live_or_become_zero(drops: bool) -> None:
     """Between two phases they are moved; or dropped, and then the buffers are zero, in their place, and training goes on."""
     with pretend_cuda():
         program = build(Kind())
@@ -90,7 +92,8 @@ def gradients(drops: bool) -> None:
         manager.check_integrity()
 
 
-def zeroed_outside() -> None:
+@on_ranks("one_rank")
+def test_zeroed_outside() -> None:
     """`zero_grad_buffer()` before the phase is how training loops begin: the old gradients must not come back."""
     with pretend_cuda():
         program = build(Kind())
@@ -103,7 +106,9 @@ def zeroed_outside() -> None:
         assert manager.audit().ok
 
 
-def gradients_of_main_parameters(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [worker.Kind(gradients_in_fp32=False), PRECISION_AWARE], ids=str)
+@on_ranks("one_rank")
+def test_gradients_of_main_parameters_move(kind: Kind) -> None:
     """A phase transition between the preparing of gradients and the step: those of main parameters are moved, and nothing is left
     behind."""
     with pretend_cuda():
@@ -130,7 +135,8 @@ def gradients_of_main_parameters(kind: Kind) -> None:
         assert outcomes[0] == outcomes[1]
 
 
-def guards() -> None:
+@on_ranks("one_rank")
+def test_guards() -> None:
     """Nothing of a step, a checkpoint or Megatron's own offload runs on what is offloaded."""
     with pretend_cuda():
         program = build(Kind())
@@ -153,7 +159,8 @@ def guards() -> None:
         assert "step" not in vars(chain)
 
 
-def state_dict_in_every_state() -> None:
+@on_ranks("one_rank")
+def test_state_dict_in_every_state() -> None:
     """Main parameters are in it as lists of live tensors, past the hooks of the optimizer inside."""
     with pretend_cuda():
         program = build(Kind(is_distributed=False))
@@ -171,7 +178,8 @@ def state_dict_in_every_state() -> None:
             assert away == [as_bytes(main) for optimizer in inner(program.optimizer) for main in stepped(optimizer)]
 
 
-def caches() -> None:
+@on_ranks("one_rank")
+def test_caches() -> None:
     """Emptied when the model has left the device, never before; and left alone where a captured graph may use them."""
     with pretend_cuda():
         program = build(Kind())
@@ -193,7 +201,8 @@ def caches() -> None:
         buffer.buffer.clear()
 
 
-def workspaces_of_transformer_engine() -> None:
+@on_ranks("one_rank")
+def test_workspaces_of_transformer_engine() -> None:
     """TransformerEngine cannot be installed without CUDA: modules of its shape."""
     base = types.ModuleType("transformer_engine.pytorch.module.base")
 
@@ -231,7 +240,8 @@ def workspaces_of_transformer_engine() -> None:
             assert as_bytes(model(torch.ones(2, 8))) == as_bytes(first)
 
 
-def user_buffers() -> None:
+@on_ranks("one_rank")
+def test_user_buffers() -> None:
     """Memory that NCCL has registered stays where it is: refused, with the reason, and as it was."""
     with pretend_cuda():
         program = build(Kind())
@@ -242,7 +252,8 @@ def user_buffers() -> None:
         program.learn(0)
 
 
-def owners_on_every_rank() -> bool:
+@on_ranks("two_ranks")
+def test_a_rank_that_steps_nothing_has_the_owner_too() -> None:
     """A rank that steps nothing of a small model still has the optimizer's owner: else its train phases would leave the model out."""
     with pretend_cuda():
         start()
@@ -254,7 +265,7 @@ def owners_on_every_rank() -> bool:
         with manager.phase("train"):
             program.learn(0)
         assert manager.audit().ok
-        return mine > 0 or dist.get_rank() > 0
+        assert mine > 0 or dist.get_rank() > 0
 
 
 @pytest.mark.parametrize("kind", worker.KINDS, ids=str)
@@ -284,40 +295,6 @@ def test_weights_that_are_the_cast_of_masters_have_no_host_copy(two_ranks: Ranks
 def test_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> None:
     (outcome,) = one_rank.run(worker.compare, kind)
     assert outcome.resident_bytes["actor"] > 0
-
-
-ALONE = (
-    zeroed_outside,
-    guards,
-    state_dict_in_every_state,
-    caches,
-    workspaces_of_transformer_engine,
-    user_buffers,
-)
-
-
-@pytest.mark.parametrize("body", ALONE, ids=lambda body: body.__name__)
-def test_trap(one_rank: Ranks, body: Callable[[], None]) -> None:
-    one_rank.run(body)
-
-
-@pytest.mark.parametrize(("kind", "can_swap"), [(PRECISION_AWARE, False), (worker.Kind(dtype=torch.float32), True)], ids=str)
-def test_shards_that_are_views_of_the_buffer_stay_views(one_rank: Ranks, kind: worker.Kind, can_swap: bool) -> None:
-    one_rank.run(aliases, kind, can_swap)
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_gradients_live_or_become_zero(one_rank: Ranks, drops: bool) -> None:
-    one_rank.run(gradients, drops)
-
-
-@pytest.mark.parametrize("kind", [worker.Kind(gradients_in_fp32=False), PRECISION_AWARE], ids=str)
-def test_gradients_of_main_parameters_move(one_rank: Ranks, kind: worker.Kind) -> None:
-    one_rank.run(gradients_of_main_parameters, kind)
-
-
-def test_a_rank_that_steps_nothing_has_the_owner_too(two_ranks: Ranks) -> None:
-    assert two_ranks.run(owners_on_every_rank) == [True, True]
 
 
 def test_a_key_that_is_a_tensor_is_not_turned_into_text() -> None:

@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
 import placement
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 from tests.support.worker import assert_same, batch, make_manager
 from tests.unit.test_cast import MasterAdam
 
@@ -56,14 +56,17 @@ def outputs(make: Any, dtype: torch.dtype, manager: placement.Manager | None) ->
     return found, means
 
 
-def steps_alike(make: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("make", "dtype"), [(Averaging, torch.float32), (MasterAdam, torch.bfloat16)])
+@on_ranks("two_ranks")
+def test_steps_are_those_without_placement(make: Any, dtype: torch.dtype) -> None:
     manager = make_manager()
     plain = outputs(make, dtype, None)
     assert_same(outputs(make, dtype, manager), plain)
     assert not plain[0][0].equal(plain[0][1])
 
 
-def cannot_be_saved(folder: Path) -> None:
+@on_ranks("two_ranks")
+def test_sharded_state_in_objects_cannot_be_saved(tmp_path: Path) -> None:
     model = fully_shard(nn.Linear(8, 21))
     optimizer, manager = Averaging(model.parameters()), make_manager()
     manager.register("actor", model, role="actor")
@@ -73,13 +76,4 @@ def cannot_be_saved(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     with pytest.raises(placement.CheckpointError, match=r"state of 'weight' is sharded and has tensors in objects"):
-        placement.checkpoint.save(manager, folder)
-
-
-@pytest.mark.parametrize(("make", "dtype"), [(Averaging, torch.float32), (MasterAdam, torch.bfloat16)])
-def test_steps_are_those_without_placement(two_ranks: Ranks, make: Any, dtype: torch.dtype) -> None:
-    two_ranks.run(steps_alike, make, dtype)
-
-
-def test_sharded_state_in_objects_cannot_be_saved(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(cannot_be_saved, tmp_path)
+        placement.checkpoint.save(manager, tmp_path)

@@ -27,7 +27,7 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.vllm_weight_transfer import Source033, stand_in
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
@@ -43,11 +43,8 @@ def test_a_world_of_one(one_rank: Ranks, build: str) -> None:
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original"])
-def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks, build: str) -> None:
-    two_ranks.run(_publish_after_training, build)
-
-
-def _publish_after_training(build: str) -> None:
+@on_ranks("two_ranks")
+def test_what_torch_gathers_for_a_checkpoint_is_the_same(build: str) -> None:
     """Against torch's own full state dict, taken while everything is on the device, after steps that no copy of ours has seen."""
     module = BUILDS[build](worker.Model())
     adam = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -105,6 +102,15 @@ def _change_some(module: Any, by: int) -> None:
             getattr(parameter.data, "_local_tensor", parameter.data).view(-1)[: 1 + index % 3] += by
 
 
+def _write_of_all_ranks(mine: list[Any], received: dict[str, torch.Tensor]) -> int:
+    """Write the changes of all ranks. Returns the bytes of this rank's."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    for change in itertools.chain.from_iterable(of_ranks):
+        change.write_into(received[change.name])
+    return sum(change.nbytes for change in mine)
+
+
 def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> list[int]:
     """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync.
 
@@ -133,11 +139,7 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
                     break
                 mine += copy.deepcopy(list(bucket))
                 version = bucket.version
-            sent.append(sum(change.nbytes for change in mine))
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, mine)
-            for change in itertools.chain.from_iterable(of_ranks):
-                change.write_into(received[change.name])
+            sent.append(_write_of_all_ranks(mine, received))
             now = read(actor)
             if not (breaks and step == 1):
                 assert_same(received, now)
@@ -196,11 +198,7 @@ def _changes_beside_a_failure(operation: str) -> list[int]:
         for bucket in actor.weight_changes(since=version):
             mine += copy.deepcopy(list(bucket))
             version = bucket.version
-        sent.append(sum(change.nbytes for change in mine))
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-        for change in itertools.chain.from_iterable(of_ranks):
-            change.write_into(received[change.name])
+        sent.append(_write_of_all_ranks(mine, received))
         assert_same(received, read(actor))
         manager.leave()
     assert_nothing_resident(manager)
@@ -217,7 +215,9 @@ def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(two_ranks: Ran
 # --- ranks that do not do the same
 
 
-def _consume(kind: str) -> dict[str, Any]:
+@pytest.mark.parametrize("kind", ["raises", "raises, streamed", "breaks", "vLLM drops it", "its transform raises"])
+@on_ranks("two_ranks")
+def test_a_rank_that_stops_half_way_lets_the_others_finish(kind: str) -> None:
     """Rank 0 stops after a bucket, rank 1 goes on; then both publish again."""
     module = BUILDS["fsdp2"](worker.Model())
     manager = manager_of(streams=kind == "raises, streamed")
@@ -251,7 +251,8 @@ def _consume(kind: str) -> dict[str, Any]:
         again = read(actor)
     assert len(again) == wanted
     assert_nothing_resident(manager)
-    return {"all": len(names) == wanted, "error": error}
+    stops = dist.get_rank() == 0
+    assert (len(names) == wanted, error) == (not stops, "engine died" if stops and "raises" in kind else "")
 
 
 def _fails_on_rank_0(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -260,14 +261,9 @@ def _fails_on_rank_0(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("kind", ["raises", "raises, streamed", "breaks", "vLLM drops it", "its transform raises"])
-def test_a_rank_that_stops_half_way_lets_the_others_finish(two_ranks: Ranks, kind: str) -> None:
-    first, second = two_ranks.run(_consume, kind, deadline_seconds=30.0)
-    assert first == {"all": False, "error": "engine died" if "raises" in kind else ""}
-    assert second == {"all": True, "error": ""}
-
-
-def _never_started(when: str) -> None:
+@pytest.mark.parametrize("when", ["dropped", "kept"])
+@on_ranks("two_ranks")
+def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(when: str) -> None:
     module = BUILDS["fsdp2"](worker.Model())
     manager = manager_of()
     actor = manager.register("actor", module, role="actor")
@@ -285,11 +281,6 @@ def _never_started(when: str) -> None:
     with manager.phase("weight_sync"):
         assert len(read(actor)) == len(actor.weights_info())
     assert_nothing_resident(manager)
-
-
-@pytest.mark.parametrize("when", ["dropped", "kept"])
-def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(two_ranks: Ranks, when: str) -> None:
-    two_ranks.run(_never_started, when)
 
 
 # --- one process
@@ -360,7 +351,9 @@ def test_what_cannot_be_published_is_named_before_anything_is() -> None:
 # --- the traps
 
 
-def _stateful(build: str) -> list[str]:
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_flat"])
+@on_ranks("two_ranks")
+def test_no_state_dict_no_move_and_no_unsharding_of_the_module(build: str) -> None:
     """Everything that frameworks' own exports go through is made to fail."""
     module = BUILDS[build](worker.Model())
     wanted = wanted_of(worker.Model())
@@ -381,19 +374,7 @@ def _stateful(build: str) -> list[str]:
     with manager.phase("weight_sync"):
         found = read(actor)
     assert found.keys() == wanted.keys()
-    return seen
-
-
-@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_flat"])
-def test_no_state_dict_no_move_and_no_unsharding_of_the_module(two_ranks: Ranks, build: str) -> None:
-    assert two_ranks.run(_stateful, build) == [[], []]
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
-def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that_lacks_one_takes_none(
-    two_ranks: Ranks, streams: bool
-) -> None:
-    two_ranks.run(_publish_quantized_shards, streams)
+    assert seen == []
 
 
 def _quantized() -> torch.nn.Module:
@@ -406,7 +387,9 @@ def _quantized() -> torch.nn.Module:
     return made
 
 
-def _publish_quantized_shards(streams: bool) -> None:
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+@on_ranks("two_ranks")
+def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that_lacks_one_takes_none(streams: bool) -> None:
     torch.manual_seed(1)
     model, inner, lacking = _quantized(), _quantized(), _quantized()
     wanted = {name: tensor.detach().view(torch.uint8).clone() for name, tensor in model.state_dict().items()}

@@ -14,7 +14,7 @@ from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
 from tests.sharded.veomni_worker import is_installed, veomni
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class Mixture(torch.nn.Module):
@@ -29,7 +29,10 @@ class Mixture(torch.nn.Module):
         return self.dense(x)
 
 
-def _experts(expert_parallel: int) -> None:
+@pytest.mark.skipif(not is_installed("veomni"), reason="veomni is not installed")
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+@on_ranks("two_ranks")
+def test_experts_that_veomni_cut_are_published_whole(expert_parallel: int) -> None:
     """VeOmni's own plan cuts the experts, then `fully_shard` cuts them along another dimension, as VeOmni does it."""
     world = dist.get_world_size()
     wanted = wanted_of(model := Mixture())
@@ -49,12 +52,6 @@ def _experts(expert_parallel: int) -> None:
                 model(torch.ones(2, 6))  # the root stays unsharded
         assert_nothing_resident(manager, allow_foreign=True)
         manager.close()
-
-
-@pytest.mark.skipif(not is_installed("veomni"), reason="veomni is not installed")
-@pytest.mark.parametrize("expert_parallel", [1, 2])
-def test_experts_that_veomni_cut_are_published_whole(two_ranks: Ranks, expert_parallel: int) -> None:
-    two_ranks.run(_experts, expert_parallel)
 
 
 def _zero(stage: int) -> None:

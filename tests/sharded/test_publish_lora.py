@@ -18,7 +18,7 @@ from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 peft = needs("peft")
 transformers = needs("transformers")
@@ -149,18 +149,6 @@ def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
         with manager.phase("log_prob"):
             assert_same(wanted_of(model), before)
             assert not any(layer.merged_adapters for layer in model.modules() if hasattr(layer, "merged_adapters"))
-
-
-def test_a_half_precision_model_and_a_cast() -> None:
-    model = make("lora", torch.bfloat16)
-    wanted = merged_by_peft(model)
-    actor = (manager := manager_of()).register("actor", model, role="actor")
-    with manager.phase("weight_sync"):
-        assert_same(read(actor), wanted)
-        buffers = dict(model.named_buffers())
-        whole = {n: v if f"base_model.model.{n}" in buffers else v.float() for n, v in wanted.items()}
-        assert_same(read(actor, dtype=torch.float32), whole)
-        assert {value.dtype for value in read(actor, dtype=torch.float16, adapters="separate").values()} == {torch.float16}
 
 
 def with_two() -> Any:
@@ -447,11 +435,8 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original", "fsdp1_flat"])
-def test_sharded_models_publish_what_the_whole_one_does(two_ranks: Ranks, build: str) -> None:
-    two_ranks.run(publish_sharded, build)
-
-
-def publish_sharded(build: str) -> None:
+@on_ranks("two_ranks")
+def test_sharded_models_publish_what_the_whole_one_does(build: str) -> None:
     """Every mode, resident and streamed, before and after a forward that leaves the root unsharded, against PEFT on the whole model."""
     base = worker.Model()
     fixed = list(base.parameters())

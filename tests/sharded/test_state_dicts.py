@@ -17,7 +17,7 @@ from placement import CheckpointError, Manager, NotResidentError, checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.checkpoint_worker import Program, build
 from tests.sharded.training import as_bytes, local_parts
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 def parts(values: Any, path: str = "") -> dict[str, bytes]:
@@ -36,15 +36,16 @@ def live(program: Program) -> dict[str, bytes]:
         return parts({"model": model, "state": state})
 
 
-def forked(path: str) -> list[str]:
-    """What a forked child is told that saves a sharded state dict, or its own part of one."""
+@on_ranks("two_ranks")
+def test_a_forked_child_is_told_that_it_has_no_sharded_tensor(tmp_path: Path) -> None:
+    """Where it saves a sharded state dict, or its own part of one."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
     fully_shard(model)
     manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
     manager.register("actor", model, role="actor")
     shown = model.state_dict()
     told = []
-    for use in (lambda: torch.save(shown, path), lambda: [value.to_local().numpy() for value in shown.values()]):
+    for use in (lambda: torch.save(shown, tmp_path / "saved"), lambda: [value.to_local().numpy() for value in shown.values()]):
         reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
             try:
@@ -57,7 +58,7 @@ def forked(path: str) -> list[str]:
             told.append(pipe.read())
         told[-1] += f" {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
     manager.close()
-    return told
+    assert all("PlacementError" in each and "clone()" in each and each.endswith(" 0") for each in told), told
 
 
 class Gathering(torch.nn.Linear):
@@ -71,7 +72,8 @@ class Gathering(torch.nn.Linear):
         pass
 
 
-def computed() -> None:
+@on_ranks("two_ranks")
+def test_what_hooks_compute_of_sharded_parameters() -> None:
     """What hooks compute of sharded parameters while these are offloaded is what they compute on the device."""
     model: Any = torch.nn.Sequential(Gathering(7, 5), torch.nn.Linear(5, 3))
     model[1]._register_state_dict_hook(lambda _, found, prefix, __: found.update({prefix + "weight": found[prefix + "weight"].bfloat16()}))
@@ -98,7 +100,9 @@ def _stepped(program: Program) -> list[torch.Tensor]:
     return [each for group in program.optimizer.param_groups for each in group["params"]]
 
 
-def versions(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
+@on_ranks("two_ranks")
+def test_a_load_raises_the_counters_of_what_was_written(kind: str) -> None:
     """The counters of parameters: raised by a load where a shard was written in the host copy, through the wrapper or its part."""
     program = build(kind)
     manager = program.manager
@@ -122,7 +126,9 @@ def versions(kind: str) -> None:
         before = after
 
 
-def held(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
+@on_ranks("two_ranks")
+def test_a_held_state_dict_follows_a_sharded_handle(kind: str) -> None:
     """State dicts taken in one state and held through all others: the same objects, with what the object has by then."""
     program = build(kind)
     manager = program.manager
@@ -166,7 +172,8 @@ def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
     return [found for value in values.values() for found in _tensors(value)] if isinstance(values, dict) else []
 
 
-def taken_over() -> None:
+@on_ranks("two_ranks")
+def test_an_optimizer_that_takes_over_what_it_had_shown() -> None:
     """An optimizer that loads what it had shown takes over the very tensors; they are its own then, and move."""
     program = build("fsdp2")
     manager = program.manager
@@ -186,8 +193,9 @@ def taken_over() -> None:
     }
 
 
-def fsdp1(root: str) -> tuple[str, str, str]:
-    """FSDP1 gathers for a state dict: refused while offloaded, right while resident. Returns what was said."""
+@on_ranks("two_ranks")
+def test_fsdp1_is_not_gathered_from_poison(tmp_path: Path) -> None:
+    """FSDP1 gathers for a state dict: refused while offloaded, right while resident."""
     keywords = {"device_id": torch.device("cpu"), "use_orig_params": True}
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords))
     model = FullyShardedDataParallel(model, **keywords)
@@ -197,13 +205,14 @@ def fsdp1(root: str) -> tuple[str, str, str]:
     handle = manager.register("actor", model, role="actor")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     manager.register("actor.optimizer", optimizer)
-    said = []
-    for ask in (handle.state_dict, model[1].state_dict, lambda: checkpoint.save(manager, root, only=["actor"])):
-        try:
+    refused = r"(?s)'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict.*manager\.phase\('checkpoint'\)"
+    for ask in (handle.state_dict, model[1].state_dict):
+        with pytest.raises(NotResidentError, match=refused):
             ask()
-        except (NotResidentError, CheckpointError) as error:
-            said.append(str(error))
         assert_nothing_resident(manager)
+    with pytest.raises(CheckpointError, match=r"(?s)(?=.*save it inside manager\.phase\('checkpoint'\)).*only="):
+        checkpoint.save(manager, tmp_path, only=["actor"])
+    assert not list(tmp_path.iterdir())
     with manager.phase("restore"):
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             found = handle.state_dict()
@@ -216,38 +225,3 @@ def fsdp1(root: str) -> tuple[str, str, str]:
     assert {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()} == shards
     assert parts(found) == wanted  # gathered, so it is a copy
     assert_nothing_resident(manager)
-    first, second, third = said
-    return first, second, third
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
-def test_a_held_state_dict_follows_a_sharded_handle(kind: str, two_ranks: Ranks) -> None:
-    two_ranks.run(held, kind)
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
-def test_a_load_raises_the_counters_of_what_was_written(kind: str, two_ranks: Ranks) -> None:
-    two_ranks.run(versions, kind)
-
-
-def test_a_forked_child_is_told_that_it_has_no_sharded_tensor(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told in two_ranks.run(forked, str(tmp_path / "saved")):
-        assert all("PlacementError" in each and "clone()" in each and each.endswith(" 0") for each in told), told
-
-
-def test_what_hooks_compute_of_sharded_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(computed)
-
-
-def test_an_optimizer_that_takes_over_what_it_had_shown(two_ranks: Ranks) -> None:
-    two_ranks.run(taken_over)
-
-
-def test_fsdp1_is_not_gathered_from_poison(two_ranks: Ranks, tmp_path: Path) -> None:
-    for first, second, third in two_ranks.run(fsdp1, str(tmp_path)):
-        for said in (first, second):
-            assert "'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict" in said
-            assert "manager.phase('checkpoint')" in said
-        assert "save it inside manager.phase('checkpoint')" in third
-        assert "only=" in third
-    assert not list(tmp_path.iterdir())

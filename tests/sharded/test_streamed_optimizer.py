@@ -21,7 +21,7 @@ from placement.registration.streamed_optimizer import StepParts
 from placement.testing import SimulatedDevice
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 STREAMED = functools.partial(training.compare, policy=Colocated("streamed"), streamed_bucket_bytes=2 * training.CHUNK_BYTES)
 PROGRAMS = {
@@ -76,8 +76,9 @@ def sliced(kind: str) -> int:
     return len(parts) - parts.count(1)
 
 
-def sliceable() -> list[int]:
-    """How many tensors of a square weight's state could be sliced with the gradient, or with a moment, laid out in several ways."""
+@on_ranks("two_ranks")
+def test_parts_of_other_elements_are_not_sliced_together() -> None:
+    """As many elements of a square weight, but others: along another dimension, of another mesh, or summands of a gradient."""
     mesh, other = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("one", "two"))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
     optimizer = torch.optim.AdamW([weight])
@@ -89,12 +90,7 @@ def sliceable() -> list[int]:
         found.append(len(sliceable_state(optimizer, weight)))
         optimizer.state[weight]["exp_avg"] = kept
     weight.grad = DTensor.from_local(torch.ones(8, 8), mesh, [Partial()])
-    return [*found, len(sliceable_state(optimizer, weight))]
-
-
-def test_parts_of_other_elements_are_not_sliced_together(two_ranks: Ranks) -> None:
-    """As many elements, but others: along another dimension, of another mesh, or summands of a gradient."""
-    assert two_ranks.run(sliceable) == [[2, 0, 0, 0]] * 2
+    assert [*found, len(sliceable_state(optimizer, weight))] == [2, 0, 0, 0]
 
 
 def streamed_and_plain(values: torch.Tensor, cut: Placement) -> tuple[Any, placement.Manager, list[Any], list[Any]]:
@@ -108,36 +104,30 @@ def streamed_and_plain(values: torch.Tensor, cut: Placement) -> tuple[Any, place
     return mesh, manager, nets, optimizers
 
 
-def ends_alike(manager: placement.Manager, nets: list[Any]) -> bool:
+def assert_ends_alike(manager: placement.Manager, nets: list[Any]) -> None:
     ours, plain = (net.state_dict()["0"].to_local().clone() for net in nets)
     manager.close()
-    return bool(ours.equal(plain))
+    assert ours.equal(plain)
 
 
-def partial_gradients() -> tuple[str, bool]:
-    """A step with a gradient that is still to be summed: the error, and whether a step with the sum is that of the optimizer alone."""
+@on_ranks("two_ranks")
+def test_gradients_that_the_step_would_reduce_are_refused() -> None:
+    """Each rank cuts buckets by its own bytes, so the collectives of one would meet others of the other rank."""
     mesh, manager, nets, optimizers = streamed_and_plain(torch.ones(64), Replicate())
     with manager.phase("train"):
         for net in nets:
             net[0].grad = DTensor.from_local(torch.full((64,), 1.0 + dist.get_rank()), mesh, [Partial()])
-        with pytest.raises(placement.PhaseError) as caught:
+        with pytest.raises(placement.PhaseError, match="redistribute them before the step"):
             optimizers[0].step()
         nets[0][0].grad = nets[0][0].grad.redistribute(placements=nets[0][0].placements)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return str(caught.value), ends_alike(manager, nets)
+    assert_ends_alike(manager, nets)
 
 
-def test_gradients_that_the_step_would_reduce_are_refused(two_ranks: Ranks) -> None:
-    """Each rank cuts buckets by its own bytes, so the collectives of one would meet others of the other rank."""
-    for error, is_same in two_ranks.run(partial_gradients):
-        assert "redistribute them before the step" in error
-        assert is_same
-
-
-def whole_gradients() -> bool:
-    """Whether steps of a sharded embedding whose gradient every rank has whole are those of the optimizer alone."""
+@on_ranks("two_ranks")
+def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank() -> None:
     mesh, manager, nets, optimizers = streamed_and_plain(torch.ones(9, 64), Shard(0))
     for step in range(2):
         with manager.phase("train"):
@@ -145,11 +135,7 @@ def whole_gradients() -> bool:
                 net[0].grad = DTensor.from_local(torch.arange(576.0).view(9, 64) + step, mesh, [Replicate()])
                 optimizer.step()
                 optimizer.zero_grad()
-    return ends_alike(manager, nets)
-
-
-def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank(two_ranks: Ranks) -> None:
-    assert two_ranks.run(whole_gradients) == [True, True]
+    assert_ends_alike(manager, nets)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from placement.testing import assert_nothing_resident
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 PROGRAMS = {
     "foreach": functools.partial(worker.tensor_parallel_program, "AdamW", foreach=True),
@@ -29,8 +29,8 @@ def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
         assert all(outcome.offloaded_bytes.values())
 
 
-def _local_bytes() -> dict[str, int]:
-    """Device and host bytes of a model of DTensors alone, and of its optimizer, before and after its state is born."""
+@on_ranks("two_ranks")
+def test_host_memory_is_reserved_for_what_a_rank_holds() -> None:
     model = worker.tensor_parallel(init_device_mesh("cpu", (2,)))
     stepped = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     adam = torch.optim.AdamW(stepped)
@@ -45,9 +45,4 @@ def _local_bytes() -> dict[str, int]:
     assert local <= reserved <= local + 64 * len(state) + 4096, "more than this rank's shards was reserved"
     assert_nothing_resident(manager)
     manager.close()
-    return {"local": local, "global": sum(value.nbytes for entry in adam.state.values() for value in entry.values() if value.dim())}
-
-
-def test_host_memory_is_reserved_for_what_a_rank_holds(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(_local_bytes):
-        assert found["local"] < found["global"]
+    assert local < sum(value.nbytes for entry in adam.state.values() for value in entry.values() if value.dim())

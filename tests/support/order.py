@@ -31,6 +31,7 @@ _TOGETHER = {
         "tests/integrations/test_trl.py",
         "tests/integrations/test_trl_runs.py",
         "tests/integrations/test_trl_vllm.py",
+        "tests/docs/test_code_blocks.py",
     ),
     "megatron": (
         "tests/sharded/test_megatron.py",
@@ -43,6 +44,7 @@ _TOGETHER = {
     ),
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",
+        "tests/integrations/verl/test_several_engines.py",
         "tests/integrations/verl/test_two_ranks.py",
         "tests/integrations/verl/test_rollout.py",
         "tests/integrations/verl/test_plugin.py",

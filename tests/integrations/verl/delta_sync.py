@@ -12,13 +12,10 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from placement import PlacementError
 from tests.integrations.verl.subject import Subject, pair
-from tests.integrations.verl.worker import batch
 from tests.sharded.training import as_bytes
 
 
@@ -103,13 +100,3 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
     if dist.get_rank() == 0:
         assert len(rollouts[0].weights) == 27
     return found
-
-
-def disturbed(model: Path) -> None:
-    _, placed = pair(model)
-    weights, _ = placed.engine.get_per_tensor_param_shard()
-    next(weights)
-    placed.worker.train_batch(batch(1))
-    with pytest.raises(PlacementError, match="'actor' was loaded while its shards were read from the host copy: begin this sync again"):
-        next(weights)
-    placed.check()

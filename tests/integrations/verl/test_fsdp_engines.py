@@ -2,161 +2,222 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.integrations.verl import one_engine, several, worker
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN
+from placement import DeviceMemoryError, NotResidentError
+from placement.devices.simulated.device import SimulatedDevice
+from placement.testing import Faults
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Subject, logged, pair, same
+from tests.integrations.verl.worker import CAPACITY, batch
+from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 needs("verl")
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@on_ranks("one_rank")
+def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy: str) -> None:
+    own, placed = pair(model, strategy=strategy)
+
+    def is_in(state: str) -> bool:
+        return placed.states()["actor"] == state
+
+    weights, _ = placed.engine.get_per_tensor_param()
+    assert is_in(SYNC)
+    first = next(weights)
+    assert is_in(SYNC)
+    rest = dict(weights)
+    assert is_in(OFF)
+    published = {name: as_bytes(value) for name, value in (first, *rest.items())}
+    assert published == own.publish()
+    placed.check()
+
+    weights, _ = placed.engine.get_per_tensor_param()
+    next(weights)
+    weights.close()
+    assert is_in(OFF)
+    placed.check()
+
+    weights, _ = placed.engine.get_per_tensor_param()
+    del weights
+    gc.collect()
+    assert is_in(OFF)
+    placed.check()
+
+    weights, _ = placed.engine.get_per_tensor_param_shard()
+    assert is_in(OFF if strategy == "fsdp2" else SYNC)
+    theirs, _ = own.engine.get_per_tensor_param_shard()
+    assert [(name, as_bytes(value)) for name, value, _ in weights] == [(name, as_bytes(value)) for name, value, _ in theirs]
+    placed.check()
+
+    first_reader, _ = placed.engine.get_per_tensor_param()
+    second_reader, _ = placed.engine.get_per_tensor_param()
+    for _ in first_reader:
+        pass
+    assert is_in(SYNC)
+    assert {name: as_bytes(value) for name, value in second_reader} == published
+    placed.check()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worker.write_model(tmp_path_factory.mktemp("model"))
+@on_ranks("one_rank")
+def test_manual_control(model: Path) -> None:
+    """The states of actor and optimizer after each call of `to`, with batches in between that move nothing themselves."""
+    own, placed = pair(model)
+
+    def states() -> tuple[str, str]:
+        now = placed.states()
+        return now["actor"], now["actor.optimizer"]
+
+    for subject in (own, placed):
+        subject.worker.to("device")
+    assert states() == (TRAIN, TRAIN)
+    for subject in (own, placed):
+        for seed in range(2):
+            subject.seen.answers.append(_losses(subject, seed, disable_auto_offload=True))
+    assert states() == (TRAIN, TRAIN)
+    for subject in (own, placed):
+        subject.worker.to("cpu", model=False, optimizer=True, grad=False)
+    assert states() == (GPU, OFF)
+    for subject in (own, placed):
+        subject.seen.answers.append(as_bytes(subject.worker.infer_batch(_tagged(5, disable_auto_offload=True))["log_probs"].values()))
+        subject.seen.answers.append(sorted(subject.publish_inside().items()))
+    assert states() == (GPU, OFF)
+    for subject in (own, placed):
+        subject.worker.to("cpu")
+        subject.worker.to("cpu")  # once more does nothing
+        subject.check()
+    assert states() == (OFF, OFF)
+    with pytest.raises(NotResidentError):  # a batch that moves nothing, and the model is away
+        placed.worker.infer_batch(_tagged(6, disable_auto_offload=True))
+    placed.check()
+    for subject in (own, placed):
+        subject.train(2)
+    same(own, placed)
 
 
-@STRATEGIES
-def test_weights_that_are_read_given_up_or_never_asked_for(one_rank: Ranks, model: Path, strategy: str) -> None:
-    (states,) = one_rank.run(one_engine.publishing, model, {"strategy": strategy})
-    assert states == {
-        "returned": SYNC,
-        "begun": SYNC,
-        "exhausted": OFF,
-        "closed": OFF,
-        "never started": OFF,
-        "shards": OFF if strategy == "fsdp2" else SYNC,
-        "another reader": SYNC,
-    }
-
-
-def test_manual_control(one_rank: Ranks, model: Path) -> None:
-    (states,) = one_rank.run(one_engine.by_hand, model, {"strategy": "fsdp2"})
-    assert states == [(TRAIN, TRAIN), (TRAIN, TRAIN), (GPU, OFF), (GPU, OFF), (OFF, OFF)]
-
-
-def test_moves_by_hand_that_verl_refuses_are_refused(one_rank: Ranks, model: Path) -> None:
-    (raised,) = one_rank.run(one_engine.refused_by_hand, model)
+@on_ranks("one_rank")
+def test_moves_by_hand_that_verl_refuses_are_refused(model: Path) -> None:
+    own, placed = pair(model)
     gradients = "Gradient buffers must be moved to device along with model parameters"
-    names = ["FSDPEngineWithLMHead", "PlacedFSDPEngineWithLMHead"]
-    assert raised == [(name, text) for text in ("", "", gradients) for name in names]
+    for arguments, said in (({"device": "cuda:0"}, ""), ({"device": "device"}, ""), ({"device": "cpu", "model": False}, gradients)):
+        for subject in (own, placed):
+            with pytest.raises(AssertionError, match=f"^{gradients}$" if said else "^$"):
+                subject.engine.to(**arguments)
+            subject.check()
 
 
-def test_errors_in_the_middle_leave_nothing_behind(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (raised,) = one_rank.run(one_engine.errors, model, tmp_path, {"strategy": "fsdp2"})
+def _tagged(seed: int, **options: Any) -> Any:
+    from verl.utils import tensordict_utils as tu
+
+    data = batch(seed)
+    tu.assign_non_tensor(data, **options)
+    return data
+
+
+def _losses(subject: Subject, seed: int, **options: Any) -> float:
+    from verl.utils import tensordict_utils as tu
+
+    return float(tu.get(subject.worker.train_batch(_tagged(seed, **options)), "metrics")["loss"])
+
+
+class _Refused(Exception):
+    """The error that a test raises in the middle of a call."""
+
+
+@on_ranks("one_rank")
+def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """And the next calls compute what verl's own worker computes."""
+    faults = Faults(SimulatedDevice(CAPACITY))
+    own, placed = pair(model, device=faults)
+    raised: list[str] = []
+
+    def fails(subject: Subject, kind: type[BaseException], call: Any) -> None:
+        try:
+            call()
+        except kind as error:  # which is gone before the check
+            raised.append(type(error).__name__)
+        else:
+            raise AssertionError(f"{call} raised nothing")
+        subject.check()
+
+    def refuse(**_: Any) -> Any:
+        raise _Refused
+
+    for subject in (own, placed):
+        subject.train(0)
+        subject.worker.set_loss_fn(refuse)
+        fails(subject, _Refused, lambda subject=subject: subject.worker.train_batch(batch(1)))
+        fails(subject, _Refused, lambda subject=subject: subject.worker.infer_batch(batch(1)))
+        subject.worker.set_loss_fn(subject._watching)
+        subject.train(1)
+    for operation in ("create", "map", "copy"):
+        for call in (lambda: placed.worker.train_batch(batch(2)), lambda: placed.worker.infer_batch(batch(2)), placed.publish):
+            faults.fail(operation)
+            fails(placed, Exception, call)
+            faults.clear()
+    fails(placed, FileNotFoundError, lambda: placed.worker.load_checkpoint(str(tmp_path / "nowhere")))
+    (tmp_path / "file").write_text("")
+    fails(placed, OSError, lambda: placed.worker.save_checkpoint(str(tmp_path / "file" / "inside")))
+    weights, _ = placed.engine.get_per_tensor_param()
+    with contextlib.suppress(_Refused):
+        for _ in weights:
+            raise _Refused
+    del weights
+    placed.check()
+    for subject in (own, placed):
+        subject.train(2)
+        subject.infer(3)
+    same(own, placed)
+    assert DeviceMemoryError.__name__ in raised
     assert raised.count("_Refused") == 4
     assert raised.count("DeviceMemoryError") + raised.count("InjectedFault") == 9
 
 
-def test_reset_replaces_model_and_optimizer(one_rank: Ranks, model: Path) -> None:
-    (names,) = one_rank.run(one_engine.reset, model, {"strategy": "fsdp"})
-    assert names == ["actor", "actor.optimizer"]
-
-
-def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path) -> None:
-    (found,) = one_rank.run(several.together, model, {"strategy": "fsdp2"})
-    roles = {"actor": "actor", "actor.optimizer": "actor", "ref": "ref", "critic": "critic", "critic.optimizer": "critic"}
-    assert found["handles"] == {name: (role, False) for name, role in roles.items()}
-    away = dict.fromkeys(roles, OFF)
-    assert found["states"] == {
-        "actor": {
-            "infer": {**away, "actor": GPU},
-            "train": {**away, "actor": TRAIN, "actor.optimizer": TRAIN},
-            "publish": {**away, "actor": SYNC},
-        },
-        "ref": {"infer": {**away, "ref": GPU}},
-        "critic": {"infer": {**away, "critic": GPU}, "train": {**away, "critic": TRAIN, "critic.optimizer": TRAIN}},
-    }
-    actor, critic = ["actor", "actor.optimizer"], ["critic", "critic.optimizer"]
-    assert found["orders"] == [
-        ["actor", "ref"],
-        ["ref"],
-        ["ref", *critic],
-        critic,
-        [*actor, *critic],
-        actor,
-        ["actor"],
-        actor,
-        [],
-    ]
-
-
-@pytest.mark.parametrize(("merge", "keywords"), [(False, {}), (True, {"offload_policy": True})], ids=["unmerged", "merged, left to FSDP2"])
-def test_lora(one_rank: Ranks, model: Path, merge: bool, keywords: dict[str, Any]) -> None:
-    needs("peft")
-    (found,) = one_rank.run(several.lora, model, keywords, merge)
-    assert found["states"]["publish"]["actor"] == SYNC
-    assert found["names"] == (27 if merge else 28)
-
-
-def test_a_base_that_verl_moves_to_the_host_and_back(one_rank: Ranks, model: Path) -> None:
-    needs("peft")
-    assert one_rank.run(several.base_sync_through_the_host, model) == [27]
-
-
-LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": True}}
-
-
-@pytest.mark.parametrize(
-    ("keywords", "expected"),
-    [({"strategy": "fsdp2"}, (SYNC, False)), ({"strategy": "fsdp"}, (GPU, True)), ({"strategy": "fsdp2", "lora": LORA}, (GPU, True))],
-    ids=["fsdp2", "fsdp", "lora"],
-)
-def test_a_policy_that_publishes_from_the_host(one_rank: Ranks, model: Path, keywords: dict[str, Any], expected: tuple[str, bool]) -> None:
-    assert one_rank.run(several.published_from_the_host, model, keywords) == [expected]
-
-
-def test_a_policy_that_brings_the_optimizer_for_its_step_alone(one_rank: Ranks, model: Path) -> None:
-    (states,) = one_rank.run(several.optimizer_in_its_step_alone, model, {"strategy": "fsdp2"})
-    assert states["train"] == {"actor": TRAIN, "actor.optimizer": OFF}
+@on_ranks("one_rank")
+def test_reset_replaces_model_and_optimizer(model: Path) -> None:
+    own, placed = pair(model, strategy="fsdp")
+    assert placed.manager is not None
+    for subject in (own, placed):
+        subject.train(0)
+        subject.worker.reset()
+    placed.check()
+    host = sum(handle.host_bytes for handle in placed.manager.handles.values())
+    placed.worker.to("device")  # a manual hold does not live longer than its model
+    placed.worker.reset()
+    own.worker.reset()
+    placed.check()
+    assert sum(handle.host_bytes for handle in placed.manager.handles.values()) == host
+    for subject in (own, placed):
+        subject.train(1)
+        subject.infer(2)
+    same(own, placed)
+    assert dist.is_initialized()
+    assert list(placed.manager.handles) == ["actor", "actor.optimizer"]
 
 
 @pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", (True, False)), ("fsdp", (False, True))], ids=["parameters", "optimizer"])
-def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
-    (found,) = one_rank.run(several.partial, model, {"strategy": strategy}, offload)
-    assert found["moved"] == {"actor": offload[0], "actor.optimizer": offload[1]}
-    assert found["external"] == {"actor": not offload[0], "actor.optimizer": not offload[1]}
-    assert found["states"]["train"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
-
-
-@pytest.mark.parametrize("offload", [(True, True), (False, False)], ids=["both flags", "no flag"])
-def test_what_fsdp2_places_is_tracked_and_never_moved(one_rank: Ranks, model: Path, offload: tuple[bool, bool]) -> None:
-    """verl#5995: its sync crashed on such a model, which `to` had left half-moved."""
-    (found,) = one_rank.run(several.left_to_fsdp2, model, {"offload": offload})
-    assert found["external"] == dict.fromkeys(("actor", "actor.optimizer"), "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU")
-    said = "placement tracks 'actor', which FSDP2's CPUOffloadPolicy places: offload_policy=True (PlacedFSDPEngineWithLMHead)"
-    assert found["log"] == [said]
-    assert found["by hand"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
-    assert found["states"] == {
-        "infer": {"actor": GPU, "actor.optimizer": OFF},
-        "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
-        "publish": {"actor": SYNC, "actor.optimizer": OFF},
-    }
-
-
-@pytest.mark.parametrize("policy", ["colocated('streamed', stream_sync=True)", "resident"])
-def test_no_policy_moves_what_fsdp2_places(one_rank: Ranks, model: Path, policy: str) -> None:
-    one_rank.run(several.left_to_fsdp2, model, {"policy": policy})
-
-
-@pytest.mark.parametrize(
-    ("keywords", "role"),
-    [
-        ({"forward_only": True, "offload": (False, False)}, "ref"),
-        ({"model_type": "value_model"}, "critic"),
-    ],
-    ids=["reference without flags", "critic"],
-)
-def test_other_roles_that_fsdp2_places(one_rank: Ranks, model: Path, keywords: dict[str, Any], role: str) -> None:
-    (found,) = one_rank.run(several.left_to_fsdp2, model, keywords)
-    assert list(found["external"]) == ([role] if role == "ref" else [role, f"{role}.optimizer"])
-    assert found["states"]["infer"][role] == GPU
+@on_ranks("one_rank")
+def test_only_one_of_the_flags(model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
+    own, placed = pair(model, offload=offload, strategy=strategy)
+    assert placed.manager is not None
+    for seed in range(2):
+        for subject in (own, placed):
+            subject.infer(seed)
+            subject.train(seed)
+        assert own.publish() == placed.publish()
+    same(own, placed)
+    handles = placed.manager.handles
+    for name, is_moved in zip(("actor", "actor.optimizer"), offload, strict=True):
+        assert (handles[name].counters.loaded_bytes > 0, handles[name].external) == (is_moved, not is_moved)
+    assert placed.seen.states["train"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
 
 
 @pytest.mark.parametrize(
@@ -167,8 +228,52 @@ def test_other_roles_that_fsdp2_places(one_rank: Ranks, model: Path, keywords: d
     ],
     ids=["no flag", "reference without param_offload"],
 )
-def test_an_engine_that_stays_verls_own_says_why(one_rank: Ranks, model: Path, keywords: dict[str, Any], reason: str) -> None:
-    ((handles, records),) = one_rank.run(several.left_alone, model, keywords)
-    assert handles == []
+@on_ranks("one_rank")
+def test_an_engine_that_stays_verls_own_says_why(model: Path, keywords: dict[str, Any], reason: str) -> None:
+    with logged() as records:
+        own, placed = pair(model, **keywords)
+    assert placed.manager is not None
+    for subject in (own, placed):
+        subject.infer(0)
+        if not keywords.get("forward_only"):
+            subject.train(0)
+        subject.publish()
+    same(own, placed)
+    assert list(placed.manager.handles) == []
     assert len(records) == 1
     assert reason in records[0]
+
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": True}}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [({"strategy": "fsdp2"}, (SYNC, False)), ({"strategy": "fsdp"}, (GPU, True)), ({"strategy": "fsdp2", "lora": LORA}, (GPU, True))],
+    ids=["fsdp2", "fsdp", "lora"],
+)
+@on_ranks("one_rank")
+def test_a_policy_that_publishes_from_the_host(model: Path, keywords: dict[str, Any], expected: tuple[str, bool]) -> None:
+    own, placed = pair(model, policy="colocated(stream_sync=True)", **keywords)
+    assert placed.manager is not None
+    for subject in (own, placed):
+        subject.train(0)
+    assert own.publish() == placed.publish()
+    weights, _ = placed.engine.get_per_tensor_param()
+    handle = placed.manager.handles["actor"]
+    assert (handle.state.value, handle.resident_bytes > 0) == expected
+    weights.close()
+    placed.check()
+    for subject in (own, placed):
+        subject.train(1)
+    same(own, placed)
+
+
+@on_ranks("one_rank")
+def test_a_policy_that_brings_the_optimizer_for_its_step_alone(model: Path) -> None:
+    own, placed = pair(model, policy="colocated('optimizer_step')")
+    for subject in (own, placed):
+        for seed in range(2):
+            subject.train(seed)
+    same(own, placed)
+    assert placed.seen.states["train"] == {"actor": TRAIN, "actor.optimizer": OFF}

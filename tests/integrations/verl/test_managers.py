@@ -14,28 +14,7 @@ from placement.devices.simulated.device import SimulatedDevice
 from placement.integrations import verl
 from placement.policies import Colocated
 from tests.integrations.verl.worker import CAPACITY
-from tests.support.ranks import Ranks
-
-
-def at_the_second_try(folder: Path, later: Path) -> list[str]:
-    """The second rank's folder is a file at first. The phases that both enter afterwards, and with the managers of the next round."""
-    verl.close_manager()
-    os.environ.update(PLACEMENT_DEVICE=f"simulated:{CAPACITY}", PLACEMENT_DISCOVERY=str(folder if dist.get_rank() == 0 else later))
-    try:
-        if dist.get_rank() == 1:
-            later.write_text("")
-            with pytest.raises(PlacementError):
-                verl.manager()
-            later.unlink()
-        entered = []
-        for _ in range(2):
-            with verl.manager().phase("log_prob"):
-                entered.append(verl.manager().phase_name)
-            assert isinstance(verl.manager().device, SimulatedDevice)
-            verl.close_manager()
-        return entered
-    finally:
-        del os.environ["PLACEMENT_DEVICE"], os.environ["PLACEMENT_DISCOVERY"]
+from tests.support.ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +47,22 @@ def test_a_sync_is_streamed_unless_a_policy_is_chosen(monkeypatch: pytest.Monkey
     assert policy.stream_sync == streams
 
 
-def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
-    """And the next manager of both is in a group of its own."""
-    assert two_ranks.run(at_the_second_try, tmp_path / "first", tmp_path / "second") == [["log_prob", "log_prob"]] * 2
+@on_ranks("two_ranks")
+def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(tmp_path: Path) -> None:
+    """And the next manager of both is in a group of its own. The second rank's folder is a file at first."""
+    folder, later = tmp_path / "first", tmp_path / "second"
+    verl.close_manager()
+    os.environ.update(PLACEMENT_DEVICE=f"simulated:{CAPACITY}", PLACEMENT_DISCOVERY=str(folder if dist.get_rank() == 0 else later))
+    try:
+        if dist.get_rank() == 1:
+            later.write_text("")
+            with pytest.raises(PlacementError):
+                verl.manager()
+            later.unlink()
+        for _ in range(2):
+            with verl.manager().phase("log_prob"):
+                assert verl.manager().phase_name == "log_prob"
+            assert isinstance(verl.manager().device, SimulatedDevice)
+            verl.close_manager()
+    finally:
+        del os.environ["PLACEMENT_DEVICE"], os.environ["PLACEMENT_DISCOVERY"]

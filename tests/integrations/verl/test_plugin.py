@@ -11,16 +11,15 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.code_paths import ROOT
 from placement.integrations.verl.plugin import after_import
-from tests.integrations.verl import worker as workers
+from tests.integrations.verl import worker
 from tests.integrations.verl.subject import logged
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 @contextmanager
@@ -37,78 +36,6 @@ def _chosen(is_chosen: bool) -> Iterator[list[str]]:
         os.environ["VERL_ENGINE_VENDOR"] = "placement"
     with logged() as records:
         yield records
-
-
-def activation() -> dict[str, list[str]]:
-    workers.import_verl()
-    from placement.integrations.verl.plugin import register_engines
-
-    told = {}
-    for name, is_chosen in (("not chosen", False), ("chosen", True)):
-        with _chosen(is_chosen) as records:
-            register_engines()
-        told[name] = records
-    return told
-
-
-def another_verl() -> dict[str, str]:
-    """The error where verl's engine has no method of one name that is overridden."""
-    workers.import_verl()
-    from verl.workers.engine.base import BaseEngine
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
-    from placement import PlacementError
-    from placement.integrations.verl.plugin import register_engines
-
-    told = {}
-    owners = (FSDPEngine, BaseEngine)
-    removed = [owner.__dict__["get_per_tensor_param_shard"] for owner in owners]
-    for owner in owners:
-        del owner.get_per_tensor_param_shard
-    try:
-        for name, is_chosen in (("not chosen", False), ("chosen", True)):
-            with _chosen(is_chosen):
-                try:
-                    register_engines()
-                    told[name] = ""
-                except PlacementError as error:
-                    told[name] = str(error)
-    finally:
-        for owner, method in zip(owners, removed, strict=True):
-            owner.get_per_tensor_param_shard = method
-    with _chosen(True):
-        register_engines()
-    return told
-
-
-def rollouts() -> dict[str, Any]:
-    """The adapters that verl gets where placement was asked for, and the lines that are logged where verl has none of SGLang."""
-    workers.import_verl()
-    from verl.workers.rollout import base
-
-    from placement.integrations.verl import rollout
-    from placement.integrations.verl.plugin import place_rollouts, register_engines
-
-    before, placed = dict(base._ROLLOUT_REGISTRY), dict(rollout._bases)
-    own = {(name, "async"): f"verl.{name}.ServerAdapter" for name in ("vllm", "sglang", "trtllm")}
-    found: dict[str, Any] = {}
-    try:
-        for verl_has in ("all", "no sglang"):
-            rollout._bases.clear()
-            base._ROLLOUT_REGISTRY.clear()
-            base._ROLLOUT_REGISTRY.update({key: path for key, path in own.items() if verl_has == "all" or "sglang" not in key})
-            with _chosen(True) as records:
-                place_rollouts()
-            paths = {name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()}
-            found[verl_has] = paths, {attribute: kind.__name__ for attribute, (kind, _) in rollout._bases.items()}, records
-    finally:
-        rollout._bases.clear()
-        rollout._bases.update(placed)
-        base._ROLLOUT_REGISTRY.clear()
-        base._ROLLOUT_REGISTRY.update(before)
-    with _chosen(True):
-        register_engines()
-    return found
 
 
 @pytest.fixture
@@ -181,29 +108,77 @@ def test_no_module_imports_verl_when_it_is_imported() -> None:
     assert importing == set()
 
 
-def test_the_plugin_says_that_it_is_active_once(one_rank: Ranks) -> None:
+@on_ranks("one_rank")
+def test_the_plugin_says_that_it_is_active_once() -> None:
     needs("verl")
-    (records,) = one_rank.run(activation)
-    assert records["chosen"] == [
-        "placement is active: param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that placement places"
-    ]
-    assert records["not chosen"] == []
+    worker.import_verl()
+    from placement.integrations.verl.plugin import register_engines
+
+    told = "placement is active: param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that placement places"
+    for is_chosen in (False, True):
+        with _chosen(is_chosen) as records:
+            register_engines()
+        assert records == ([told] if is_chosen else [])
 
 
-def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for(one_rank: Ranks) -> None:
+@on_ranks("one_rank")
+def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for() -> None:
     needs("verl")
-    (told,) = one_rank.run(another_verl)
-    assert "lacks FSDPEngineWithLMHead.get_per_tensor_param_shard" in told["chosen"]
-    assert told["not chosen"] == ""
+    worker.import_verl()
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    from placement import PlacementError
+    from placement.integrations.verl.plugin import register_engines
+
+    owners = (FSDPEngine, BaseEngine)
+    removed = [owner.__dict__["get_per_tensor_param_shard"] for owner in owners]
+    for owner in owners:
+        del owner.get_per_tensor_param_shard
+    try:
+        with _chosen(False):
+            register_engines()
+        with _chosen(True), pytest.raises(PlacementError, match=r"lacks FSDPEngineWithLMHead\.get_per_tensor_param_shard"):
+            register_engines()
+    finally:
+        for owner, method in zip(owners, removed, strict=True):
+            owner.get_per_tensor_param_shard = method
+    with _chosen(True):
+        register_engines()
 
 
-def test_the_rollouts_that_are_handles(one_rank: Ranks) -> None:
+@on_ranks("one_rank")
+def test_the_rollouts_that_are_handles() -> None:
+    """Where verl has an adapter of SGLang, and where it has none, which is logged."""
     needs("verl")
-    (found,) = one_rank.run(rollouts)
-    paths, kinds, records = found["all"]
-    assert paths == {"vllm": "Placed_vllm", "sglang": "Placed_sglang", "trtllm": "ServerAdapter"}
-    assert kinds == {"Placed_vllm": "PlacedRollout", "Placed_sglang": "PlacedSglang"}
-    assert records == []
-    paths, kinds, records = found["no sglang"]
-    assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"}
-    assert records == ["a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"]
+    worker.import_verl()
+    from verl.workers.rollout import base
+
+    from placement.integrations.verl import rollout
+    from placement.integrations.verl.plugin import place_rollouts, register_engines
+
+    before, placed = dict(base._ROLLOUT_REGISTRY), dict(rollout._bases)
+    own = {(name, "async"): f"verl.{name}.ServerAdapter" for name in ("vllm", "sglang", "trtllm")}
+    try:
+        for verl_has in ("all", "no sglang"):
+            rollout._bases.clear()
+            base._ROLLOUT_REGISTRY.clear()
+            base._ROLLOUT_REGISTRY.update({key: path for key, path in own.items() if verl_has == "all" or "sglang" not in key})
+            with _chosen(True) as records:
+                place_rollouts()
+            paths = {name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()}
+            kinds = {attribute: kind.__name__ for attribute, (kind, _) in rollout._bases.items()}
+            if verl_has == "all":
+                assert paths == {"vllm": "Placed_vllm", "sglang": "Placed_sglang", "trtllm": "ServerAdapter"}
+                assert kinds == {"Placed_vllm": "PlacedRollout", "Placed_sglang": "PlacedSglang"}
+                assert records == []
+            else:
+                assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"}
+                assert records == ["a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"]
+    finally:
+        rollout._bases.clear()
+        rollout._bases.update(placed)
+        base._ROLLOUT_REGISTRY.clear()
+        base._ROLLOUT_REGISTRY.update(before)
+    with _chosen(True):
+        register_engines()

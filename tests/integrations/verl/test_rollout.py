@@ -165,11 +165,6 @@ ASLEEP = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
 SYNCED = ["weights", "weights", "kv_cache weights"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worker.write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Of the capacity that the rollout shares with the worker."""

@@ -3,47 +3,111 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.integrations.verl import delta_sync, one_engine, several, worker
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN
+from placement import DeviceMemoryError, GroupError, PlacementError
+from tests.integrations.verl import delta_sync
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, moves_of_verl, pair, same
+from tests.integrations.verl.test_several_engines import lora
+from tests.integrations.verl.worker import batch
+from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 needs("verl")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worker.write_model(tmp_path_factory.mktemp("model"))
+KINDS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"strategy": "fsdp2"},
+    "fsdp": {"strategy": "fsdp"},
+    "offload policy": {"strategy": "fsdp2", "offload_policy": True},
+}
+"""Who places an engine's model, by the keywords of `worker.build`: placement with either FSDP, or FSDP2 itself."""
 
 
-@pytest.mark.parametrize("keywords", one_engine.KINDS.values(), ids=one_engine.KINDS)
-def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, tmp_path: Path, keywords: dict[str, object]) -> None:
-    for states in two_ranks.run(one_engine.steps, model, tmp_path, keywords):
-        assert states == {
-            "infer": {"actor": GPU, "actor.optimizer": OFF},
-            "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
-            "publish": {"actor": SYNC, "actor.optimizer": OFF},
-        }
+@pytest.mark.parametrize("keywords", KINDS.values(), ids=KINDS)
+@on_ranks("two_ranks")
+def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, keywords: dict[str, Any]) -> None:
+    """Steps of both; then each loads the other's checkpoint and goes on."""
+    own, placed = pair(model, **keywords)
+    for seed in range(2):
+        for subject in (own, placed):
+            subject.infer(10 + seed)
+            subject.train(seed)
+        assert own.publish() == placed.publish()
+    same(own, placed)
+    for subject, name in ((own, "own"), (placed, "placed")):
+        subject.worker.save_checkpoint(str(tmp_path / name), global_step=2)
+        subject.check()
+        subject.train(7)  # away from what was saved
+    for subject, name in ((own, "placed"), (placed, "own")):
+        subject.worker.load_checkpoint(str(tmp_path / name))
+        subject.check()
+        subject.train(3)
+        subject.infer(13)
+    same(own, placed)
+    with moves_of_verl() as called:
+        placed.infer(14)
+        placed.train(4)
+        placed.publish()
+        placed.worker.save_checkpoint(str(tmp_path / "last"), global_step=3)
+        placed.worker.load_checkpoint(str(tmp_path / "last"))
+    assert called == []
+    assert placed.seen.states == {
+        "infer": {"actor": GPU, "actor.optimizer": OFF},
+        "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
+        "publish": {"actor": SYNC, "actor.optimizer": OFF},
+    }
 
 
-def test_checkpoints_for_transformers(two_ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    """Not FSDP1, which gathers for it what it has already freed where gloo gathers on a CPU, without placement too."""
-    assert two_ranks.run(several.saved_for_transformers, model, tmp_path, {}) == [True, True]
+@on_ranks("two_ranks")
+def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
+    """verl's `hf_model`. Not FSDP1, which gathers for it what it has already freed where gloo gathers on a CPU, without placement too."""
+    from safetensors.torch import load_file
+
+    own, placed = pair(model, contents=("model", "optimizer", "extra", "hf_model"))
+    for subject, name in ((own, "own"), (placed, "placed")):
+        subject.train(0)
+        subject.worker.save_checkpoint(str(tmp_path / name), global_step=1)
+        subject.check()
+    files = (model, tmp_path / "own" / "huggingface", tmp_path / "placed" / "huggingface")
+    first, theirs, mine = ({name: as_bytes(value) for name, value in load_file(each / "model.safetensors").items()} for each in files)
+    assert mine == theirs
+    assert mine.keys() == first.keys()
+    assert all(mine[name] != value for name, value in first.items())
 
 
-def test_lora(two_ranks: Ranks, model: Path) -> None:
+@on_ranks("two_ranks")
+def test_lora(model: Path) -> None:
     needs("peft")
-    for found in two_ranks.run(several.lora, model, {"strategy": "fsdp2"}, True):
-        assert found["states"]["publish"]["actor"] == SYNC
-        assert found["names"] == 27
+    lora(model, {"strategy": "fsdp2"}, True)
 
 
-def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
-    told = two_ranks.run(several.no_memory_on_one_rank, model)
-    assert told == [["GroupError", "GroupError"]] * 2
+@on_ranks("two_ranks")
+def test_ranks_are_one_group(model: Path) -> None:
+    """Memory that one rank lacks for a training and an inference is an error of both, and both can go on."""
+    own, placed = pair(model)
+    assert placed.manager is not None
+    for call, seed in ((placed.worker.train_batch, 0), (placed.worker.infer_batch, 1)):
+        device = placed.manager.device
+        create = device.create
+        if dist.get_rank() == 1:
+
+            def refuse(nbytes: int) -> Any:
+                raise DeviceMemoryError(f"no {nbytes} bytes")
+
+            device.create = refuse  # type: ignore[method-assign]
+        with pytest.raises(GroupError):
+            call(batch(seed))
+        device.create = create  # type: ignore[method-assign]
+        placed.check()
+    for subject in (own, placed):
+        subject.train(0)
+        subject.infer(1)
+    same(own, placed)
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])
@@ -67,5 +131,12 @@ def test_delta_syncs_of_verl_send_what_offloads_have_recorded(two_ranks: Ranks, 
         assert ours[1:] == [1.0] * 5
 
 
-def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(two_ranks: Ranks, model: Path) -> None:
-    two_ranks.run(delta_sync.disturbed, model)
+@on_ranks("two_ranks")
+def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(model: Path) -> None:
+    _, placed = pair(model)
+    weights, _ = placed.engine.get_per_tensor_param_shard()
+    next(weights)
+    placed.worker.train_batch(batch(1))
+    with pytest.raises(PlacementError, match="'actor' was loaded while its shards were read from the host copy: begin this sync again"):
+        next(weights)
+    placed.check()
