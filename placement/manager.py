@@ -188,8 +188,8 @@ class Manager:
         """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
 
         Call it after wrapping, loading and resizing the object, and before capturing CUDA graphs of it. Its tensors get device
-        addresses that do not change any more, its host copy is reserved, and it moves where the open phase (outside every phase:
-        `idle`) wants it.
+        addresses that do not change any more, its bytes are copied to the host, and it moves where the open phase (outside every
+        phase: `idle`) wants it.
 
         Args:
             name: the handle's name: 1 to 64 letters, digits and `_.:-`.
@@ -215,9 +215,11 @@ class Manager:
                 taken by another object, that one is unregistered first, with the optimizers that step it.
 
         Raises:
-            RegistrationError: the object cannot be registered; the message says why and what to do. The object is unchanged. For a
-                replicated object every rank raises it; if the ranks' values differ, before any byte has moved.
-            HostMemoryError, DeviceMemoryError: there is not enough memory for it. The object is unchanged.
+            RegistrationError: the object cannot be registered; the message says why and what to do. For a replicated object every rank
+                raises it; if the ranks' values differ, before any byte has moved.
+            HostMemoryError, DeviceMemoryError: there is not enough memory for it.
+            After any error the object is not registered and has its values. Where its host copy was made already, its tensors are in host
+            memory now.
         """
         registry, lock = self._stack.registry, self._stack.lock
         # The group is told of a replicated handle whose registration fails here, even if it is refused before any work begins.

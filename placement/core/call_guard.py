@@ -61,7 +61,7 @@ _GLANCE_SECONDS = 1e-3
 Check = Any
 """Raises, called with (module or None, arguments), when the module must not be called now; its `refuse_copy()`, when not copied."""
 CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
-"""Every check by the name of its handle, for code that must not keep the check alive."""
+"""Every check by a number of its own, as text, for code that must not keep the check alive."""
 
 
 class GuardedForward:

@@ -22,7 +22,7 @@ class State(enum.StrEnum):
     """The states of a handle. Each says what may be done with the handle."""
 
     CPU_OFFLOADED = "CPU_OFFLOADED"
-    """The only values are in the host copy. Poison is mapped behind the device addresses."""
+    """The values are in the host copy; the last bytes may still be on their way there. Poison is mapped behind the device addresses."""
     GPU_RESIDENT = "GPU_RESIDENT"
     """The values are on the device and may be read there."""
     SYNCING = "SYNCING"

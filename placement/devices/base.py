@@ -31,7 +31,7 @@ class Device(abc.ABC):
 
     Every method is called with the manager's lock held, on the thread of the phase transition, outside inference mode. The exceptions are
     `copy`, `mark`, `wait`, `map` and `unmap`, which the thread of a prefetch calls between two phase transitions, beside calls of other
-    threads; that of the disk tier calls `wait`, too. No two threads use the same addresses or chunks at once.
+    threads; and `wait` and `sync`, which any thread calls that reads a host copy. No two threads use the same addresses or chunks at once.
     `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and then leave everything as before the call (`map` leaves
     poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error). `sync`,
     `wait` and `wait_for_work` call `interrupts.check` when they have waited. Like `heal_poison`, they raise RuntimeError where the device

@@ -120,7 +120,7 @@ class Mover:
         """End a phase transition in which every handle is at its target."""
         self._finish(handles.values())
         if ahead is not NOTHING_AHEAD or self.chunk_pool.held_bytes:
-            self._begin_ahead(ahead)
+            self._end_with(ahead)
 
     # --- all or nothing
 
@@ -182,7 +182,7 @@ class Mover:
                 self._engines_come(engines, plan)
                 agree(plan, "engines loaded", False)
         self._engines_come(engines, plan)
-        self._begin_ahead(ahead)
+        self._end_with(ahead)
 
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
         """After an error: repair every handle, then bring it back to its source state, unless the group's decision is unknown."""
@@ -255,7 +255,7 @@ class Mover:
         engines = [engine for engine in engines if _residency_of(engine).resident <= wanted_tags(engine, plan)]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
         if not errors:
-            self._begin_ahead(ahead)
+            self._end_with(ahead)
         return errors
 
     def complete(self, handles: Mapping[str, Handle]) -> list[Exception]:
@@ -268,7 +268,7 @@ class Mover:
         found: list[Exception] = []
         for _ in range(len(paths) + 1):
             try:
-                self._exchange(paths, early_release=True)
+                self._exchange(paths, releases_at_once=True)
             except WrittenWhileOffloaded as error:
                 found.append(error)
             except Exception:  # raised again by the handle that cannot move
@@ -308,8 +308,8 @@ class Mover:
         self._forget()
         self.chunk_pool.release()
 
-    def _begin_ahead(self, ahead: Ahead) -> None:
-        """End the phase transition. Memory that it has freed is used for what arrives early, and else goes back to the driver."""
+    def _end_with(self, ahead: Ahead) -> None:
+        """End the phase transition: what arrives early gets the memory that it has freed (an exit has none left), the driver the rest."""
         try:
             ahead.begin(self.chunk_pool)
         finally:
@@ -345,7 +345,7 @@ class Mover:
 
     # --- the bytes
 
-    def _exchange(self, paths: Paths, *, early_release: bool = False) -> None:
+    def _exchange(self, paths: Paths, *, releases_at_once: bool = False) -> None:
         moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
         if not moving:
             return
@@ -359,7 +359,7 @@ class Mover:
                 chunk_pool=transition.chunk_pool,
                 verifier=self._verifier,
                 room_bytes=min(self._device.memory().free_bytes, transition.chunk_pool.room_bytes) if leaving and coming else 0,
-                early_release=early_release,
+                releases_at_once=releases_at_once,
                 dropping=transition.dropping,
                 staying=transition.staying,
                 while_copying=transition.while_copying,

@@ -43,7 +43,7 @@ class PhaseRequest(NamedTuple):
     name: str
     only: tuple[str, ...] | None
     enclosing: Plan | None
-    """The plan for the handles that `only` leaves out, without kept handles; None where it leaves out none."""
+    """The plan for the handles that `only` leaves out, without kept handles. Not used where `only` is None."""
     around: tuple[OpenPhase, ...]
     """The enclosing phases, outermost first."""
     kept: frozenset[str]
@@ -56,7 +56,7 @@ class Decision(NamedTuple):
     name: str
     plan: Plan
     room_bytes: int
-    """Device bytes of the budget that the plan leaves."""
+    """Device bytes of the budget that are left beside what the handles hold now: see `check_fits`."""
     stays: bool
     """Whether every handle is at its target."""
 
@@ -97,7 +97,10 @@ class Reconciler:
         """The largest number of device bytes that all handles together have held so far."""
 
     def decide(self, action: str, wanted: PhaseRequest) -> Decision:
-        """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`."""
+        """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`.
+
+        Builds lazies that the plan needs, stops the prefetch, waits for the worker's kernels if something leaves, and raises writes into
+        offloaded memory that were found before."""
         name, handles = wanted.name, self._handles
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
         try:
@@ -143,7 +146,7 @@ class Reconciler:
         return Decision(name, plan, room_bytes, is_there(self._handles, plan))
 
     def carry_out(self, decision: Decision, agree: Agree | None) -> None:
-        """Move every handle where the plan wants it, all or nothing. If all are there, only a group agrees (None: there is none)."""
+        """Move every handle where the plan wants it, all or nothing. Where all are there, only a group (`agree`) is asked."""
         name, plan, room_bytes, stays = decision
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)

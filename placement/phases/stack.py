@@ -1,4 +1,4 @@
-"""Entering, switching and leaving phases: each is one phase transition, all or nothing."""
+"""Entering, switching and leaving phases. Each is one phase transition: an entry or a switch all or nothing, an exit as far as it goes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class PhaseStack:
                 self.reconciler.carry_out(decision, self._vote.agreement)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                self._went_back(error, back)
+                self._recover(error, back)
                 raise
             phases.all = (*phases.all, phase)
             self._begin(phase, wanted, decision.plan)
@@ -115,7 +115,7 @@ class PhaseStack:
                 interrupts.check()
             except BaseException as error:
                 phases.kept = kept
-                self._went_back(error, phase.plan)
+                self._recover(error, phase.plan)
                 raise
             self._begin(phase, wanted, decision.plan)
             self._journal.stall_seconds[name] += stalled()
@@ -125,7 +125,7 @@ class PhaseStack:
         phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
         self._planner.history.began(wanted.name)
 
-    def _went_back(self, error: BaseException, plan: Plan) -> None:
+    def _recover(self, error: BaseException, plan: Plan) -> None:
         """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
         Raises GroupError: every rank of the group raises it in place of `error`."""
         self._journal.enter_phase(self.phases.name, self.phases.only)

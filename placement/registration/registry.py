@@ -69,7 +69,7 @@ class Registry:
     ) -> None:
         self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
-        """Handles by the `id` of their key objects, which live as long as their handles are here."""
+        """Handles by the `id` of their key objects. A dead object's entry goes at the beginning of each transition, before any look-up."""
         self._device = device
         self._phase_now = phase_now
         self._when_gone = when_gone
@@ -91,7 +91,7 @@ class Registry:
         ranks: Ranks | None = None,
         masters: Any = None,
     ) -> Handle:
-        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object and the registry are as before.
+        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values.
 
         Args:
             ranks: the ranks that share the host copy; None: it is this process's own.

@@ -77,11 +77,12 @@ class AdoptedStorage(Storage):
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
         self.is_consistent = True  # False from before the first change of a move to the end of `make_consistent`
         self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
-        self._is_vacating = self._is_hiding = False
-        """Whether an offload that is not committed yet may have taken memory from behind the object's addresses, and whether it may have
-        put memory aside that it has not begun to save: the host copy lacks the newest values."""
-        self.has_newest = threading.Event()  # cleared while that is so. Other threads that are to be shown the host copy wait for it.
-        self.has_newest.set()
+        self._is_vacating = False  # whether an offload has taken memory from behind the addresses, until `make_consistent` is done
+        self._is_hiding = False  # whether an offload has put memory aside that it has not begun to save
+        self.host_has_newest = (
+            threading.Event()
+        )  # cleared while the host copy lacks such bytes: who is to be shown the host copy waits for it
+        self.host_has_newest.set()
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
         self._moving_in: frozenset[int] = frozenset()  # new storages (`_cdata`) that this offload takes in: who uses them follows
         self._relocated: Sequence[Relocated] = ()  # storages found away from their places by this offload, which get new ones
@@ -159,7 +160,7 @@ class AdoptedStorage(Storage):
         self.kept_by_framework = tuple(found)
 
     def measure(self) -> None:
-        """Update `born_bytes` if an optimizer's steps have created state. Looks at no tensor."""
+        """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created state."""
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
             self.adapter.follow_groups()
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
@@ -269,7 +270,7 @@ class AdoptedStorage(Storage):
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
         if self.is_on_host and self.has_place(tensor):
-            self.has_newest.wait()
+            self.host_has_newest.wait()
             self.before_shown()
         host = self.over_host(tensor) if self.is_on_host else None
         if host is not None:
@@ -310,7 +311,7 @@ class AdoptedStorage(Storage):
         while num_pointings != shown.num_pointings:
             num_pointings = shown.num_pointings
             if owner.is_on_host:
-                owner.has_newest.wait()
+                owner.host_has_newest.wait()
             found = shown.hand_out(tensor, from_host=owner.is_on_host)
         return found
 

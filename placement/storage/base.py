@@ -114,7 +114,7 @@ class Storage(abc.ABC):
         """Update `kept_by_framework`; for an audit also with what is found only by looking everywhere."""
 
     def measure(self) -> None:
-        """Update the figures that change without placement. Cheap: it is called at every phase transition that moved something."""
+        """Update the figures that change without placement. It is called at every phase transition, so it has to be cheap."""
 
     def measure_unadopted(self) -> None:
         """Update `unadopted_bytes` and `unborn_bytes`. Looks at every tensor of the object."""

@@ -1,4 +1,4 @@
-"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has what does not move.
+"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has what they do not move.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one decision: setting it commits a move.
 What is true of each page is in the page tables of its ranges. After a failure the bytes are complete on the side that the decision
@@ -63,7 +63,7 @@ class ManagedStorage(AdoptedStorage):
     """The bytes of one object, which come and go."""
 
     def end_calls(self, since_seconds: float) -> None:
-        """Wait for the calls that other threads are in (see `CallGuard.wait`), and then refuse new ones until `make_consistent` is done.
+        """Wait for the calls that other threads are in (see `CallGuard.wait`), and refuse new ones until the object is on the device again.
         Raises PhaseError: a call does not end. The object is as it was."""
         self.calls.wait(since_seconds)
         try:
@@ -172,9 +172,9 @@ class ManagedStorage(AdoptedStorage):
         Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
-        """Put the memory of pages that leave aside. `save_aside` saves those that differ from the host copy. Returns False, with nothing
-        done, where somebody has got tensors of a state dict meanwhile: they would read poison until then."""
-        self.has_newest.clear()
+        """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody has got tensors of a state dict
+        meanwhile: they would read poison until `save_aside`, which has to follow either way."""
+        self.host_has_newest.clear()
         self._is_hiding = True
         self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
         if is_unseen := not self.state_dict_tensors:
@@ -188,7 +188,7 @@ class ManagedStorage(AdoptedStorage):
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
         self._is_vacating, self._is_hiding = self._is_vacating or self._is_hiding, False
-        self.has_newest.set()
+        self.host_has_newest.set()
 
     @property
     def is_written_together(self) -> bool:

@@ -1,8 +1,8 @@
 """The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it.
 
 A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses (`OWN`), or behind addresses aside
-(`ASIDE`), while poison is behind its own. Between two mappings, or after one that failed, memory is behind no address (`POISON` with
-memory). Its newest bytes are in the host copy, on the device, or on both sides.
+(`ASIDE`). Where it is not behind the own ones, poison is. Between two mappings, or after one that failed, a page has memory that is behind
+no address (`NOWHERE` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
 * `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
@@ -14,9 +14,10 @@ A load is `show` for what was prefetched, and `put` and `fill` for the rest; an 
 may stay and be saved under the next phase. A prefetch puts and fills aside. A streamed step puts and fills two buckets ahead of the one
 that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
 
-Each takes page numbers, is idempotent, and joins neighbours, so that the driver gets few calls. Each can fail in a call of the device. The
-table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the page's mark
-tells when that is so in fact, and everything here waits for the mark before it takes memory away.
+Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours, so that the driver gets few calls.
+Each can fail in a call of the device. The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is
+set when a copy is started; the page's mark tells when that is so in fact, and everything here waits for the mark before it takes memory
+away.
 
 Who may change a page: the thread of a phase transition or of a streamed step, and while a phase computes the thread of a prefetch, which
 `stop` makes end. Other threads read the host copy, and call `wait_until_saved` before.
@@ -50,7 +51,7 @@ class Side(enum.Flag):
 class Behind(enum.Enum):
     """Where the memory of a page shows."""
 
-    POISON = enum.auto()  # nowhere: poison is behind its own addresses
+    NOWHERE = enum.auto()
     OWN = enum.auto()
     ASIDE = enum.auto()
 
@@ -60,7 +61,7 @@ class Page:
     """A page: everything that is known of it, beside its fingerprint (`Pages.prints`)."""
 
     memory: Chunk | None = None
-    behind: Behind = Behind.POISON
+    behind: Behind = Behind.NOWHERE
     newest: Side = Side.HOST
     copied: Direction | None = None  # the direction of the last copy since the page has its memory
     mark: Mark | None = None  # tells when that copy is complete; None while it is being started, or if starting it failed
@@ -68,7 +69,7 @@ class Page:
     @property
     def lacks_bytes(self) -> bool:
         """Whether it has memory behind addresses and no copy to it was started."""
-        return self.memory is not None and self.behind is not Behind.POISON and self.newest is Side.HOST
+        return self.memory is not None and self.behind is not Behind.NOWHERE and self.newest is Side.HOST
 
 
 class Pages:
@@ -160,16 +161,16 @@ class Pages:
             chunk_pool.give(chunks)
             raise
         for index, chunk in zip(indices, chunks, strict=True):
-            self._set(index, chunk, Behind.POISON)
+            self._set(index, chunk, Behind.NOWHERE)
         try:
             self._place(indices, behind)
         except BaseException:
-            self.vacate([index for index in indices if self.table[index].behind is Behind.POISON], chunk_pool)
+            self.vacate([index for index in indices if self.table[index].behind is Behind.NOWHERE], chunk_pool)
             raise
 
     def show(self, indices: Iterable[int]) -> int:
         """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes."""
-        away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.POISON)))
+        away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.NOWHERE)))
         self.wait(away)
         self._place(away, Behind.OWN)
         return self.used_bytes_of(away)
@@ -189,7 +190,7 @@ class Pages:
         for index in held:
             chunk = self.table[index].memory
             assert chunk is not None
-            self._set(index, None, Behind.POISON)
+            self._set(index, None, Behind.NOWHERE)
             self.table[index] = Page()
             chunk_pool.give((chunk,))
         if vain:
@@ -201,7 +202,7 @@ class Pages:
     def save(self, indices: Iterable[int]) -> int:
         """Start copying those of these pages (ascending) to the host copy that are newest on the device. Returns the bytes to copy."""
         pages = ((index, self.table[index]) for index in indices)
-        unsaved = [index for index, page in pages if page.newest is Side.DEVICE and page.behind is not Behind.POISON]
+        unsaved = [index for index, page in pages if page.newest is Side.DEVICE and page.behind is not Behind.NOWHERE]
         if not unsaved:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
@@ -216,7 +217,7 @@ class Pages:
             page.newest, page.copied, page.mark = Side.BOTH, None, None
 
     def note_changed(self, indices: Iterable[int]) -> None:
-        """These pages are newest on the device."""
+        """From here on these pages may change on the device, so its bytes count."""
         for index in indices:
             self.table[index].newest = Side.DEVICE
 
@@ -264,9 +265,9 @@ class Pages:
             return
         if unsaved := [index for index, page in enumerate(self.table) if page.newest is Side.DEVICE]:
             self._device.sync()  # kernels on any stream
-            self._place([index for index in unsaved if self.table[index].behind is Behind.POISON], Behind.OWN)
+            self._place([index for index in unsaved if self.table[index].behind is Behind.NOWHERE], Behind.OWN)
             self.save(unsaved)
-        self.vacate(self.at(Behind.OWN, Behind.POISON), chunk_pool)
+        self.vacate(self.at(Behind.OWN, Behind.NOWHERE), chunk_pool)
 
     # --- pages that are aside
 
@@ -317,16 +318,16 @@ class Pages:
                 self._device.map(self._of(behind), chunks, self.starts[run[0]])
             except Exception:
                 for index in run:
-                    self._set(index, self.table[index].memory, Behind.POISON)
+                    self._set(index, self.table[index].memory, Behind.NOWHERE)
                 raise
 
     def _take_off(self, indices: Iterable[int]) -> None:
         """Put poison behind the addresses where the memory of pages (ascending) shows. The pages have it in hand then."""
         for behind, run in self._runs(indices):
-            if behind is not Behind.POISON:
+            if behind is not Behind.NOWHERE:
                 self._device.unmap(self._of(behind), self.bytes_of(run), self.starts[run[0]])
             for index in run:
-                self._set(index, self.table[index].memory, Behind.POISON)
+                self._set(index, self.table[index].memory, Behind.NOWHERE)
 
     def _of(self, behind: Behind) -> Addresses:
         addresses = self._aside if behind is Behind.ASIDE else self._addresses

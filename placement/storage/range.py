@@ -346,7 +346,7 @@ class ObjectRanges:
     def __init__(self, name: str) -> None:
         self.name = name
         self.places = Places()
-        self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) computed from poison without values to put back, which were raised
+        self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
         self.set(())
 
     def set(self, ranges: tuple[Range, ...]) -> None:

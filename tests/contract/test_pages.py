@@ -40,9 +40,9 @@ STATES = {
     "aside, empty": Found(Behind.ASIDE),
     "aside, left": Found(Behind.ASIDE, Side.DEVICE),
     "aside, saved": Found(Behind.ASIDE, Side.BOTH, "to_host"),
-    "in hand, changed": Found(Behind.POISON, Side.DEVICE),
-    "in hand, clean": Found(Behind.POISON, Side.BOTH),
-    "in hand, empty": Found(Behind.POISON),
+    "in hand, changed": Found(Behind.NOWHERE, Side.DEVICE),
+    "in hand, clean": Found(Behind.NOWHERE, Side.BOTH),
+    "in hand, empty": Found(Behind.NOWHERE),
 }
 ALL = range(len(SIZES))
 
@@ -100,9 +100,9 @@ class Scene:
                 on_host.copy_(self.values[index] if Side.HOST in state.newest else torch.full_like(on_host, 2))
                 if state.behind is Behind.ASIDE:
                     pages.hide([index])
-                elif state.behind is Behind.POISON:
+                elif state.behind is Behind.NOWHERE:
                     self.device.unmap(self.addresses, SIZES[index], pages.starts[index])
-                    pages._set(index, pages.table[index].memory, Behind.POISON)
+                    pages._set(index, pages.table[index].memory, Behind.NOWHERE)
                 page = pages.table[index]
                 page.newest, page.copied = state.newest, state.copied
                 page.mark = None if state.copied is None or state.newest is Side.HOST else self.device.mark(state.copied)
@@ -120,7 +120,7 @@ class Scene:
                 assert (page.behind, page.newest) == (Behind.OWN, Side.DEVICE)
                 assert shown[index].equal(self.values[index])
             else:
-                assert page.behind is (Behind.POISON if page.memory is None else Behind.ASIDE)
+                assert page.behind is (Behind.NOWHERE if page.memory is None else Behind.ASIDE)
                 assert page.newest in Side.BOTH
                 assert page.newest is not Side.DEVICE
                 assert bytes(shown[index].numpy()) == poison_bytes(pages.starts[index], USED[index])

@@ -3,9 +3,10 @@
 A handle that leaves is copied to the host page by page. As soon as a page has arrived there, its memory is taken from behind the old
 addresses and, if another handle comes, put behind the new ones. So a swap needs the memory of the larger side, plus `WINDOW` chunks.
 
-The order of the steps keeps each page's bytes complete somewhere: a page is vacated after its bytes are in the host copy, and a move is
-committed after its last page. `ManagedStorage.make_consistent` settles the rest after an error. Pages that are aside are remapped before
-anything is copied: the driver remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while it is busy (H200, chunks of 128 MiB).
+The order of the steps keeps each page's bytes complete somewhere: a page is vacated after its bytes are in the host copy. A move is
+committed after its last page was vacated, or is aside with its copy to the host started (`hide`, `save_aside`).
+`ManagedStorage.make_consistent` settles the rest after an error. Pages that are aside are remapped before anything is copied: the driver
+remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while it is busy (H200, chunks of 128 MiB).
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Exchange:
     chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
     room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
-    early_release: bool  # give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
+    releases_at_once: bool  # give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
     dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
     staying: Mapping[ManagedStorage, int]  # device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves
     while_copying: Callable[[], object]  # called once, if any storage leaves. The link has work by then, unless memory is put aside first.
@@ -186,7 +187,7 @@ class Exchange:
                 self._let_stay(moving)
                 self._open_window()
             self._move_out(moving, parts)
-            moved = self._decide(moving) | self._load(into)
+            moved = self._commit_offloads(moving) | self._load(into)
         except BaseException as error:
             if any(holding.on_device for holding in out):  # copies to new slabs may be under way: this frame and the traceback hold these
                 with contextlib.suppress(Exception):
@@ -199,7 +200,7 @@ class Exchange:
                 except Exception as failure:
                     error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
                 finally:
-                    holding.has_newest.set()  # nobody waits any longer
+                    holding.host_has_newest.set()  # nobody waits any longer
             raise
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
@@ -256,9 +257,10 @@ class Exchange:
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
             for each, part in zip(leaving, parts, strict=True):
-                # Comparing takes as long as the copies. Where nobody waits for the memory, it goes on when every tensor was looked at.
-                for _ in part if remaps_first or self._arrivals or not each.is_compared else ():
-                    pass
+                # Comparing takes as long as the copies. Where nobody waits for the memory, the rest is compared later, in `_move_out`.
+                if remaps_first or self._arrivals or not each.is_compared:
+                    for _ in part:
+                        pass
         if leaving:
             self.while_copying()
         return parts
@@ -277,7 +279,7 @@ class Exchange:
                 r.pages.wait(indices)
                 self.verifier.check_host(leaving.holding, (r, compared.start, compared.stop), leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
-            if self.early_release and not self._arrivals:
+            if self.releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
@@ -378,7 +380,7 @@ class Exchange:
             gain = sum(each.device_bytes - each.prefetched_bytes for each in coming) - freed
             self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, max(0, gain) + WINDOW * self.device.chunk_bytes)
 
-    def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
+    def _commit_offloads(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
         moved = {}
         for record in [record for each in leaving for r in each.holding.ranges if (record := r.pages.record) is not None]:
             record.finish()
