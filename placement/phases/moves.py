@@ -116,7 +116,7 @@ class Mover:
         """Chunks of the phase transition under way; between two, those that the next one begins with."""
         return self._transition.chunk_pool
 
-    def stay(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
+    def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
         """End a phase transition in which every handle is at its target."""
         self._finish(handles.values())
         if ahead is not NOTHING_AHEAD or self.chunk_pool.held_bytes:

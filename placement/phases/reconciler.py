@@ -120,7 +120,7 @@ class Reconciler:
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
-        self.prefetcher.hold()
+        self.prefetcher.pause()
         if leaves or "load" in decisions:
             self.writes.look_at_gradients()
         # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
@@ -141,7 +141,7 @@ class Reconciler:
         """Check a plan that is to be carried out while the phase `name` is and stays open. Raises DeviceMemoryError: the plan does not fit
         the budget. Nothing has moved."""
         self.measure()
-        self.prefetcher.hold()
+        self.prefetcher.pause()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         return Decision(name, plan, room_bytes, is_there(self._handles, plan))
 
@@ -155,7 +155,7 @@ class Reconciler:
         before = self._journal.num_moves
         try:
             if stays and agree is None:
-                self._mover.stay(self._handles, ahead)
+                self._mover.end_without_moves(self._handles, ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
         except WrittenWhileOffloaded as error:
@@ -182,7 +182,7 @@ class Reconciler:
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
-        self.prefetcher.hold()
+        self.prefetcher.pause()
         within, failures = plan, list[Exception]()
         if self.lease_client is not None:
             within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
@@ -193,7 +193,7 @@ class Reconciler:
         except Exception as error:  # the device failed
             failures.append(error)
         if stays:
-            self._mover.stay(self._handles, ahead)
+            self._mover.end_without_moves(self._handles, ahead)
         else:
             try:
                 self.writes.look_at_gradients()

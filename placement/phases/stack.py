@@ -68,7 +68,7 @@ class PhaseStack:
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
         with self.lock.step():
-            self.reconciler.prefetcher.hold()  # the step needs the link for itself
+            self.reconciler.prefetcher.pause()  # the step needs the link for itself
             yield
 
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:

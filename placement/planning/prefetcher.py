@@ -73,7 +73,7 @@ class Prefetcher:
         """Device bytes that arrived early and were given up unused, so far."""
         return self._copies.discarded_bytes
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Start no further copy until this phase transition is over, or `go_on`."""
         self._copies.hold()
 
@@ -97,7 +97,7 @@ class Prefetcher:
 
     def discard(self) -> int:
         """Return the memory of all pages aside to the driver. Returns how many bytes."""
-        self.hold()
+        self.pause()
         chunk_pool, given = ChunkPool(self._device), 0
         for handle in self._handles.values():
             if handle.holding is not None:
@@ -131,7 +131,7 @@ class Prefetcher:
             if plan.prefetch or firsts:
                 self._bring(name, plan, firsts, chunk_pool)
         except Exception as error:
-            self.hold()
+            self.pause()
             logger.warning("nothing more comes early in phase %s: %s", name, str(error))  # whoever keeps the record keeps no frames
 
     def _bring(self, name: str, plan: Plan, firsts: Mapping[ManagedStorage, Sequence[RangeChunk]], chunk_pool: ChunkPool) -> None:

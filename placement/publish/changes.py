@@ -260,7 +260,7 @@ _NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 def _place(storage: Storage, part: Part | None) -> tuple[Range, int] | None:
-    place = storage.by_address.find(part.tensor) if part is not None and isinstance(storage, ManagedStorage) else None
+    place = storage.object_ranges.find(part.tensor) if part is not None and isinstance(storage, ManagedStorage) else None
     return None if place is None or part is None else (place[0], place[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
 
 

@@ -260,7 +260,7 @@ class StepParts:
 
     def _between(self, tensor: torch.Tensor, address: int, nbytes: int) -> Iterator[RangeChunk]:
         """The chunks behind bytes of a tensor's storage; none where it has its bytes in torch's own memory."""
-        found = self.storage.by_address.find(tensor)
+        found = self.storage.object_ranges.find(tensor)
         if found is None or not nbytes:
             return
         r, base = found[0], found[0].layout.addresses.base

@@ -67,11 +67,11 @@ class AdoptedStorage(Storage):
         self.name = name
         self.readonly = readonly
         self.scanner = scanner or StorageScanner(device, adapter, name, self)
-        self.by_address = self.scanner.ranges
+        self.object_ranges = self.scanner.ranges
         self.state_dict_tensors = self.scanner.state_dict_tensors
         self.gradients = Gradients(adapter)
         self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
-        self.nan_check = NanCheck(self.by_address, device, adapter.kind, readonly=readonly)
+        self.nan_check = NanCheck(self.object_ranges, device, adapter.kind, readonly=readonly)
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
@@ -94,7 +94,7 @@ class AdoptedStorage(Storage):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return self.by_address.all
+        return self.object_ranges.all
 
     @property
     def is_offloaded(self) -> bool:
@@ -113,7 +113,7 @@ class AdoptedStorage(Storage):
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to put memory behind every range."""
-        return sum([r.device_bytes for r in self.by_address.all])
+        return sum([r.device_bytes for r in self.object_ranges.all])
 
     @property
     def num_bytes(self) -> int:
@@ -125,12 +125,12 @@ class AdoptedStorage(Storage):
 
     @property
     def resident_bytes(self) -> int:  # asked often, so it asks no other property
-        chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.by_address.all])
+        chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.object_ranges.all])
         return chunk_bytes + self._unadopted_bytes if self.on_device else chunk_bytes
 
     @property
     def prefetched_bytes(self) -> int:
-        return sum([r.pages.aside_bytes for r in self.by_address.all])
+        return sum([r.pages.aside_bytes for r in self.object_ranges.all])
 
     @property
     def unadopted_bytes(self) -> int:
@@ -233,11 +233,11 @@ class AdoptedStorage(Storage):
         found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
         born = self.scanner.rescan()  # relocated storages are in `found` already, by their addresses
         if not self.on_device:
-            return found + [(adoptee.name, adoptee.nbytes) for adoptee in (*born.stay, *born.transient)]
+            return found + [(adoptee.name, adoptee.nbytes) for adoptee in (*born.lasting, *born.transient)]
         if self.adapter.kind == "optimizer":
             return found
         replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
-        return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.stay if adoptee.name in replaced]
+        return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
     def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
         """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
@@ -253,7 +253,7 @@ class AdoptedStorage(Storage):
     # --- the host copy
 
     def has_place(self, tensor: torch.Tensor) -> bool:
-        return self.by_address.find(tensor) is not None
+        return self.object_ranges.find(tensor) is not None
 
     def wait_for_readers(self) -> None:
         if not self.on_device:
@@ -289,7 +289,7 @@ class AdoptedStorage(Storage):
             told(coming)
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-        place = self.by_address.find(tensor)
+        place = self.object_ranges.find(tensor)
         if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
             return None
         r, offset = place
@@ -340,26 +340,26 @@ class AdoptedStorage(Storage):
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
         born = self.scanner.rescan()
-        return self.scanner.first_host_bytes(born.stay) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
+        return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """See `StorageScanner.reserve`."""
         self.scanner.reserve(sizes, parts)
         self.look_at_unborn()
 
-    def keep(self, ranges: tuple[Range, ...]) -> None:
+    def set_ranges(self, ranges: tuple[Range, ...]) -> None:
         """Make these the object's ranges, and enter their addresses into the process's table."""
         for r in ranges:
             if r.moving_in is not None:
-                self.by_address.places.add(r)
+                self.object_ranges.places.add(r)
             RANGES.add(self, r.layout.addresses.base, r.nbytes)
-        self.by_address.set(ranges)
+        self.object_ranges.set(ranges)
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device."""
         born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
-        fresh, own = self.scanner.adopt_together(born.stay)
+        fresh, own = self.scanner.adopt_together(born.lasting)
         apart = self.scanner.classes
         for adoptees, transient in (
             ([each for each in own if each.storage._cdata in apart], False),
@@ -370,10 +370,10 @@ class AdoptedStorage(Storage):
                 fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
         self.scanner.classes = {}
         self.device.sync()
-        self.keep(tuple(fresh))
+        self.set_ranges(tuple(fresh))
         for new in self.ranges:
             new.move_in()
-        return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.stay, *born.transient))
+        return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.lasting, *born.transient))
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
@@ -384,10 +384,10 @@ class AdoptedStorage(Storage):
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
-        self.nan_check.look_at_new(born.stay)
+        self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
         self._relocated = born.relocated
-        stay = born.stay + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
+        stay = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
         transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
         self.writes.note()
         if drops:
@@ -403,11 +403,11 @@ class AdoptedStorage(Storage):
         ranges."""
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
-        for transient, adoptees in ((False, born.stay), (True, born.transient)):
+        for transient, adoptees in ((False, born.lasting), (True, born.transient)):
             here += sum(c.nbytes for c in adoptees if c.storage.device == self.device.torch_device)
             away = [c for c in adoptees if c.storage.device != self.device.torch_device]
             if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
-                self.keep((*self.ranges, fresh))
+                self.set_ranges((*self.ranges, fresh))
                 fresh.move_in()
         if len(self.ranges) > len(before):
             self.scanner.align_wrappers()
@@ -419,7 +419,7 @@ class AdoptedStorage(Storage):
 
     def _adopt_lasting(self, besides: Set[int] = frozenset(), *, in_parts: bool = False) -> Range | None:
         """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
-        adoptees = [adoptee for adoptee in self.scanner.rescan().stay if adoptee.storage._cdata not in besides]
+        adoptees = [adoptee for adoptee in self.scanner.rescan().lasting if adoptee.storage._cdata not in besides]
         return self.scanner.adopt(adoptees, in_parts=in_parts)
 
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
@@ -452,4 +452,4 @@ class AdoptedStorage(Storage):
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
             RANGES.remove(r.layout.addresses.base)
         out = set(gone)
-        self.by_address.set(tuple(r for r in self.ranges if r not in out))
+        self.object_ranges.set(tuple(r for r in self.ranges if r not in out))

@@ -192,7 +192,7 @@ class CastStorage(ManagedStorage):
     def _find_weights(self, r: CastRange, optimizer: ManagedStorage) -> None:
         found = []
         for key, weight, masters in self._masters.masters():
-            ours, theirs = self.by_address.find(weight), optimizer.by_address.find(masters)
+            ours, theirs = self.object_ranges.find(weight), optimizer.object_ranges.find(masters)
             if key == r.key and ours is not None and ours[0] is r and theirs is not None:
                 start, r.dtype = ours[1] + 2 * int(weight.storage_offset()), weight.dtype
                 found.append(_Weight(start, start + weight.nbytes, theirs[0], theirs[1] + 4 * int(masters.storage_offset())))

@@ -101,7 +101,7 @@ class ManagedStorage(AdoptedStorage):
         elif (fresh := self._adopt_lasting()) is not None:
             self.device.sync()
             self.is_consistent = False
-            self.keep((*self.ranges, fresh))
+            self.set_ranges((*self.ranges, fresh))
             self.make_consistent(ChunkPool(self.device))
             self.scanner.align_wrappers()
             self.count_uses()
@@ -148,7 +148,7 @@ class ManagedStorage(AdoptedStorage):
                 each.disown(live)
         dead = self.dead()
         if any(not r.transient for r in dead):  # before they are dropped: they have the numbers of tensors that were replaced
-            self.nan_check.look_at_new(self.scanner.rescan().stay)
+            self.nan_check.look_at_new(self.scanner.rescan().lasting)
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
@@ -239,7 +239,7 @@ class ManagedStorage(AdoptedStorage):
             r.prints = now
         self.state_dict_tensors.point_to_host(except_for=self._moving_in)
         surplus = self.stray_references(before) if self._may_have_stray_references else {}
-        self.keep(before + fresh)
+        self.set_ranges(before + fresh)
         nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
@@ -336,7 +336,7 @@ class ManagedStorage(AdoptedStorage):
         with without_modes():
             if (fresh := self.adopt_created()) is not None:
                 self.device.sync()
-                self.keep((*self.ranges, fresh))
+                self.set_ranges((*self.ranges, fresh))
                 fresh.move_in()
             self.scanner.rescan()
             self.writes.note()  # the step has written the state
@@ -416,4 +416,4 @@ class ManagedStorage(AdoptedStorage):
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
             RANGES.remove(r.layout.addresses.base)
         chunk_pool.release()
-        self.by_address.set(())
+        self.object_ranges.set(())

@@ -201,7 +201,7 @@ class ReplicatedStorage(ManagedStorage):
 
     def _use(self, r: SharedRange, slab: HostSlab) -> None:
         r.pages.host, r.pages.prints = slab, None
-        self.by_address.set(self.ranges)
+        self.object_ranges.set(self.ranges)
 
     def before_forced_offload(self, r: Range) -> None:
         if not isinstance(r, SharedRange) or not r.is_shared:

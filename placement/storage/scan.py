@@ -46,13 +46,13 @@ class Relocated(NamedTuple):
 class Scan(NamedTuple):
     """One look at an object: the storages that it owns outside their places, one adoptee a storage, in the adapter's order."""
 
-    stay: list[Adoptee]
+    lasting: list[Adoptee]
     transient: list[Adoptee]
     relocated: list[Relocated]
     in_place: Sequence[Owned] | None = None  # the tensors that are at their places; None where a quick look has shown that nothing changed
 
     def __bool__(self) -> bool:
-        return bool(self.stay or self.transient or self.relocated)
+        return bool(self.lasting or self.transient or self.relocated)
 
 
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
@@ -251,12 +251,12 @@ class StorageScanner:
                 found.state_dict_tensors.append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
         relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in walk.elsewhere.items()]
-        stay: list[Adoptee] = []
+        lasting: list[Adoptee] = []
         goes: list[Adoptee] = []
         for each in walk.new.values():
             if each.owned[0].tensor.numel():
-                (goes if each.owned[0].transient else stay).append(each.adoptee())
-        return Scan(stay, goes, relocated, walk.in_place)
+                (goes if each.owned[0].transient else lasting).append(each.adoptee())
+        return Scan(lasting, goes, relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
@@ -321,7 +321,7 @@ class StorageScanner:
         """Bytes of the object's storages in torch's own memory."""
         new = self.rescan()
         self._stood = self.ranges.all, self.adapter.standing()
-        return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}.values())
+        return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)}.values())
 
     def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         """Like `adopt`, at registration, for what ranks share: see `SharedScanner`. Returns its ranges, and the storages that are left."""

@@ -237,7 +237,7 @@ class WritesWhileOffloaded:
         self._bring_back(born.relocated, places)
         stay, transient = (
             [c for c in adoptees if c.storage._cdata not in scanner.ranges.told or any(owned.name in places for owned in c.owned)]
-            for adoptees in (born.stay, born.transient)
+            for adoptees in (born.lasting, born.transient)
         )
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:

@@ -174,7 +174,7 @@ class StreamedStep:
             holding.is_stepping = True
             if creates:
                 with without_modes():
-                    self._before = frozenset(claim.storage._cdata for claim in holding.scanner.rescan().stay)
+                    self._before = frozenset(claim.storage._cdata for claim in holding.scanner.rescan().lasting)
             device.order()  # the steps come behind the gradients
             self._fetch_ahead(AHEAD, chunk_pool)
             for index, bucket in enumerate(self._buckets):
@@ -285,7 +285,7 @@ class StreamedStep:
                 r.pages.vacate(run, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
-                    self.holding.keep((*self.holding.ranges, bucket.fresh))
+                    self.holding.set_ranges((*self.holding.ranges, bucket.fresh))
                     bucket.fresh.move_in()
             self._vacated += 1
 
