@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,8 @@ class Case:
     """In MiB."""
     policy: str = "colocated"
     cycle: Sequence[str] = CYCLES["grpo"]
-    roles: Mapping[str, bool] = None  # type: ignore[assignment]
+    roles: Mapping[str, bool] = field(default_factory=lambda: GRPO)
     budget: int = 1 << 30
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "roles", self.roles or GRPO)
 
 
 CASES = {
