@@ -98,13 +98,7 @@ def data(teacher: nn.Module, student: nn.Module) -> None:
         mine.data = 0.9 * mine.data + 0.1 * theirs.data
 
 
-def new_parameters(teacher: nn.Module, student: nn.Module) -> None:
-    for mine, theirs in zip(teacher, student, strict=True):  # type: ignore[call-overload]
-        for name, value in theirs.named_parameters():
-            setattr(mine, name, nn.Parameter(value.clone()))
-
-
-HOWS = (average, reset, data, new_parameters)
+HOWS = (average, reset, data)
 POLICIES = ("colocated", "colocated(drop_gradients=True)", "colocated(optimizer_in='streamed')")
 
 

@@ -380,17 +380,3 @@ def _rows() -> list[tuple[str, str]]:
 
 def test_the_page_has_these_rows() -> None:
     assert set(_rows()) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
-
-
-@pytest.mark.parametrize(
-    ("way", "outcome"),
-    [
-        ("the very tensors of a state dict loaded back", "whoever still holds `sd` reads NaN"),
-        ("a readonly handle: a write into a tensor of its state dict", "and the handle's from then on"),
-        ("of an optimizer that is not registered", "`IntegrityError` at the next transition that loads it, gradients as they were"),
-        ("without movable bytes added after `register()`", "a state dict shows it as it is"),
-    ],
-)
-def test_the_page_tells_what_other_tests_find(way: str, outcome: str) -> None:
-    """Those tests: the one above, and those of `test_readonly` and `test_state_dict`."""
-    assert [one for one, other in _rows() if way in one and outcome in other]

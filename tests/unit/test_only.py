@@ -130,7 +130,7 @@ def total(job: Job, names: Iterable[str]) -> int:
     return sum(job.manager.handles[name].num_bytes for name in names)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     make=st.sampled_from(POLICIES), sizes=SIZES, trained=st.frozensets(st.sampled_from(["actor", "critic"])), budget=st.integers(1, 24),
     outer=st.lists(st.tuples(PHASES, st.booleans()), max_size=2), phase=PHASES, data=st.data(),
@@ -189,7 +189,7 @@ HANDLE = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(drawn=st.lists(HANDLE, max_size=6), budget=st.integers(0, 40))
 def test_no_more_leaves_than_the_deficit_and_nothing_that_is_needed(drawn: list[dict[str, Any]], budget: int) -> None:
     handles, plans = {}, {"wanted": Plan({}), "needed": Plan({})}

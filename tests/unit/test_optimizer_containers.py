@@ -59,13 +59,6 @@ class Container(Plain, optim.Optimizer):
         raise AssertionError("it takes another form of state dict")
 
 
-class Properties(Plain):
-    """A wrapper that shows the groups and the state of what is inside."""
-
-    param_groups = property(lambda self: [group for each in self.inner() for group in each.param_groups])
-    state = property(lambda self: {p: entry for each in self.inner() for p, entry in each.state.items()})
-
-
 def parts_of(model: nn.Module) -> list[Any]:
     matrices, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     return [optim.SGD(matrices, lr=0.05, momentum=0.9), optim.AdamW(rest, lr=0.01), Slow(model.parameters())]
@@ -100,7 +93,7 @@ def values(model: nn.Module, manager: Manager | None = None) -> dict[str, Any]:
 
 FORMS = {"list": "optimizers", "tuple": "_optimizers", "dict": "optimizer_dict", "nested": "optims"}
 CASES: list[tuple[Any, str, str]] = [(Container, form, "colocated") for form in FORMS]
-CASES += [(Plain, "list", "colocated"), (Properties, "list", "colocated"), (Container, "list", "cyclic"), (Container, "list", "resident")]
+CASES += [(Plain, "list", "colocated"), (Container, "list", "cyclic"), (Container, "list", "resident")]
 
 
 @pytest.mark.parametrize(("cls", "form", "policy"), CASES)

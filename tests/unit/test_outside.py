@@ -146,17 +146,14 @@ def test_a_library_that_counts_is_believed() -> None:
 
 
 @pytest.mark.usefixtures("new_nccl")
-def test_a_library_that_does_not_count_is_named_with_the_reason() -> None:
+def test_a_library_that_does_not_count_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     (by_torch, by_nccl) = found(Backend(), Counting("getMemoryStats() requires NCCL 2.29.7 or later\nException raised from ..."))
     assert (by_torch.nbytes, by_nccl.nbytes) == (None, None)
     assert "torch 2.12" in str(by_torch.unknown_because)
     assert by_nccl.unknown_because == "getMemoryStats() requires NCCL 2.29.7 or later"
-
-
-def test_a_library_that_is_older_than_torch_expects_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicators, "_has_statistics", lambda: False)
     (refused,) = found(Counting({}))
-    assert refused.nbytes is None
+    assert refused.nbytes is None  # an older one than torch expects is not called
     assert "NCCL 2.29.7 or later can" in str(refused.unknown_because)
 
 

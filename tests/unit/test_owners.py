@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +62,16 @@ def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
         manager.register("actor", model, role="actor")
         manager.register("sgd", optimizer)
     for step in range(3):
-        phases = [] if manager is None else [manager.phase("train")]
-        phases += [manager.phase("optimizer_step")] if manager is not None and "optimizer_step" in str(policy) else []
-        for phase in phases[:1]:
-            phase.__enter__()
-        if zero != "after":
-            model.zero_grad(set_to_none=zero == "before")
-        model.learn(step)
-        for phase in phases[1:]:
-            phase.__enter__()
-        optimizer.step()
-        for phase in phases[1:]:
-            phase.__exit__(None, None, None)
-        seen += tensors([each.grad for each in model.parameters()])
-        taken = optimizer.state_dict()
-        if zero == "after":
-            model.zero_grad()
-        for phase in phases[:1]:
-            phase.__exit__(None, None, None)
+        with manager.phase("train") if manager else nullcontext():
+            if zero != "after":
+                model.zero_grad(set_to_none=zero == "before")
+            model.learn(step)
+            with manager.phase("optimizer_step") if manager and "optimizer_step" in str(policy) else nullcontext():
+                optimizer.step()
+            seen += tensors([each.grad for each in model.parameters()])
+            taken = optimizer.state_dict()
+            if zero == "after":
+                model.zero_grad()
         seen += [*tensors(taken), *tensors(optimizer.state_dict()), *tensors(model.state_dict())]
         if manager is not None:
             assert manager.audit().ok, manager.audit().report

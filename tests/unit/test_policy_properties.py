@@ -81,7 +81,7 @@ def vars_of(given: View) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{POLICIES.index(p)}")
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(given=views(ALL))
 def test_plans_are_pure_total_legal_and_stable(policy: Policy, given: View) -> None:
     """Planning the same phase again from where the first plan led changes nothing: a phase transition repeated moves no byte."""
@@ -102,7 +102,7 @@ def test_plans_are_pure_total_legal_and_stable(policy: Policy, given: View) -> N
 
 
 @pytest.mark.parametrize("policy", [Resident(), Resident("optimizer_step")])
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(given=views(MOVING))
 def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Resident, given: View) -> None:
     need = Colocated(policy.optimizer_in).plan(given)
@@ -117,7 +117,7 @@ def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Residen
 
 
 @pytest.mark.parametrize("policy", [Cyclic(), Cyclic(cycle=("rollout", "train", "checkpoint"), idle="empty")])
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(given=views(ALL))
 def test_cyclic_stays_within_the_budget_with_what_arrives_early(policy: Cyclic, given: View) -> None:
     need, plan = Colocated().plan(given), policy.plan(given)

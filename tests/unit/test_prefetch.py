@@ -47,35 +47,19 @@ def test_a_load_copies_nothing_that_arrived_early() -> None:
     worker = early_worker({"log_prob": {"critic": ALL}})
     with worker.manager.phase("log_prob") as step:
         assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        assert worker.critic.state is State.CPU_OFFLOADED
+        assert worker.critic.resident_bytes == worker.critic.num_bytes  # not loaded yet, and yet it is counted
+        assert not torch.isfinite(worker.critic_net[0].weight).any()
+        with pytest.raises(placement.NotResidentError):
+            worker.critic_net(torch.ones(1, 64))
+        worker.manager.check_integrity()
+        assert worker.manager.audit().ok
         step.switch("values")
         assert early_bytes(worker) == {}
         assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
         worker.critic_net(torch.ones(1, 64))
     assert_nothing_resident(worker.manager)
     assert worker.manager.snapshot().prefetch_discarded_bytes == 0
-
-
-def test_what_arrived_early_is_not_loaded_yet() -> None:
-    worker = early_worker({"log_prob": {"critic": ALL}})
-    with worker.manager.phase("log_prob"):
-        assert worker.critic.state is State.CPU_OFFLOADED
-        assert worker.critic.resident_bytes == worker.critic.num_bytes  # and yet it is counted
-        assert not torch.isfinite(worker.critic_net[0].weight).any()
-        with pytest.raises(placement.NotResidentError):
-            worker.critic_net(torch.ones(1, 64))
-        worker.manager.check_integrity()
-        assert worker.manager.audit().ok
-
-
-def test_a_write_into_what_arrived_early_is_found_and_not_kept() -> None:
-    worker = early_worker({"log_prob": {"critic": ALL}})
-    values = {name: each.clone() for name, each in worker.critic.state_dict().items()}
-    with worker.manager.phase("log_prob") as step:
-        with torch.no_grad():
-            worker.critic_net[0].weight.zero_()
-        with pytest.raises(placement.IntegrityError):
-            step.switch("values")
-    assert_same(worker.critic.state_dict(), values)
 
 
 def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
@@ -102,15 +86,6 @@ def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
         assert worker.on_device() == {"actor", "ref"}
     assert worker.manager.snapshot().prefetch_discarded_bytes == worker.critic.num_bytes
     assert worker.manager.snapshot().peak_bytes <= budget
-
-
-def test_nothing_is_left_outside_every_phase() -> None:
-    worker = early_worker({"log_prob": {"critic": ALL}})
-    with worker.manager.phase("log_prob"):
-        assert early_bytes(worker)
-    assert_nothing_resident(worker.manager)
-    assert worker.manager.device.memory().chunk_bytes == 0
-    assert worker.manager.snapshot().prefetch_discarded_bytes == worker.critic.num_bytes
 
 
 @pytest.mark.parametrize("end", ["unregister", "close", "drop"])

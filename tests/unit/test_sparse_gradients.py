@@ -121,7 +121,7 @@ def assert_parts(tensor: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor,
     assert tensor.is_coalesced() is wanted[2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_sparse_gradient_survives_any_number_of_offloads(data: st.DataObject) -> None:
     case = Case()

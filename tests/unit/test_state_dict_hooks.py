@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from placement import Handle, Manager, NotResidentError
 from placement.registration.state_dicts import is_reading
 from placement.testing import assert_nothing_resident
-from tests.support.worker import Worker, assert_same, learn, make_manager, net
+from tests.support.worker import assert_same, learn, make_manager, net
 
 
 @pytest.fixture(autouse=True)
@@ -294,15 +294,6 @@ def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> 
         assert_same(model.state_dict(), wanted)
     manager.unregister("actor")
     assert model.__dict__["state_dict"] is mine
-
-
-def test_unregistering_takes_the_methods_off(worker: Worker) -> None:
-    objects = [worker.net, worker.net[0], worker.adam]
-    assert all("state_dict" in vars(each) for each in objects)
-    before = [each.state_dict.__func__ for each in objects]
-    worker.manager.close()
-    assert not any("state_dict" in vars(each) for each in objects)
-    assert all(each.state_dict.__func__ is not guarded for each, guarded in zip(objects, before, strict=True))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Packing])

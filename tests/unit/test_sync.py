@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from placement import Engine, EngineError, Lazy, PhaseError, RegistrationError, WeightInfo
+from placement import PhaseError, WeightInfo
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.support.worker import SYNC, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import SYNC, Worker, assert_same, in_a_range, learn, make_manager, net
 
 
 class Model(torch.nn.Module):
@@ -168,45 +168,3 @@ def test_the_memory_of_the_buckets_goes_back_at_the_end_of_the_sync(manager: Any
     except KeyError:
         pass
     assert trims == [SYNC]
-
-
-def test_what_is_not_built_has_no_weights_and_what_is_no_module_publishes_none() -> None:
-    worker = Worker()
-    late = worker.manager.register("late", Lazy(net), role="teacher")
-    assert late.weights_info() == []
-    with pytest.raises(PhaseError):
-        late.weights()
-    with pytest.raises(RegistrationError, match="kind optimizer"):
-        worker.optimizer.weights_info()
-
-
-def test_a_compiled_wrapper_publishes_the_names_of_the_model(manager: Any) -> None:
-    model = net()
-    wrapper = torch.compile(model, backend="eager")
-    actor = manager.register("actor", wrapper, role="actor")
-    with manager.phase("weight_sync"):
-        assert list(flat(actor.weights())) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
-def test_an_engine_of_ones_own() -> None:
-    class Own(Engine):
-        def __init__(self) -> None:
-            self.parts = [net(), net()]
-
-        def modules(self) -> list[torch.nn.Module]:
-            return list(self.parts)
-
-        def update_weights(self, bucket: Any) -> None:
-            raise EngineError("not today")
-
-    manager, engine = make_manager(), Own()
-    handle = manager.register("rollout", engine)
-    with manager.phase("rollout"):
-        assert all(part(batch()).isfinite().all() for part in engine.parts)
-    with pytest.raises(Exception, match="'rollout' is CPU_OFFLOADED"):
-        engine.parts[1](batch())
-    with pytest.raises(RegistrationError, match="publishes no weights"):
-        handle.weights_info()
-    assert_nothing_resident(manager)
-    with pytest.raises(RegistrationError, match="registered already"):
-        manager.register("again", engine.parts[0])

@@ -9,7 +9,6 @@ import functools
 import io
 from collections import deque, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,39 +192,17 @@ def test_what_autocast_has_cast_goes_with_the_weights(nested: bool, grad: bool) 
     assert_nothing_resident(manager)
 
 
-@dataclass
-class Factor:
-    """A plain object with a tensor."""
-
-    matrix: Any
-
-
-@dataclass(slots=True)
-class SlottedFactor:
-    """The same, without a `__dict__`."""
-
-    matrix: Any
-
-
 Pair = namedtuple("Pair", ["left", "right"])
-
-
-class FrozenFactor(Factor):
-    """Refuses to have its attributes set, as a frozen dataclass does."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        assert name not in vars(self)
-        super().__setattr__(name, value)
 
 
 def held(tensor: torch.Tensor, form: str) -> Any:
     forms = {
-        "object": Factor(tensor),
-        "list of objects": [Factor(tensor)],
-        "slots": SlottedFactor({"m": [tensor]}),
-        "frozen": FrozenFactor((tensor, 3)),
+        "object": Held(matrix=tensor),
+        "list of objects": [Held(matrix=tensor)],
+        "slots": Slotted({"m": [tensor]}),
+        "frozen": Frozen((tensor, 3)),
         "deque": deque([tensor], maxlen=2),
-        "named tuple": Pair(Factor(tensor), 0),
+        "named tuple": Pair(Held(matrix=tensor), 0),
     }
     return forms[form]
 
@@ -301,7 +278,7 @@ def test_what_does_not_move_is_named() -> None:
             self.shadow = {"w": [torch.ones(7)], "scale": torch.ones(())}
             self.grads = [p.grad for p in self.param_groups[0]["params"]]
             for p in self.param_groups[0]["params"]:
-                self.state[p]["deep"] = Factor(Factor(torch.ones(5)))
+                self.state[p]["deep"] = Held(matrix=Held(matrix=torch.ones(5)))
 
     manager, model = make_manager(), net(8)
     optimizer = Deep(model.parameters(), lr=0.1)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 from placement import NotResidentError, PhaseError
-from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, learn
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -78,42 +77,3 @@ def test_outside_training_it_is_refused(phase: str, state: str) -> None:
         with pytest.raises(PhaseError, match=rf"not registered \(SGD\) in phase '{phase}' would change 'actor', which is {state}"):
             other.step()
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
-
-
-def test_parts_that_a_registered_one_makes_as_it_needs_them_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    class Parts(torch.optim.SGD):
-        """Steps by optimizers that it makes anew after each load."""
-
-        def renew(self) -> None:
-            self.halves = [torch.optim.SGD([parameter], lr=0.1) for group in self.param_groups for parameter in group["params"]]
-
-        def step(self, closure: Any = None) -> None:
-            for half in self.halves:
-                half.step()
-
-    manager, model = make_manager(), net()
-    optimizer = Parts(model.parameters(), lr=0.1)
-    optimizer.renew()
-    manager.register("actor", model, role="actor")
-    manager.register("optimizer", optimizer)
-    optimizer.renew()
-    with manager.phase("train"):
-        learn(model, optimizer)
-    assert not warnings_in(caplog)
-    assert manager.audit().ok
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_compiled_step_of_another_model_is_not_compiled_again() -> None:
-    torch._dynamo.reset()
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counter = CompileCounter()
-    worker = Worker()
-    step = torch.compile(optimizer.step, backend=counter)
-    for _ in range(3):
-        model(batch()).sum().backward()
-        step()
-    assert counter.frame_count == 1
-    assert worker.manager.audit().ok
-    torch._dynamo.reset()

@@ -206,21 +206,6 @@ def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.d
     assert_nothing_resident(manager)
 
 
-@pytest.mark.leaves_behind("the views hold storages of an offloaded module")
-def test_a_view_taken_earlier_writes_as_its_tensor_does() -> None:
-    program = Program()
-    with program.manager.phase("train"):
-        values = program.learn()
-        views = {"value": program.model[0].weight.detach()[3:5], "state": program.tensors()["0.exp_avg"][0], "numpy": None}
-        as_array = program.model[1].running_var.numpy()
-    for write in (lambda: views["value"].mul_(2), lambda: views["state"].fill_(0), lambda: as_array.__imul__(2)):
-        write()
-        with raises(), program.manager.phase("train"):
-            pass
-        with program.manager.phase("train"):
-            assert_same(program.values(), values)
-
-
 def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> None:
     """What `.data =` has bound to a buffer does not share the buffer's counter: the largest of them would hide the others."""
     manager = make_manager(device=compared())
