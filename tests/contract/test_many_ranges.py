@@ -58,12 +58,6 @@ def test_a_burst_goes_over_the_boundaries_of_ranges() -> None:
     assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 9, 7, 3, 10, 10, 10]
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [*itertools.product([1, 2, 16, 17, 40], [8, PAGE, 3 * PAGE // 2]), (150, PAGE + 8)])
-def test_any_number_of_handles_is_loaded(count: int, nbytes: int) -> None:
-    chunks = -(-nbytes // PAGE)
-    assert sum(mapped_by_a_load(*[nbytes] * count)) == count * chunks
-
-
 # --- growing handles
 
 
@@ -110,6 +104,3 @@ def test_a_load_of_hundreds_of_ranges_that_lacks_memory_leaves_nothing_behind() 
     with scene.manager.phase(SIDES[0]):
         scene.check(SIDES[0])
     scene.leave()
-
-
-# --- the stock

@@ -9,43 +9,8 @@ import pytest
 import torch
 
 from placement.devices.base import Device
-from tests.contract.ranges import is_poison, loaded, poisoned, random_bytes, read, whole
+from tests.contract.ranges import is_poison, loaded, poisoned, random_bytes, whole
 from tests.support.poison import poison, reads_poison
-
-
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_part_leaves_and_comes_back_and_the_rest_stays(device: Device, part: int) -> None:
-    addresses, chunks, content = loaded(device)
-    start, nbytes = part * device.chunk_bytes, chunks[part].nbytes
-    for _ in range(2):
-        device.unmap(addresses, nbytes, start)
-        device.unmap(addresses, nbytes - 1, start)
-        assert is_poison(device, addresses, start, nbytes)
-        assert torch.equal(read(device, addresses, 0, start), content[:start])
-        assert torch.equal(read(device, addresses, start + nbytes, addresses.nbytes - start - nbytes), content[start + nbytes :])
-        device.sync()
-        device.map(addresses, [chunks[part]], start)
-        assert torch.equal(whole(device, addresses).cpu(), content)
-    assert not device.heal_poison()
-
-
-def test_full_chunks_change_hands_one_by_one(device: Device) -> None:
-    size = device.chunk_bytes
-    giving, chunks, content = loaded(device)
-    taking = poisoned(device, 4 * size)
-    for index in range(2):
-        device.unmap(giving, size, index * size)
-        device.map(taking, [chunks[index]], (3 - index) * size)
-        assert is_poison(device, giving, 0, (index + 1) * size)
-        assert is_poison(device, taking, 0, (3 - index) * size)
-    assert torch.equal(read(device, taking, 2 * size, 2 * size), torch.cat([content[size : 2 * size], content[:size]]))
-    assert torch.equal(read(device, giving, 2 * size, device.granularity), content[2 * size :])
-    device.sync()
-    device.unmap(taking, taking.nbytes)
-    device.unmap(giving, giving.nbytes)
-    device.map(giving, chunks)
-    assert torch.equal(whole(device, giving).cpu(), content)
-    assert device.memory().chunk_bytes == sum(chunk.nbytes for chunk in chunks)
 
 
 def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
@@ -72,20 +37,6 @@ def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
     device.unmap(addresses, addresses.nbytes)
     assert reads_poison(view)
     assert not device.heal_poison()
-
-
-def test_a_range_that_is_covered_bit_by_bit(device: Device) -> None:
-    size, step = device.chunk_bytes, device.granularity
-    addresses = device.reserve(2 * size)
-    for nbytes in (step, 2 * step, size - step, size, 2 * size):
-        device.unmap(addresses, nbytes)
-        assert is_poison(device, addresses, 0, nbytes)
-    other = device.reserve(2 * size)
-    device.map(other, [device.create(size)], size)
-    device.view(other, size, size).zero_()
-    device.unmap(other, size)
-    assert is_poison(device, other, 0, size)
-    assert (device.view(other, size, size) == 0).all()
 
 
 def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:

@@ -139,24 +139,6 @@ def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str, in_group: 
     scene.end()
 
 
-def test_what_leaves_without_a_copy_is_given_back_as_well() -> None:
-    scene = Scene(readonly={"a", "c"})
-    scene.manager.leave()
-    assert scene.device.log.count("to_host") == 0
-    assert scene.device.released_bytes == scene.num_bytes
-    scene.check(())
-    scene.end()
-
-
-def test_what_stays_keeps_its_memory_while_others_leave() -> None:
-    scene = Scene(on={"rollout": ("a", "c"), "values": ("c",)})
-    left_bytes = scene.handles["a"].resident_bytes
-    scene.manager.enter("values")
-    assert scene.device.released_bytes == scene.device.stock_bytes == left_bytes
-    scene.check({"c"})
-    scene.end()
-
-
 @pytest.mark.parametrize("stays", [(), ("c",)], ids=["both leave", "one stays"])
 def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[str]) -> None:
     scene = Scene(on={"rollout": ("a", "c"), "values": ("b", *stays)})

@@ -111,28 +111,6 @@ def test_misuse_is_refused() -> None:
             SimulatedDevice(**{"capacity_bytes": SIZE, **options})  # type: ignore[arg-type]
 
 
-def test_a_mapped_chunk_among_others_keeps_all_of_them() -> None:
-    device = make()
-    addresses, chunks = device.reserve(SIZE), [device.create(SIZE) for _ in range(3)]
-    device.map(addresses, chunks[1:2])
-    device.view(addresses, 0, SIZE).fill_(5)
-    gc.collect()  # devices of earlier tests
-    held = bytes_in_memory_files()
-    with pytest.raises(ValueError, match="still behind addresses"):
-        device.release(*chunks)
-    assert device.memory().chunk_bytes == 3 * SIZE
-    assert bytes_in_memory_files() == held
-    assert (device.view(addresses, 0, SIZE) == 5).all()
-    device.unmap(addresses, SIZE)
-    device.release(*chunks)
-    assert device.memory().chunk_bytes == 0
-
-
-def test_a_granularity_above_the_page_size_aligns_addresses() -> None:
-    device = SimulatedDevice(1 << 22, chunk_bytes=1 << 20, granularity=1 << 18)
-    assert all(device.reserve(1).base % (1 << 18) == 0 for _ in range(5))
-
-
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which only sleeping moves on."""

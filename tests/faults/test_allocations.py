@@ -5,6 +5,7 @@ Two steps in a row are swept, because they differ: in the first one optimizer st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -52,6 +53,8 @@ def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:
 def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
     survey = FaultyWorker().register()
     points = calls_to_fail(survey.device, operation, lambda: run_until_it_fails(survey))
+    if operation in ("copy", "sync") and os.environ.get("SWEEP") != "all":
+        points = points[::2]  # the sweeps of swaps, of prefetch and of streamed steps have each
     for at in points:
         worker = FaultyWorker().register()
         identity = worker.identity()

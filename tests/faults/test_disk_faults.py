@@ -8,10 +8,9 @@ import errno
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,15 @@ import pytest
 
 import placement
 from placement.devices.host import disk_file
+from placement.devices.host.slab import Slab
 from placement.planning.host_tier import UseHistory
 from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
 from tests.support.disk import send_to_disk, settle, tier_of
+from tests.support.forked import processes
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
-ROOT = Path(__file__).parents[2]
 CAPACITY_BYTES = 256 * 1024
 LIMIT_BYTES = 42 * 1024
 """The actor and its optimizer, and not the rollout engine beside them."""
@@ -131,7 +131,7 @@ def worker_that_gives_back(_: Path) -> FaultyWorker:
 CALLS = [*((worker_in, each) for each in OPERATIONS), *((worker_that_gives_back, each) for each in ("release", "memory"))]
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
 @pytest.mark.parametrize(("make", "operation"), CALLS)
 def test_every_call_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], FaultyWorker], operation: str, forever: bool
@@ -245,21 +245,20 @@ def test_ctrl_c_while_somebody_else_has_the_disk_is_raised_at_once(tmp_path: Pat
 
 # --- a process that is killed
 
-OWNER = """
-import sys, time
-from placement.devices.host.disk_file import DiskFile
-from placement.devices.host.slab import Slab
-slab = Slab(1 << 20)
-file = DiskFile(sys.argv[1], "a", slab.nbytes)
-file.write(slab.address)
-print("written", flush=True)
-time.sleep(60)  # until it is killed
-"""
+
+def own_a_file(folder: str, connection: Connection) -> None:
+    slab = Slab(1 << 20)
+    file = disk_file.DiskFile(folder, "a", slab.nbytes)
+    file.write(slab.address)
+    connection.send("written")
+    signal.pause()  # until it is killed
 
 
 def test_a_process_that_is_killed_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "written\n"
-        owner.kill()
+    ours, theirs = processes.Pipe()
+    owner = processes.Process(target=own_a_file, args=(str(tmp_path), theirs), daemon=True)
+    owner.start()
+    assert ours.recv() == "written"
+    owner.kill()
+    owner.join()
     assert [*tmp_path.iterdir()] == []

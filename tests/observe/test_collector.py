@@ -126,19 +126,6 @@ def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str], make_ha
     assert series == expected
 
 
-@pytest.mark.parametrize(("phases", "current"), [((), "idle"), (("train",), "train"), (("rollout", "mine", "eval"), "eval")])
-def test_exactly_one_phase(phases: tuple[str, ...], current: str, make_snapshot: MakeSnapshot) -> None:
-    series = series_of(as_text(make_snapshot(phases=phases)))
-    values = {dict(labels)["phase"]: value for (name, labels), value in series.items() if name == "placement_phase"}
-    assert values == {phase: float(phase == current) for phase in {*PHASES, *phases, "my_phase"}}
-
-
-def test_odd_label_values_come_back_as_they_were(make_snapshot: MakeSnapshot) -> None:
-    policy = 'my"policy\\with {braces}\nand a line'
-    (labels,) = [dict(k) for name, k in series_of(as_text(make_snapshot(policy=policy))) if name == "placement_worker_info"]
-    assert labels["policy"] == policy
-
-
 @pytest.mark.parametrize("nbytes", [None, 0, 71])
 def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None, make_snapshot: MakeSnapshot) -> None:
     shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]

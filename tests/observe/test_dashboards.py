@@ -22,7 +22,6 @@ from tests.observe.expressions import expressions, substituted
 
 PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
 EVERY_PANEL = [pytest.param(page, panel, id=f"{page['uid']}: {panel['title']}") for page in PAGES.values() for panel in page["panels"]]
-EVERY_PAGE = [pytest.param(page, id=page["uid"]) for page in PAGES.values()]
 TARGET_LABELS = {"job", "instance", "run", "node", "rank", "gpu_uuid"}
 
 
@@ -92,22 +91,6 @@ def test_a_panel_asks_only_for_what_is_chosen(page: dict[str, Any], panel: dict[
 # How it is laid out
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE)
-def test_variables_choose_source_run_and_worker(page: dict[str, Any]) -> None:
-    by_name = {each["name"]: each for each in page["templating"]["list"]}
-    assert list(by_name) == ["datasource", "run", "instance"]
-    assert by_name["datasource"]["query"] == "prometheus"
-    assert by_name["run"]["definition"] == "label_values(placement_budget_bytes, run)"
-    assert by_name["instance"]["definition"] == 'label_values(placement_budget_bytes{run="$run"}, instance)'
-    for each in (by_name["run"], by_name["instance"]):
-        assert each["query"]["query"] == each["definition"]
-        assert each["datasource"]["uid"] == "${datasource}"
-    many = page["uid"] == "placement-fleet"
-    assert by_name["instance"].get("includeAll", False) is many
-    assert by_name["instance"].get("multi", False) is many
-    assert not by_name["run"].get("includeAll", False)
-
-
 def test_the_pages_lead_to_each_other() -> None:
     fleet, worker = PAGES["placement-fleet.json"], PAGES["placement-worker.json"]
     (to_worker,), (to_fleet,) = fleet["links"], worker["links"]
@@ -128,38 +111,6 @@ def urls_in(node: Any) -> list[str]:
     if isinstance(node, dict):
         return ([node["url"]] if "url" in node else []) + [url for value in node.values() for url in urls_in(value)]
     return [url for each in node for url in urls_in(each)] if isinstance(node, list) else []
-
-
-def test_columns_that_a_link_or_an_order_rests_on_are_there() -> None:
-    fleet = PAGES["placement-fleet.json"]
-    (table,) = (panel for panel in fleet["panels"] if panel["type"] == "table")
-    (organize,) = (each["options"] for each in table["transformations"] if each["id"] == "organize")
-    titles = organize["renameByName"]
-    assert titles["instance"] == "Worker"
-    letters = {f"Value #{target['refId']}" for target in table["targets"]}
-    assert letters == {name for name in (*titles, *organize["excludeByName"]) if name.startswith("Value #")}
-    overridden = [each["matcher"]["options"] for each in table["fieldConfig"]["overrides"]]
-    assert set(overridden) <= set(titles.values())
-    assert {each["displayName"] for each in table["options"]["sortBy"]} <= set(titles.values())
-    for panel in (each for page in PAGES.values() for each in page["panels"] if each["type"] == "barchart"):
-        matrix, rename, order = (each["options"] for each in panel["transformations"])
-        (shown,) = rename["renameByName"].items()
-        assert shown == (f"{matrix['rowField']}\\{matrix['columnField']}", order["sort"][0]["field"])
-        assert re.search(rf"by \({matrix['rowField']}, {matrix['columnField']}\)", panel["targets"][0]["expr"])
-        assert panel["targets"][0]["format"] == "table"
-
-
-def test_the_timeline_names_and_colours_every_state_and_no_gap() -> None:
-    (panel,) = (each for each in PAGES["placement-worker.json"]["panels"] if each["type"] == "state-timeline")
-    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
-    codes = {code: result["text"] for code, result in mapping["options"].items()}
-    assert list(codes.values()) == [*(state.value for state in State), "BROKEN"]
-    for code, text in list(codes.items())[:-1]:
-        assert re.search(rf'state="{text}"\}} \* {code}\b', panel["targets"][0]["expr"])
-    assert len({result["color"] for result in mapping["options"].values()}) == len(codes)
-    assert panel["options"]["mergeValues"] is True
-    assert panel["options"]["legend"]["showLegend"] is True
-    assert panel["fieldConfig"]["defaults"]["custom"]["spanNulls"] is False
 
 
 # The export

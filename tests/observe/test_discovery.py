@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -33,16 +31,6 @@ server = manager.serve()
 print(server.port, flush=True)
 sys.stdin.read()
 """
-
-
-def start(folder: Path, rank: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "RANK": str(rank), "GROUP_RANK": "0"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(folder)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().strip().isdecimal()
-    return process
 
 
 def test_who_a_worker_is() -> None:
@@ -90,26 +78,6 @@ def test_a_restarted_worker_replaces_its_file_and_the_old_one_leaves_it(tmp_path
     assert [target.address for target in targets_in(tmp_path)] == ["127.0.0.1:2"]
     second.close()
     assert targets_in(tmp_path) == []
-
-
-def test_the_file_of_a_killed_worker_is_reaped_and_no_other(tmp_path: Path) -> None:
-    workers = [start(tmp_path, rank) for rank in range(2)]
-    try:
-        assert [target.labels["rank"] for target in targets_in(tmp_path)] == ["0", "1"]
-        assert reap(tmp_path) == []
-        workers[0].kill()
-        workers[0].wait()
-        deadline = time.monotonic() + 20  # the other worker looks every few seconds
-        while len(targets_in(tmp_path)) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert [target.labels["rank"] for target in targets_in(tmp_path)] == ["1"]
-        workers[1].communicate("")  # it ends by itself
-        assert workers[1].returncode == 0
-        assert targets_in(tmp_path) == []
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
 
 
 def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) -> None:

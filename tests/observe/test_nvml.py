@@ -94,19 +94,6 @@ def test_what_is_not_known_is_not_said(library: Library) -> None:
     assert others.nbytes is None
 
 
-def test_what_others_hold_is_not_unaccounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(Process(os.getpid(), 5), Process(7, 3000))
-    monkeypatch.setattr(nvml, "_library", lambda: library)
-    manager = placement.Manager(device=Named(1 << 20, chunk_bytes=4096))
-    model = nn.Linear(8, 8)
-    manager.register("actor", model, role="actor")
-    before = manager.snapshot()
-    assert before.other_processes_bytes is None
-    with manager.serve():
-        until(lambda: manager.snapshot().other_processes_bytes == 3000)
-        assert manager.snapshot().unaccounted_bytes == before.unaccounted_bytes - 3000
-
-
 def test_what_others_hold_is_not_shown_before_it_is_subtracted() -> None:
     """The thread that measures may have its first number before anybody asks."""
 

@@ -25,8 +25,8 @@ from tests.observe.expressions import expressions
 from tests.support.forked import processes
 
 WORKERS = 4
-SCRAPES = 30
-"""How often every worker has been scraped before anything is asked of the run; once a second."""
+SCRAPES = 24
+"""How often every worker has been scraped before anything is asked of the run; twice a second."""
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -63,9 +63,9 @@ class Prometheus:
     def __init__(self, folder: Path, discovery: dict[str, Any]) -> None:
         assert main(["dashboards", "export", str(folder)]) == 0
         rules = folder / "prometheus/rules/placement.yml"
-        rules.write_text(rules.read_text().replace("for: 1m", "for: 5s"))
+        rules.write_text(rules.read_text().replace("for: 1m", "for: 3s"))
         configuration = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
             "rule_files": [str(folder / "prometheus/rules/*.yml")],
             "scrape_configs": [{"job_name": "placement", **discovery}],
         }
@@ -120,7 +120,7 @@ class Run:
         self.exported = folder / "exported"
         self.workers: list[Any] = []
         self.urls: list[str] = []
-        by_file = {"file_sd_configs": [{"files": [f"{self.targets}/*.json"], "refresh_interval": "2s"}]}
+        by_file = {"file_sd_configs": [{"files": [f"{self.targets}/*.json"], "refresh_interval": "1s"}]}
         self.prometheus = Prometheus(self.exported, by_file)
 
     def start(self) -> None:
@@ -205,11 +205,11 @@ def test_a_healthy_run_raises_no_alarm(run: Run) -> None:
 def test_shares_of_time_agree_with_the_journal(run: Run) -> None:
     for rank, url in enumerate(run.urls):
         # The samples themselves, and the journal from the first to the last: a rate says something of times when nobody looked, too.
-        found = run.prometheus.ask(f'placement_state_seconds_total{{instance="{instance(rank)}"}}[{SCRAPES}s]')
+        found = run.prometheus.ask(f'placement_state_seconds_total{{instance="{instance(rank)}"}}[{SCRAPES // 2}s]')
         samples = {(series["metric"]["handle"], series["metric"]["state"]): series["values"] for series in found}
         ((begins, ends),) = {(values[0][0], values[-1][0]) for values in samples.values()}
         seconds = ends - begins
-        assert seconds > SCRAPES / 2
+        assert seconds > SCRAPES / 4
         of_prometheus = {name: (float(values[-1][1]) - float(values[0][1])) / seconds for name, values in samples.items()}
         of_journal: defaultdict[tuple[str, str], float] = defaultdict(float)
         events = get(f"{url}/trace")["traceEvents"]

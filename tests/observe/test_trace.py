@@ -69,26 +69,6 @@ def test_it_says_what_another_policy_would_have_to_know(manager: placement.Manag
     assert spans == {"idle": {}, "log_prob": {"only": ["actor"]}}
 
 
-def test_spans_of_a_track_nest(manager: placement.Manager, tmp_path: Path) -> None:
-    """The format's one rule: on a track, two events are apart or one is inside the other."""
-    for _ in range(5):
-        with manager.phase("log_prob") as phase:
-            phase.switch("weight_sync")
-    path = tmp_path / "trace.json"
-    placement.trace(manager.journal, path)
-    tracks: dict[int, list[tuple[float, float]]] = {}
-    for event in events_of(path, "X"):
-        assert event["dur"] >= 0
-        tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(tracks) == 2
-    for spans in tracks.values():
-        for begin, end in spans:
-            for other_begin, other_end in spans:
-                # A microsecond of slack: each number is rounded by itself.
-                apart = end <= other_begin + 1 or other_end <= begin + 1
-                assert apart or (begin >= other_begin - 1 and end <= other_end + 1) or (other_begin >= begin - 1 and other_end <= end + 1)
-
-
 def test_on_one_time_with_a_torch_profiler_trace(manager: Any, tmp_path: Path) -> None:
     with (
         profile(activities=[ProfilerActivity.CPU]) as profiler,

@@ -1,4 +1,4 @@
-"""A fleet of four workers: phases for all of them, and what fails in between.
+"""A fleet of three workers: phases for all of them, what fails in between, and the examples with several ranks.
 
 One job for the whole file, because a process that imports torch takes seconds to start: each test leaves the fleet outside every phase.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +21,8 @@ import pytest
 import placement.ray
 from placement.core.errors import GroupError, PhaseError
 
-WORLD = 4
+WORLD = 3
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,7 @@ def test_a_step_of_the_whole_fleet(job: Any) -> None:
     assert len({each["weights"] for each in assert_outside(job)}) == 1
 
 
-@pytest.mark.parametrize(("failing", "switched"), [(0, False), (3, True)])
+@pytest.mark.parametrize(("failing", "switched"), [(0, False), (2, True)])
 def test_out_of_memory_on_one_worker_is_everybodys_and_the_next_phase_succeeds(job: Any, failing: int, switched: bool) -> None:
     before = assert_outside(job)
     job.ray.get(job.workers[failing].fail.remote("create", 4 if switched else 2))
@@ -106,7 +111,7 @@ def test_mistakes_are_named_and_nothing_moves(job: Any, ray: Any) -> None:
 
 def test_a_worker_that_was_killed_begins_anew_with_the_others(job: Any) -> None:
     killed = assert_outside(job)[2]["pid"]
-    job.fleet._deadline_seconds = 5.0  # the others wait so long for it at the switch, and when they leave
+    job.fleet._deadline_seconds = 2.0  # the others wait so long for it at the switch, and when they leave
     job.fleet.join()
 
     def step() -> None:
@@ -153,3 +158,28 @@ def test_a_method_that_leaves_the_fleets_phase(job: Any) -> None:
     with pytest.raises(GroupError, match="rank 1: PhaseError: cannot leave"), job.fleet.phase("train"):
         job.all("leave")
     assert_outside(job)
+
+
+# --- the examples: the demo's GRPO loop with several ranks
+
+
+def test_the_loop_on_ray(ray: Any) -> None:
+    from examples.ray_grpo import main
+
+    weights = main(world_size=2, steps=2)
+    assert [len(set(step)) for step in weights] == [1, 1]  # all workers have the same
+    assert weights[0] != weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # three fresh interpreters on a machine with other work
+def test_the_loop_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/torchrun_grpo.py"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0 bytes left on the device") == 2 * 3
+    weights = re.findall(r"rank (\d) weights ([0-9a-f]{16})", done.stdout)  # no more: the ranks share a pipe, and their lines may touch
+    assert len(weights) == 2
+    assert len({digest for _, digest in weights}) == 1
