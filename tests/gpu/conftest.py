@@ -8,6 +8,7 @@ import pytest
 
 import placement
 from placement.testing import assert_nothing_resident
+from tests.gpu.vllm.apart import Apart
 
 
 @pytest.fixture
@@ -16,3 +17,11 @@ def manager() -> Iterator[placement.Manager]:
     yield manager
     assert_nothing_resident(manager)
     manager.close()
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Apart]:
+    """A process for a trainer beside an engine's server."""
+    process = Apart()
+    yield process
+    process.close()

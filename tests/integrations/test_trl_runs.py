@@ -87,6 +87,23 @@ def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) 
     assert_nothing_resident(ours.manager)
 
 
+def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
+    """TRL's own one resumes from what the placed one has saved, and the other way round."""
+    manager = manager_for()
+    of_both = ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager}))
+    for cls, keywords in of_both:
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, save_strategy="steps", save_steps=2)
+        make(cls, config, folder, **keywords).train()
+    resumed = []
+    for (cls, keywords), other in zip(of_both, reversed(of_both), strict=True):
+        resumed.append(make(cls, grpo_config(tmp_path / "resumed", max_steps=3), folder, **keywords))
+        resumed[-1].train(resume_from_checkpoint=str(tmp_path / other[0].__name__ / "checkpoint-2"))
+    own, ours = resumed
+    assert ours.state.global_step == 3
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
 def _values(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file

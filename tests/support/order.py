@@ -1,20 +1,18 @@
 """In which order the tests run, and which of them in the same one of xdist's processes.
 
-What takes long begins first, so that nothing long begins at the end, and what waits runs beside what computes: `durations.json` knows. The
-ranks that a process starts live as long as it does: files whose ranks import the same framework run in the same process, and it is imported
-once a rank. Those are listed here: a test file does not tell which of the frameworks that its workers mention they import.
+What takes long begins first, so that nothing long begins at the end: `durations.json` knows. The ranks that a process starts live as long
+as it does: files whose ranks import the same framework run in the same process, and it is imported once a rank. Those are listed here: a
+test file does not tell which of the frameworks that its workers mention they import.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import pytest
 
-from tests.support.durations import Duration, file_of, recorded
+from tests.support.durations import file_of, recorded
 
 _TOGETHER = {
     "programs": ("tests/unit/test_processes.py", "tests/unit/test_host.py", "tests/unit/test_host_reserve.py"),
@@ -76,36 +74,21 @@ def imports_of(place: str) -> tuple[str, ...]:
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of a scope one after the other, each file's in its own order."""
-    places = dict.fromkeys(file_of(item.nodeid) for item in items)
-    ranks = {scope: rank for rank, scope in enumerate(ranked(durations_of(places, recorded())))}
-    return sorted(items, key=lambda item: (ranks[scope_of(file_of(item.nodeid))], file_of(item.nodeid)))
+    """The scope that takes longest first, and of each scope and file the tests one after the other.
 
+    A file that was not recorded counts as average.
+    """
+    known = recorded()
+    average = sum(known.values()) / max(len(known), 1)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for place in {file_of(item.nodeid) for item in items}:
+        seconds[scope_of(place)] += known.get(place, average)
 
-def durations_of(places: Iterable[str], known: Mapping[str, Duration]) -> dict[str, Duration]:
-    """How long each scope of these files takes. A file that was not recorded counts as average."""
-    average = Duration(*(sum(each) / len(known) for each in zip(*known.values(), strict=True))) if known else Duration(1.0, 1.0)
-    scopes: defaultdict[str, Duration] = defaultdict(lambda: Duration(0.0, 0.0))
-    for place in places:
-        scopes[scope_of(place)] += known.get(place, average)  # type: ignore[assignment]
-    return scopes
+    def rank(item: pytest.Item) -> tuple[float, str, str]:
+        place = file_of(item.nodeid)
+        return -seconds[scope_of(place)], scope_of(place), place
 
-
-def ranked(scopes: Mapping[str, Duration]) -> list[str]:
-    """The scopes, longest first. Of those that take longer than average, one that mostly waits and one that computes take turns."""
-    longest_first = sorted(scopes, key=lambda scope: (-scopes[scope].seconds, scope))
-    usual = Duration(*(sum(each) for each in zip(*scopes.values(), strict=True))) if scopes else Duration(0.0, 0.0)
-    average = usual.seconds / max(len(scopes), 1)
-    long = [scope for scope in longest_first if scopes[scope].seconds > average]
-    waiting = [scope for scope in long if _mostly_waits(scopes[scope], usual)]
-    computing = [scope for scope in long if scope not in waiting]
-    turns = [scope for pair in zip_longest(waiting, computing) for scope in pair if scope is not None]
-    return turns + longest_first[len(long) :]
-
-
-def _mostly_waits(duration: Duration, usual: Duration) -> bool:
-    """For a server, a deadline or another process. Processes that share cores get a part of one each: compared with what is usual."""
-    return duration.processor_seconds * usual.seconds < 0.75 * usual.processor_seconds * duration.seconds
+    return sorted(items, key=rank)
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:

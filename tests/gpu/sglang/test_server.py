@@ -22,13 +22,6 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         yield started
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Apart]:
-    process = Apart()
-    yield process
-    process.close()
-
-
 @pytest.mark.parametrize("kind", ["plain", "lora", "fsdp2"])
 def test_steps_with_an_actor_of_each_kind(server: tuple[str, int], trainer: Apart, kind: str) -> None:
     trainer.run(cases.steps, ENDS, server[0], kind)
