@@ -190,9 +190,7 @@ def test_an_engine_that_cannot_take_all_of_a_publishing_takes_none(difference: s
         assert all(as_bytes(tensor).equal(before[name]) for name, tensor in inner.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "wrong", [("3.weight", torch.ones(4, 4)), ("2.weight", torch.ones(4)), ("2.weight", torch.ones(4, 4, dtype=torch.int64))]
-)
+@pytest.mark.parametrize("wrong", [("3.weight", torch.ones(4, 4)), ("2.weight", torch.ones(4))])
 def test_a_bucket_of_ones_own_is_written_whole_or_not_at_all(wrong: tuple[str, torch.Tensor]) -> None:
     engine = TorchEngine(three())
     before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
