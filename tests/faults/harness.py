@@ -27,8 +27,6 @@ PAGE = 4096
 CAPACITY_BYTES = 104 * 1024
 """What the largest phase (train, with its gradients) needs, and not a page more; see `test_capacity_is_tight`."""
 
-ROLES = ("rollout", "actor", "ref", "critic", "reward")
-
 
 class Foresight(placement.policies.Colocated):
     """Colocated, and everything that a phase does not need arrives early in it, as far as there is room."""

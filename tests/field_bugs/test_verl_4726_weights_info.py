@@ -88,26 +88,6 @@ def test_names_and_shapes_in_every_state_without_a_move_or_a_collective(two_rank
     two_ranks.run(_ask_in_every_state, build)
 
 
-def _the_shortcut(build: str) -> tuple[int, str]:
-    """What verl did: a state dict, on an offloaded handle."""
-    module = BUILDS[build](Model())
-    manager = manager_of()
-    actor = manager.register("actor", module, role="actor")
-    with no_collectives() as called:
-        try:
-            module.state_dict()
-            error = ""
-        except Exception as raised:
-            error = type(raised).__name__
-    assert actor.resident_bytes == 0
-    return len(called), error
-
-
-def test_the_state_dict_that_was_asked_gathers_or_is_refused(two_ranks: Ranks) -> None:
-    for collectives, error in two_ranks.run(_the_shortcut, "fsdp1_flat"):
-        assert collectives or error == "NotResidentError"
-
-
 def test_what_is_not_built_has_nothing_to_tell() -> None:
     manager = manager_of()
 

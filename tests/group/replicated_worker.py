@@ -227,13 +227,6 @@ def different(generation: int, cuda: bool, other: int, name: str) -> tuple[str, 
     return told, rank.load()
 
 
-def other_model(generation: int) -> str:
-    rank = Rank(generation)
-    if rank.rank == 1:
-        rank.ref.register_buffer("one_more", torch.ones(3))
-    return rank.fails(rank.register, RegistrationError)
-
-
 MISTAKES: dict[str, Callable[[Rank], Any]] = {
     "not readonly": lambda rank: rank.register(readonly=False),
     "a Lazy": lambda rank: rank.manager.register("ref", Lazy(lambda: rank.ref), role="ref", readonly=True, replicated=True),

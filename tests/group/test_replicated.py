@@ -85,11 +85,6 @@ def test_unequal_weights_are_refused_on_every_rank_by_name(ranks: Ranks, generat
         assert crossed
 
 
-def test_another_model_is_refused(three: Ranks, generation: int) -> None:
-    for told in three.run(worker.other_model, generation):
-        assert "rank 1 has other tensors" in told
-
-
 def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
     first, second, third = three.run(worker.mistaken, generation)
     differ = ("not readonly", "an optimizer")

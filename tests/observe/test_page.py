@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -238,3 +239,20 @@ def test_the_discovery_server_shows_all_workers(browser: Any, tmp_path: Path) ->
         assert severe(browser) == []
     for worker in workers:
         worker.server.close()
+
+
+def test_on_a_phone_nothing_sticks_out_of_the_page(browser: Any, worker: ServedManager) -> None:
+    with worker.manager.phase("log_prob"):
+        pass
+    phone = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        browser.get(worker.server.url)
+        until(browser, "document.querySelectorAll('.two td').length > 4")
+        edges = "[...document.querySelectorAll('.two > *, .scroll, svg')].map(n => n.getBoundingClientRect().right)"
+        assert max(browser.execute_script(f"return {edges}")) <= 390
+        labels = "[...document.querySelectorAll('svg text[text-anchor]')].map(n => n.getBoundingClientRect()).map(r => [r.left, r.right])"
+        places = sorted(browser.execute_script(f"return {labels}"))
+        assert all(right < left for (_, right), (left, _) in itertools.pairwise(places)), "two times of the timeline overlap"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -67,12 +67,6 @@ def read_to_end(client: socket.socket) -> bytes:
     return b"".join(iter(lambda: client.recv(65536), b""))
 
 
-def exchange(server: MetricsServer, sent: bytes) -> bytes:
-    with connect(server) as client:
-        client.sendall(sent)
-        return read_to_end(client)
-
-
 # Pages
 
 
