@@ -133,7 +133,7 @@ class Recording:
         settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
         objects = objects_of(device, map(_view, self.facts), {facts["name"]: self._seen(facts) for facts in self.facts})
         with Run(chosen, device, objects, names, budget_bytes=budget, **settings) as run:
-            return summed_up(run, tuple([run.go(phase, seconds) for phase, seconds in self.phases]), notes=notes)
+            return summed_up(run, [tuple([run.go(phase, seconds) for phase, seconds in self.phases])], notes)
 
     def _seen(self, facts: Mapping[str, Any]) -> Seen:
         """The bytes that the moves of one handle have shown."""

@@ -24,16 +24,13 @@ _NO_LIMIT = 1 << 62
 
 
 class Moved(NamedTuple):
-    """Bytes that one handle, or several together, have moved."""
+    """Bytes that one handle, or several together, have moved: fields of `PhaseForecast`."""
 
     loaded_bytes: int = 0
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
-    """Bytes that left the device without a copy, because the host copy has them."""
     prefetched_bytes: int = 0
-    """The part of `loaded_bytes` that came early, while the phase before computed."""
-    spilled_bytes: int = 0
-    """Bytes of host copies that were written to the disk, and read from it."""
+    disk_written_bytes: int = 0
     disk_read_bytes: int = 0
 
     @classmethod
@@ -42,15 +39,14 @@ class Moved(NamedTuple):
 
 
 class Asked:
-    """A policy, with what was wrong with its plans while handles were registered."""
+    """A policy. While handles are registered, they are off the device where it gives no plan, or one that does not fit."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.name = policy.name
         self.is_registering = True
-        """Whether the handles are still being registered. Meanwhile they are off the device where there is no plan, or no room."""
         self.unfit: list[PlacementError] = []
-        """Why there was none."""
+        """What was wrong with its plans meanwhile."""
 
     def plan(self, view: View) -> Plan:
         if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
@@ -60,7 +56,7 @@ class Asked:
             check_fits(view, plan)
         except PlacementError as error:
             self.unfit.append(error.with_traceback(None))
-            plan = Plan(dict.fromkeys(view.handles, State.CPU_OFFLOADED))
+            return view.total_plan({})
         return plan
 
     def __getattr__(self, name: str) -> Any:
@@ -176,8 +172,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         disk_waited_bytes, gradient_bytes, streamed = self.tier.waited_bytes, 0, Moved()
         if problem is None:
             waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
-            stall, streamed = stall + waited, Moved.total(self._moved().values())
-        total, wanted_bytes = Moved.total(moved.values()), self._wanted_bytes(problem, views)
+            stall, streamed = stall + waited, Moved.total(self._moved().values())._replace(prefetched_bytes=0)
+        wanted_bytes = self._wanted_bytes(problem, views)
         if (link := self._device.link) is not None:
             managed = Moved.total(each for name, each in moved.items() if not isinstance(self._objects[name].target, SizedEngine))
             stall += link.seconds_beside(*managed[:3])
@@ -193,15 +189,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
             handle_bytes=held,
             states={name: view.state for name, view in views.items()},
             gradient_bytes=gradient_bytes,
-            loaded_bytes=total.loaded_bytes + streamed.loaded_bytes,
-            offloaded_bytes=total.offloaded_bytes + streamed.offloaded_bytes,
+            **Moved.total((*moved.values(), streamed))._asdict(),
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
-            skipped_bytes=total.skipped_bytes,
-            prefetched_bytes=total.prefetched_bytes,
             host_bytes=self.tier.most_bytes(),
             disk_bytes=sum(handle.disk_bytes for handle in self._manager.handles.values()),
-            disk_written_bytes=total.spilled_bytes + streamed.spilled_bytes,
-            disk_read_bytes=total.disk_read_bytes + streamed.disk_read_bytes,
             disk_waited_bytes=disk_waited_bytes,
             stall_seconds=None if link is None else round(stall, 9),
             work_seconds=work_seconds,
@@ -307,26 +298,20 @@ def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, n
     if over:
         names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
         notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
-    notes = [*notes, *run.idle_mirrors()]
-    return summed_up(run, cycles[-1], ranks_per_node, others=[each for phases in cycles for each in phases], first=cycles[0], notes=notes)
+    return summed_up(run, cycles, [*notes, *run.idle_mirrors()], ranks_per_node, first=cycles[0])
 
 
 def summed_up(
     run: Run,
-    phases: tuple[PhaseForecast, ...],
+    cycles: Sequence[tuple[PhaseForecast, ...]],
+    notes: Sequence[str],
     ranks_per_node: int = 1,
-    *,
-    others: Sequence[PhaseForecast] = (),
     first: tuple[PhaseForecast, ...] = (),
-    notes: Sequence[str] = (),
 ) -> Forecast:
-    """The forecast of these phases.
-
-    Args:
-        others: the phases that must fit, too.
-    """
+    """The forecast of the last of these cycles. The phases of all must fit."""
+    phases, everything = cycles[-1], [each for cycle in cycles for each in cycle]
     stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
-    handles, everything = run.handles(ranks_per_node), (*phases, *others)
+    handles = run.handles(ranks_per_node)
     shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
     host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
     unfit = [getattr(error, "wanted_bytes", None) or 0 for error in run.asked.unfit]

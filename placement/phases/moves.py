@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from placement.core.errors import BrokenHandleError, CoordinatorLost, PhaseError
+from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
 from placement.core.settings import Annotate, Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
-from placement.group.protocol import Reached, Stage
+from placement.group.protocol import Reached
 from placement.group.vote import Agree
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
@@ -47,11 +47,7 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
 """The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
-_FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
-"""The triggers that leave SYNCING and TRAINING with the bytes on the device."""
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
-_WHOLE = {Trigger.END_STREAM: Trigger.END_SYNC, Trigger.END_STREAMED_TRAIN: Trigger.END_TRAIN}
-"""The trigger that ends the same state of a handle on the device, for each that ends the use of a host copy."""
 _AFTER_ENGINES = "move what is left"
 Paths = Sequence[tuple[Handle, list[Trigger]]]
 """The triggers that handles have still to go through."""
@@ -117,13 +113,11 @@ def _is_written_together(handle: Handle, plan: Plan) -> bool:
     return holding is not None and holding.is_written_together and holding.on_device and not target_of(handle, plan)[1]
 
 
-def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
-    """Used in place of a group's agreement if there is no group."""
-    return Reached(stage, lacks_engines)
-
-
-def _tell_nobody(_: str) -> None:
-    """Used in place of a group's proposal if there is no group."""
+def _path(handle: Handle, target: Node) -> list[Trigger]:
+    """The triggers from where a handle is to a target. Raises BrokenHandleError if it cannot go there."""
+    if wanted := path(handle.node, target):
+        handle.require_sound(wanted[0])
+    return [*wanted]
 
 
 @dataclass(eq=False, slots=True)
@@ -204,34 +198,35 @@ class Mover:
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
         others, engines = _apart(handles)
-        if agree is None:
-            agree, go_on = _alone, _tell_nobody
         sources = {handle: handle.node for handle in others}
-        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying, is_together=agree is not _alone)
+        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying, is_together=agree is not None)
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
             # Ranks that write a host copy together wait for one another there, and not while others wait for them in a vote.
-            if any(have_left) or (agree is not _alone and any(_is_written_together(handle, plan) for handle in others)):
+            if agree is not None and (any(have_left) or any(_is_written_together(handle, plan) for handle in others)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
             self._march(others, lambda handle: target_of(handle, plan))
             if self._transition.complaints:
                 raise self._transition.complaints.pop(0)
             lacks_engines = any(self._engine_lacks(engine, plan) for engine in engines)
-            while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
-                go_on(_AFTER_ENGINES)
-            self._complete(others)
+            reached = Reached("moved", lacks_engines)
+            while agree is not None and (reached := agree(plan, "moved", lacks_engines)).stage != "moved":
+                go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
+            if failures := self._complete(others):
+                raise failures[0]
             self._finish(others)
         except BaseException as error:
             self._stop(error, sources)
             raise
         if reached.lacks_engines:
             self._end()
-            go_on("load engines")
-            for engine in engines:
-                self._engine_comes(engine, plan)
-            agree(plan, "engines loaded", False)
-        for engine in engines:  # engines that only change state, without loading anything
+            if agree is not None:
+                go_on("load engines")
+                for engine in engines:
+                    self._engine_comes(engine, plan)
+                agree(plan, "engines loaded", False)
+        for engine in engines:
             self._engine_comes(engine, plan)
         self._begin_ahead(ahead)
 
@@ -241,9 +236,7 @@ class Mover:
             self._go_back(sources, error)
             self._end()
             return
-        try:
-            self._complete(sources)
-        except Exception as failure:
+        for failure in self._complete(sources):
             error.add_note(f"placement: {failure}")
         self._forget()  # but keep the freed chunks, so that going back later needs no new memory
 
@@ -257,7 +250,8 @@ class Mover:
             cause.add_note(f"placement: {error}")
         try:
             self._march([handle for handle in sources if handle.broken is None], sources.__getitem__)
-            self._complete(sources)
+            if failures := self._complete(sources):
+                raise failures[0]
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(sources)
@@ -266,11 +260,7 @@ class Mover:
 
     def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
         """Fire the triggers on every handle's path, in an order that frees memory before loading."""
-        paths: list[tuple[Handle, list[Trigger]]] = []
-        for handle in handles:
-            if wanted := path(handle.node, target(handle)):
-                handle.require_sound(wanted[0])
-                paths.append((handle, list(wanted)))
+        paths = [(handle, _path(handle, target(handle))) for handle in handles]
         for step in _STEPS:
             if step is _STEPS[1]:
                 self._exchange(paths)
@@ -293,14 +283,9 @@ class Mover:
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying, is_together=is_together)
         paths: list[tuple[Handle, list[Trigger]]] = []
-
-        def prepare(handle: Handle) -> None:
-            if wanted := path(handle.node, target_of(handle, plan)):
-                handle.require_sound(wanted[0])
-                paths.append((handle, list(wanted)))
-
         try:
-            errors += self._each(others, prepare)
+            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, target_of(handle, plan)))))
+            moves = any(triggers for _, triggers in paths)
             for step in _STEPS:
                 if step is _STEPS[1]:
                     errors += self._exchange_what_can(paths)
@@ -310,7 +295,7 @@ class Mover:
                     except Exception as error:
                         errors.append(error)
                         triggers.clear()
-            if paths or errors:
+            if moves or errors:
                 errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
             self._finish(others)
         finally:
@@ -325,11 +310,8 @@ class Mover:
 
     def complete(self, handles: Mapping[str, Handle]) -> list[Exception]:
         """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
-        try:
-            self._complete(handles.values())
-        except Exception as error:
-            return [error, *self._settle_all(handles.values())]
-        return []
+        errors = self._complete(handles.values())
+        return [*errors, *self._settle_all(handles.values())] if errors else []
 
     def _exchange_what_can(self, paths: Paths) -> list[Exception]:
         """Move all at once, or none: if one handle cannot move, the others must, and then each moves by itself.
@@ -410,11 +392,10 @@ class Mover:
         if self._verifier is not None:
             self._verifier.note(holdings)
 
-    def _complete(self, handles: Iterable[Handle]) -> None:
-        """Commit the loads that waited for the decision of the group, whatever it is.
+    def _complete(self, handles: Iterable[Handle]) -> list[Exception]:
+        """Commit the loads that waited for the decision of the group, whatever it is. Returns the errors.
 
-        Raises:
-            Exception: the first error, once all handles were tried: other ranks are in the collectives of each.
+        All handles are tried: other ranks are in the collectives of each.
         """
         errors: list[Exception] = []
         for handle in sorted(handles, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
@@ -427,8 +408,7 @@ class Mover:
                     holding.make_consistent(self.chunk_pool)
                 except Exception as error:
                     errors.append(error)
-        if errors:
-            raise errors[0]
+        return errors
 
     # --- the bytes
 
@@ -485,10 +465,6 @@ class Mover:
         with self._failing([(handle, trigger)]):
             handle.machine.require(trigger)
             handle.require_sound(trigger)
-            if handle.is_streaming and trigger in _FROM_DEVICE:
-                raise PhaseError(f"{handle.name!r} is {handle.state} from its host copy; it cannot {trigger} before it is loaded")
-            if (whole := _WHOLE.get(trigger)) is not None and not handle.is_streaming and not handle.external:
-                raise PhaseError(f"{handle.name!r} is {handle.state} on the device; end that with {whole}, not with {trigger}")
         if trigger in _MOVES and handle not in self._transition.moved:  # this is recovery, or the exchange of all has failed
             self._exchange([(handle, [trigger])])
         with self._failing([(handle, trigger)]):
