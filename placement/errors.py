@@ -2,36 +2,4 @@
 
 from __future__ import annotations
 
-from placement.core.errors import (
-    BrokenHandleError,
-    CheckpointError,
-    CoordinatorLost,
-    DeviceMemoryError,
-    EngineError,
-    EngineLost,
-    GroupError,
-    HostMemoryError,
-    IntegrityError,
-    NotResidentError,
-    PhaseError,
-    PlacementError,
-    PolicyError,
-    RegistrationError,
-)
-
-__all__ = [
-    "BrokenHandleError",
-    "CheckpointError",
-    "CoordinatorLost",
-    "DeviceMemoryError",
-    "EngineError",
-    "EngineLost",
-    "GroupError",
-    "HostMemoryError",
-    "IntegrityError",
-    "NotResidentError",
-    "PhaseError",
-    "PlacementError",
-    "PolicyError",
-    "RegistrationError",
-]
+from placement.core.errors import *  # noqa: F403 - all of them

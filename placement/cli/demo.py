@@ -65,26 +65,23 @@ def _new_file(text: str) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the job. Returns 0 when it ran and the audit found nothing."""
+    """Run the job, with or without a manager. Returns 0 when it ran and the audit found nothing."""
+    recipe, tokenizer = Recipe(steps=arguments.steps, seed=arguments.seed), Characters()
+    actor = build_actor(tokenizer, arguments.seed)
+    print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
+    name, model_bytes = pick(arguments.device), sum(parameter.nbytes for parameter in actor.parameters())
     with repeatable():
-        result = run_job(arguments)
+        if arguments.no_placement:
+            worker = make_worker(actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe)
+            result = train(worker, EverythingResident(worker.device))
+            result |= {"weights_sha256": digest_of(actor.state_dict()), "placement": False, "device": str(worker.device), "ok": True}
+        else:
+            device: Device = select_device(name) if name != "simulated" else _simulated(model_bytes)
+            worker = make_worker(actor, tokenizer, device.torch_device, recipe)
+            result = run_managed(worker, device, arguments, _COPIES * model_bytes)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(not result["ok"])
-
-
-def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the worker's job, with or without a manager."""
-    recipe = Recipe(steps=arguments.steps, seed=arguments.seed)
-    tokenizer = Characters()
-    actor = build_actor(tokenizer, arguments.seed)
-    print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
-    name = pick(arguments.device)
-    if arguments.no_placement:
-        return run_resident(make_worker(actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe))
-    model_bytes = sum(parameter.nbytes for parameter in actor.parameters())
-    device = make_device(name, model_bytes)
-    return run_managed(make_worker(actor, tokenizer, device.torch_device, recipe), device, arguments, _COPIES * model_bytes)
 
 
 def make_worker(actor: nn.Module, tokenizer: Characters, device: torch.device, recipe: Recipe) -> Worker:
@@ -131,10 +128,9 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
     }
 
 
-def run_resident(worker: Worker) -> dict[str, Any]:
-    """Run the same job with everything on the device all the time."""
-    results = train(worker, EverythingResident(worker.device))
-    return {**results, "weights_sha256": digest_of(worker.actor.state_dict()), "placement": False, "device": str(worker.device), "ok": True}
+def _simulated(model_bytes: int) -> SimulatedDevice:
+    """A device with room for training (actor, two moments), but not for the whole job."""
+    return SimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
 
 
 def train(worker: Worker, manager: Any, after_step: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -226,13 +222,6 @@ def pick(name: str) -> str:
     if name.startswith("cuda") and not available:
         raise placement.PlacementError(f"torch sees no CUDA device for {name!r}; --device simulated runs anywhere")
     return name
-
-
-def make_device(name: str, model_bytes: int) -> Device:
-    """Make the device of this name. The simulated one has room for training (actor, two moments), but not for the whole job."""
-    if name == "simulated":
-        return SimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
-    return select_device(name)
 
 
 @contextlib.contextmanager

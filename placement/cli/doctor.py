@@ -72,11 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
-    """Inspect a device, and time phase transitions of a model of `nbytes`, or less where there is no room for it.
-
-    Raises:
-        DeviceMemoryError, HostMemoryError: see `inspect`.
-    """
+    """Inspect a device, and time phase transitions of a model of `nbytes`, or less where there is no room for it. Raises DeviceMemoryError,
+    HostMemoryError: see `inspect`."""
     found = inspect(device, nbytes)
     try:
         if (directory := Settings.from_any(None).disk_directory) is not None:

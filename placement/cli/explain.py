@@ -124,11 +124,8 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. Returns 0; 1 where a phase has no plan or does not fit; 2 where the settings cannot be read.
-
-    Raises:
-        PlacementError: the worker of `--live` does not answer.
-    """
+    """Print the table. Returns 0; 1 where a phase has no plan or does not fit; 2 where the settings cannot be read. Raises PlacementError:
+    the worker of `--live` does not answer."""
     if arguments.live:
         return _tell_live(arguments.live)
     try:

@@ -94,11 +94,8 @@ class Worker:
     recipe: Recipe
 
     def train(self, manager: Any) -> Iterator[StepResult]:
-        """Register everything, then run the loop. Yields one result a step.
-
-        Args:
-            manager: a `placement.Manager`, or an object with its `register` and `phase`.
-        """
+        """Register everything, then run the loop. Yields one result a step. `manager`: a `placement.Manager`, or an object with its
+        `register` and `phase`."""
         actor = manager.register("actor", self.actor, role="actor")
         manager.register("actor.optimizer", self.optimizer)
         manager.register("ref", self.reference, role="ref", readonly=True)
@@ -135,10 +132,7 @@ class Worker:
         answers, answer_mask = self.sample(prompts, prompt_mask, generator)
 
         targets = [a + b for a, b in sums for _ in range(recipe.completions)]
-        texts = [
-            (self.tokenizer.decode([i for i in ids if i not in (self.tokenizer.eos, self.tokenizer.pad)]), self.tokenizer.eos in ids)
-            for ids in answers.tolist()
-        ]
+        texts = [(self.tokenizer.decode(ids), self.tokenizer.eos in ids) for ids in answers.tolist()]
         rewards = torch.tensor([judge(text, ended, target) for (text, ended), target in zip(texts, targets, strict=True)])
         correct = sum(text == str(target) for (text, _), target in zip(texts, targets, strict=True)) / len(targets)
         rollouts = Rollouts(

@@ -15,7 +15,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
 from placement.core.states import ROLES, WORKER_ROLES
-from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase, listed
+from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase
 from placement.planning.policy_lookup import policy_names
 
 _Number = TypeVar("_Number", int, float)
@@ -151,7 +151,7 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[s
 
     given: dict[str, Any] = {
         "layout": layout,
-        "cycle": listed(arguments.cycle),
+        "cycle": arguments.cycle,
         "budget_bytes": budget,
         "link": link,
         "work_seconds": work,
@@ -247,11 +247,8 @@ def table(forecast: Forecast) -> str:
 
 
 def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
-    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
-
-    Args:
-        heads: of the columns, such as policies with their options.
-    """
+    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums. `heads`: of the columns, such as
+    policies with their options."""
     sums = {"peak": "peak_bytes", "loaded": "loaded_bytes", "offloaded": "offloaded_bytes"}
     sums |= {"host, this rank": "host_bytes", "host, node": "node_host_bytes", "disk, this rank": "disk_bytes"}
     columns = [["", *map(_name, forecasts[0].phases), *sums, "stall", "fits"]]

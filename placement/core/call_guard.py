@@ -72,11 +72,8 @@ CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
 
 
 class GuardedForward:
-    """Takes the place of a module's `forward` and asks the check at each call.
-
-    Args:
-        before: the module's own `forward` attribute (a framework's patch, a captured graph); None: the method of its class is called.
-    """
+    """Takes the place of a module's `forward` and asks the check at each call. `before`: the module's own `forward` attribute (a
+    framework's patch, a captured graph); None: the method of its class is called."""
 
     def __init__(self, check: Check, module: torch.nn.Module, before: Callable[..., Any] | None = None) -> None:
         self.check = check

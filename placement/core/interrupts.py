@@ -133,11 +133,8 @@ class BoundedCalls:
         weakref.finalize(self, self._calls.put, None)
 
     def __call__(self, call: Callable[[], _T]) -> _T:
-        """Make a call. Returns what it returns and raises what it raises.
-
-        Raises:
-            TimeoutError: the call has not returned in time, or an earlier call still has not.
-        """
+        """Make a call. Returns what it returns and raises what it raises. Raises TimeoutError: the call has not returned in time, or an
+        earlier call still has not."""
         if self._late is not None and not self._late.done():
             raise TimeoutError("an earlier call is still waiting for its answer")
         answer: Future[_T] = Future()

@@ -20,7 +20,8 @@ from placement.core.states import IDLE, State, Trigger
 
 logger = logging.getLogger("placement")
 
-REASONS = ("device_memory", "host_memory", "integrity", "interrupted", "error")
+_REASONS = {DeviceMemoryError: "device_memory", HostMemoryError: "host_memory", IntegrityError: "integrity", Exception: "error"}
+REASONS = (*_REASONS.values(), "interrupted")
 """The reasons for which a transition can fail: the values of the metric's `reason` label."""
 
 _BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -29,13 +30,7 @@ _OPERATIONS = ("load", "offload", "sync")
 
 def reason_of(error: BaseException) -> str:
     """The `reason` label for an exception: one of `REASONS`."""
-    if isinstance(error, DeviceMemoryError):
-        return "device_memory"
-    if isinstance(error, HostMemoryError):
-        return "host_memory"
-    if isinstance(error, IntegrityError):
-        return "integrity"
-    return "error" if isinstance(error, Exception) else "interrupted"
+    return next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "interrupted")
 
 
 @dataclass(frozen=True, slots=True)

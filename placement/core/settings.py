@@ -36,11 +36,8 @@ _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096".
-
-    Raises:
-        ValueError: the text is none of these, or not a whole number of bytes.
-    """
+    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096". Raises ValueError: the text is none of
+    these, or not a whole number of bytes."""
     match = _BYTES.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is not a number of bytes; write 12GiB, 12GB, 512MiB or 12884901888")
@@ -52,12 +49,8 @@ def parse_bytes(text: str) -> int:
 
 
 def bytes_of(name: str, value: SupportsIndex | str) -> int:
-    """The number of bytes that the argument `name` was given as a number or as text ("1GiB").
-
-    Raises:
-        TypeError: the value is neither a whole number nor text.
-        ValueError: the text is no number of bytes.
-    """
+    """The number of bytes that the argument `name` was given as a number or as text ("1GiB"). Raises TypeError: the value is neither a
+    whole number nor text. Raises ValueError: the text is no number of bytes."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
@@ -139,7 +132,8 @@ class Settings(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         unknown = [str(key) for key in data if key not in cls.model_fields] if isinstance(data, Mapping) else []
         if unknown:
-            raise ValueError("; ".join(_unknown_key(key, cls.model_fields) for key in unknown))
+            known = f"(known keys: {', '.join(cls.model_fields)})"
+            raise ValueError("; ".join(f"unknown key {key!r}{nearest(key, cls.model_fields)} {known}" for key in unknown))
         return data
 
     @field_validator("leases", mode="before")
@@ -255,11 +249,8 @@ class SettingsKeywords(TypedDict, total=False):
 
 
 def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, State]:
-    """Check one of the user's own phases: its name, and the roles or the states of roles that it wants.
-
-    Raises:
-        ValueError: says what is wrong and what to write.
-    """
+    """Check one of the user's own phases: its name, and the roles or the states of roles that it wants. Raises ValueError: says what is
+    wrong and what to write."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"phase name {name!r} must match {_NAME.pattern}")
     if name in PHASES:
@@ -275,10 +266,6 @@ def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, S
         if state not in _WANTED:
             raise ValueError(f"phase {name!r}: {role!r} cannot be {state!r}; write one of {', '.join(_WANTED)}, or leave {role!r} out")
     return ReadOnly({role: State(state) for role, state in wanted.items()})
-
-
-def _unknown_key(key: str, known: Iterable[str]) -> str:
-    return f"unknown key {key!r}{nearest(key, known)} (known keys: {', '.join(known)})"
 
 
 def _from_toml(path: Path) -> dict[str, Any]:

@@ -47,9 +47,7 @@ def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -
         ValueError: a phase is unknown, or there is none.
     """
     if isinstance(cycle, str):
-        if cycle not in CYCLES:
-            raise ValueError(f"no cycle {cycle!r}; known: {', '.join(CYCLES)}; or give the phases")
-        cycle = CYCLES[cycle]
+        cycle = CYCLES[cycle] if cycle in CYCLES else [each for each in cycle.split(",") if each.strip()]
     known = (*PHASES, *(own or {}))
     phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
     for each in phases:
@@ -69,12 +67,6 @@ def _phase(text: str) -> Phase:
         raise ValueError(f"{text!r} is no phase; write 'train', or 'log_prob[actor+ref]' for the named handles only")
     only = None if match[2] is None else tuple(name.strip() for name in match[2].split("+") if name.strip())
     return Phase(match[1], only)
-
-
-def listed(text: str) -> tuple[str, ...] | str:
-    """A cycle from a command line: a name, or phases separated by commas."""
-    names = tuple(each.strip() for each in text.split(",") if each.strip())
-    return names[0] if len(names) == 1 and names[0] in CYCLES else names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

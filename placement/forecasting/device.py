@@ -159,11 +159,8 @@ class _Copies:
 
 
 class SizesDevice(Device):
-    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it.
-
-    Args:
-        link: the rates of copies; None: they are not known, and no copy is ready before it is waited for.
-    """
+    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it. `link`: the rates of
+    copies; None: they are not known, and no copy is ready before it is waited for."""
 
     name = "sizes"
     torch_device = torch.device("cpu")
@@ -332,11 +329,7 @@ class SizesDevice(Device):
 
 
 class SizedModule(torch.nn.Module):
-    """A module of storages.
-
-    Args:
-        storages: the bytes of each, and the parameters that lie in it, on the meta device; none: it is a buffer.
-    """
+    """A module of storages. `storages`: the bytes of each, and the parameters that lie in it, on the meta device; none: it is a buffer."""
 
     def __init__(self, storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]]) -> None:
         super().__init__()

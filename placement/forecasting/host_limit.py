@@ -80,11 +80,8 @@ class _Keeper(Keeper):
 
 
 class CountedTier(DiskTier):
-    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses no registration.
-
-    Args:
-        part_of: returns this rank's part of a host copy's bytes, by the handle's name; None where no other rank shares the host copy.
-    """
+    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses no registration. `part_of`: returns this
+    rank's part of a host copy's bytes, by the handle's name; None where no other rank shares the host copy."""
 
     keeper_type, spill_type = _Keeper, _Spill
     _keeper: _Keeper

@@ -213,11 +213,7 @@ def _check_role(role: str | None) -> None:
 
 
 def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | str | None = None) -> int:
-    """Bytes of a whole model's storages.
-
-    Raises:
-        ValueError, OSError, ImportError: as `forecast`.
-    """
+    """Bytes of a whole model's storages. Raises ValueError, OSError, ImportError: as `forecast`."""
     return sum(part.nbytes for part in parts_of(module_of(source, dtype_of(dtype), "lm"), ALONE, dtype_of(dtype)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,9 @@ from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State,
 from placement.forecasting.description import Forecast, Link, Phase
 from placement.forecasting.device import Seen, SizesDevice, objects_of
 from placement.forecasting.run import Moved, Run, summed_up
-from placement.observe.trace import MANAGER_EVENT
+from placement.observe.trace import MANAGER_EVENT, Event, read_trace
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import ALIGNMENT
-
-Event = Mapping[str, Any]
 
 
 class _Span(NamedTuple):
@@ -80,7 +77,7 @@ class Recording:
 
     @classmethod
     def _read(cls, path: Path, worker: str | None) -> Recording:
-        events = _events(path)
+        _, events = read_trace(path)
         pid, name, about = _chosen(events, path, worker)
         own = [event for event in events if event.get("pid") == pid]
         tracks = {event["tid"]: str(event["args"]["name"]) for event in own if event.get("name") == "thread_name"}
@@ -150,19 +147,6 @@ class Recording:
 def _view(facts: Mapping[str, Any]) -> HandleView:
     keys = ("name", "kind", "role", "readonly", "external", "built", "gathers", "can_prefetch", "num_bytes", "tags")
     return HandleView(state=State.CPU_OFFLOADED, owners=tuple(facts["owners"]), **{key: facts[key] for key in keys})
-
-
-def _events(path: Path) -> list[Event]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no trace {path}") from None
-    except ValueError as error:
-        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
-    events = found.get("traceEvents") if isinstance(found, Mapping) else found
-    if not isinstance(events, list):
-        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
-    return [event for event in events if isinstance(event, Mapping)]
 
 
 def _chosen(events: Sequence[Event], path: Path, worker: str | None) -> tuple[object, str, Mapping[str, Any]]:

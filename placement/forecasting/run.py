@@ -46,7 +46,7 @@ class Asked:
         self.name = policy.name
         self.is_registering = True
         self.unfit: list[PlacementError] = []
-        """What was wrong with its plans meanwhile."""
+        """The errors of its plans meanwhile."""
 
     def plan(self, view: View) -> Plan:
         if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
@@ -152,14 +152,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     # --- phases
 
     def go(self, phase: Phase, work_seconds: float | None = None) -> PhaseForecast:
-        """End the open phase, begin another one, and do its work; "idle" leaves all.
-
-        Args:
-            work_seconds: the seconds of work; None: as was given for the phase.
-
-        Raises:
-            PhaseError: `only` names a handle that there is not.
-        """
+        """End the open phase, begin another one, and do its work; "idle" leaves all. `work_seconds`: the seconds of work; None: as was
+        given for the phase. Raises PhaseError: `only` names a handle that there is not."""
         for each in self._objects.values():
             if isinstance(each.target, SizedEngine):
                 each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
@@ -286,11 +280,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
 
 def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str], limit_bytes: int | None) -> Forecast:
-    """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one.
-
-    Raises:
-        PhaseError: a phase's `only` names a handle that there is not.
-    """
+    """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one. Raises PhaseError: a phase's
+    `only` names a handle that there is not."""
     cycles: list[tuple[PhaseForecast, ...]] = []
     while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
         cycles.append(tuple([run.go(phase) for phase in (*cycle, Phase(IDLE))]))

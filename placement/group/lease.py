@@ -419,14 +419,8 @@ def _holder(claim: Claim, own_token: str) -> LeaseHolder:
 
 
 def lease_for(device: Device, settings: Settings, folder: str, deadline_seconds: float | None) -> Lease:
-    """Make the lease of a manager on its device.
-
-    Args:
-        deadline_seconds: the deadline of the rank's group; the other ranks do not wait longer for this one.
-
-    Raises:
-        PlacementError: no other process can use this device; or see `Lease`.
-    """
+    """Make the lease of a manager on its device. `deadline_seconds`: the deadline of the rank's group; the other ranks do not wait longer
+    for this one. Raises PlacementError: no other process can use this device; or see `Lease`."""
     from placement.observe.discovery import Identity
 
     if not device.uuid:

@@ -47,11 +47,8 @@ class _Epoch:
 
 
 class GroupVote:
-    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome.
-
-    Raises:
-        ValueError: `group` is not a group.
-    """
+    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome. Raises
+    ValueError: `group` is not a group."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = None if group is None else checked(group)

@@ -149,11 +149,8 @@ _DECISIONS_OF_POLICY = _Metric("placement_policy_decisions_total", "Decisions of
 
 
 class SnapshotCollector:
-    """Turns the snapshot that `read()` returns into metric families. It calls `read` once a scrape, and never at registration.
-
-    Args:
-        read: returns the snapshot to expose. An exception from it makes the scrape fail.
-    """
+    """Turns the snapshot that `read()` returns into metric families. It calls `read` once a scrape, and never at registration. `read`:
+    returns the snapshot to expose. An exception from it makes the scrape fail."""
 
     def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read = read

@@ -48,11 +48,8 @@ class Identity:
 
     @classmethod
     def from_launcher(cls, environment: Mapping[str, str] = os.environ, *, run: str | None = None, gpu_uuid: str = "") -> Identity:
-        """Read torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's (SLURM_PROCID, SLURM_NODEID, SLURM_JOB_ID).
-
-        Raises:
-            PlacementError: the rank is not a number.
-        """
+        """Read torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's (SLURM_PROCID, SLURM_NODEID, SLURM_JOB_ID). Raises
+        PlacementError: the rank is not a number."""
 
         def first(*names: str, default: str) -> str:
             return next((environment[name] for name in names if environment.get(name)), default)
@@ -160,11 +157,7 @@ def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
-    """The targets in a discovery folder. A file that vanishes meanwhile is skipped.
-
-    Raises:
-        PlacementError: a file is not a list of targets.
-    """
+    """The targets in a discovery folder, without files that vanish meanwhile. Raises PlacementError: a file is not a list of targets."""
     found: list[Target] = []
     own = {each.path: each for each in _OWN}
     for path in files_in(folder):

@@ -28,11 +28,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a work
 
 
 def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
-    """GET a page of a worker.
-
-    Raises:
-        PlacementError: no worker answers at the URL; the message has the reason.
-    """
+    """GET a page of a worker. Raises PlacementError: no worker answers at the URL; the message has the reason."""
     try:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
@@ -47,11 +43,8 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
-    """The workers at the given places: URLs of workers, URLs that end in /targets, and discovery folders.
-
-    Raises:
-        PlacementError: a place is none of these, or nobody answers there.
-    """
+    """The workers at the given places: URLs of workers, URLs that end in /targets, and discovery folders. Raises PlacementError: a place is
+    none of these, or nobody answers there."""
     found: list[Target] = []
     for place in places:
         url = place.rstrip("/")

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -70,8 +70,10 @@ def refusal(status: HTTPStatus) -> Response:
 Page = Callable[["WSGIEnvironment"], Response]
 
 
-class HttpServer:
+class HttpServer(ThreadingWSGIServer):
     """Answers requests with pages until `close()`. A context manager; a forked child closes its copy.
+
+    It is prometheus_client's server, with limits on its clients, and a thread that runs it.
 
     Args:
         pages: functions by path. A page that raises becomes a 500 response.
@@ -85,6 +87,8 @@ class HttpServer:
         ValueError: the address is empty, or the port is outside 0..65535.
     """
 
+    request_queue_size = 2 * MAX_CONNECTIONS  # of the standard library's 5, the sixth of a burst waits a second, until its TCP tries again
+
     def __init__(
         self, pages: Mapping[str, Page], *, port: int = 0, address: str = "127.0.0.1", timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
@@ -94,18 +98,24 @@ class HttpServer:
             raise TypeError(f"port={port!r} is no number; write port=8000, or port=0 for a free one")
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
-        self._pages = dict(pages)
+        self._pages, self.address, self.timeout_seconds = dict(pages), address, timeout_seconds
+        self._is_closed = False
+        self._chore: Callable[[], object] | None = None
+        self._next_chore = 0.0
+        self._clients: dict[socket.socket, float] = {}
+        """The time at which each open connection began, oldest first."""
         try:
-            self._server = _Server(address, port, timeout_seconds)
+            found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.address_family = found[0]
+            super().__init__(found[-1][:2], _Handler)
         except OSError as exc:
             raise PlacementError(f"cannot serve metrics on {address} port {port}: {exc}") from exc
-        self._server.set_app(self._application)
-        self.address = address
-        self.port: int = self._server.server_port
+        self.set_app(self._application)
+        self.port: int = self.server_port
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_SECONDS,), name=f"placement-observe-{self.port}", daemon=True
+            target=self.serve_forever, args=(_POLL_SECONDS,), name=f"placement-observe-{self.port}", daemon=True
         )
-        _SERVERS.add(self._server)
+        _SERVERS.add(self)
         self._thread.start()
 
     @property
@@ -116,25 +126,22 @@ class HttpServer:
 
     def close(self) -> None:
         """Stop serving and free the port. Idempotent, from any thread. Open connections are closed."""
-        if self._server.is_closed:
+        if self._is_closed:
             return
-        self._server.is_closed = True
+        self._is_closed = True
         if threading.current_thread() is self._thread:  # a chore: `shutdown` would wait for itself
-            threading.Thread(target=self._server.shutdown, daemon=True).start()
+            threading.Thread(target=self.shutdown, daemon=True).start()
         else:
-            self._server.shutdown()
-        self._server.server_close()
-        self._server.drop(list(self._server.clients))
-
-    def __enter__(self) -> Self:
-        return self
+            self.shutdown()
+        self.server_close()
+        self._drop(list(self._clients))
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def do_regularly(self, chore: Callable[[], object]) -> None:
         """Call a short function on the server's thread every `CHORE_SECONDS`, beginning now. Its exceptions are logged."""
-        self._server.chore, self._server.next_chore = chore, 0.0
+        self._chore, self._next_chore = chore, 0.0
 
     def _application(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
@@ -157,9 +164,47 @@ class HttpServer:
             # The type alone, because the message may hold secrets, and anybody may reach the port.
             return Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(exc).__name__}\n".encode())
 
+    # --- the standard library's server calls these
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._clients) >= MAX_CONNECTIONS:
+            self._drop(list(self._clients)[:1])
+        self._clients[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def _drop(self, clients: Iterable[socket.socket]) -> None:
+        for client in clients:
+            self._clients.pop(client, None)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        self._drop([client for client, began in list(self._clients.items()) if now - began > 2 * self.timeout_seconds])
+        if self._chore is not None and self._next_chore <= now:
+            self._next_chore = now + CHORE_SECONDS
+            try:
+                self._chore()
+            except Exception as exc:
+                _logger.debug("%s failed: %s", self._chore, exc)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _logger.debug("client lost", exc_info=True)
+
 
 class _Handler(WSGIRequestHandler):
-    server: _Server
+    server: HttpServer
 
     def setup(self) -> None:
         super().setup()
@@ -172,72 +217,15 @@ class _Handler(WSGIRequestHandler):
         return io.StringIO()
 
 
-class _Server(ThreadingWSGIServer):
-    """prometheus_client's server, with limits on its clients."""
-
-    request_queue_size = 2 * MAX_CONNECTIONS  # of the standard library's 5, the sixth of a burst waits a second, until its TCP tries again
-    is_closed = False
-    chore: Callable[[], object] | None = None
-    next_chore = 0.0
-
-    def __init__(self, address: str, port: int, timeout_seconds: float) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.clients: dict[socket.socket, float] = {}
-        """The time at which each open connection began, oldest first."""
-        found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        self.address_family, target = found[0], found[-1]
-        super().__init__(target[:2], _Handler)
-
-    def get_request(self) -> Any:
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.clients) >= MAX_CONNECTIONS:
-            self.drop(list(self.clients)[:1])
-        self.clients[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.clients.pop(request, None)
-        super().shutdown_request(request)
-
-    def drop(self, clients: Iterable[socket.socket]) -> None:
-        for client in clients:
-            self.clients.pop(client, None)
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
-
-    def service_actions(self) -> None:
-        now = time.monotonic()
-        self.drop([client for client, began in list(self.clients.items()) if now - began > 2 * self.timeout_seconds])
-        if self.chore is not None and self.next_chore <= now:
-            self.next_chore = now + CHORE_SECONDS
-            try:
-                self.chore()
-            except Exception as exc:
-                _logger.debug("%s failed: %s", self.chore, exc)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _logger.debug("client lost", exc_info=True)
-
-    def forget_in_child(self) -> None:
-        """Close a forked child's copies of the sockets."""
-        self.is_closed = True
-        for each in (self.socket, *self.clients):
-            each.close()
-
-
-# Data loaders fork. A child with the listening socket would hold the port after its parent's death, and never answer on it.
-_SERVERS: weakref.WeakSet[_Server] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[HttpServer] = weakref.WeakSet()
 
 
 def _forget_all_in_child() -> None:
+    """Close a forked child's copies of the sockets. A data loader with the listening one would hold the port after its parent's death."""
     for server in list(_SERVERS):
-        server.forget_in_child()
+        server._is_closed = True
+        for each in (server.socket, *server._clients):
+            each.close()
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)

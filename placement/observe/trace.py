@@ -86,13 +86,8 @@ def trace_events(
 def encoded_trace(
     journal: Journal, *, last_seconds: float = math.inf, base_nanoseconds: int = 0, after: Iterable[Event] = ()
 ) -> Iterator[bytes]:
-    """A trace file in pieces that are made on demand, so a long journal is never held as text.
-
-    Args:
-        last_seconds: leave out events that ended longer ago.
-        base_nanoseconds: the Unix time at which the trace's time begins.
-        after: further events, put after placement's own.
-    """
+    """A trace file in pieces that are made on demand, so a long journal is never held as text. `last_seconds`: leave out events that ended
+    longer ago. `base_nanoseconds`: the Unix time at which the trace's time begins. `after`: further events, put after placement's own."""
     now = time.monotonic()
     offset = time.time() - now - base_nanoseconds / 1e9
     start = now - last_seconds
@@ -123,7 +118,7 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
         PlacementError: `beside` is not a trace file.
         OSError: a file cannot be read or written.
     """
-    base, events = (0, []) if beside is None else _read_trace(Path(beside))
+    base, events = (0, []) if beside is None else read_trace(Path(beside))
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -135,13 +130,15 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
         partial.unlink(missing_ok=True)
 
 
-def _read_trace(path: Path) -> tuple[int, list[Event]]:
-    """Read a trace. Returns the Unix time at which its time begins (nanoseconds), and its events."""
+def read_trace(path: Path) -> tuple[int, list[Event]]:
+    """Read a Chrome trace. Returns the Unix time at which its time begins (nanoseconds), and its events."""
     try:
         found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no trace {path}") from None
     except ValueError as error:
-        raise PlacementError(f"{path} is not a Chrome trace: {error}") from error
+        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
-        raise PlacementError(f"{path} is not a Chrome trace: it has no list of traceEvents")
+        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
     return (int(found.get("baseTimeNanoseconds", 0)) if isinstance(found, dict) else 0), events

@@ -246,11 +246,8 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
 
 
 def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
-    """Raise if a handle's declared bytes differ from those that it, or the device, really holds.
-
-    Raises:
-        IntegrityError: the first difference, with both numbers.
-    """
+    """Raise if a handle's declared bytes differ from those that it, or the device, really holds. Raises IntegrityError: the first
+    difference, with both numbers."""
     for handle in handles.values():
         handle.check_integrity()
     held, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())

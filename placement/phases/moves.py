@@ -54,11 +54,8 @@ Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
 def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
-    """A context manager for a text, which marks its block for a profiler. A mark costs microseconds at each phase transition.
-
-    Raises:
-        ValueError: `annotate` is "nvtx" and torch was built without NVTX.
-    """
+    """A context manager for a text, which marks its block for a profiler. A mark costs microseconds at each phase transition. Raises
+    ValueError: `annotate` is "nvtx" and torch was built without NVTX."""
     if annotate == "off":
         return nullcontext
     if annotate == "profiler":
@@ -531,11 +528,8 @@ class Mover:
         return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
 
     def _make_consistent(self, handle: Handle) -> None:
-        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes.
-
-        Raises:
-            BrokenHandleError: the device failed meanwhile. The next phase transition tries again.
-        """
+        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes. Raises BrokenHandleError:
+        the device failed meanwhile. The next phase transition tries again."""
         holding, residency = handle.holding, handle.residency
         if residency is not None:
             handle.broken = residency.doubt

@@ -90,11 +90,8 @@ class OpenPhases:
     # --- what may be done with a phase
 
     def check_holder(self, name: str) -> None:
-        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody.
-
-        Raises:
-            PhaseError: another thread or task holds a phase.
-        """
+        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody. Raises PhaseError: another
+        thread or task holds a phase."""
         me = here()
         for each in self.all:
             if each.holder is not None and each.holder is not me and each.holder is not threading.current_thread():
@@ -132,11 +129,8 @@ class OpenPhases:
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
-        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan.
-
-        Raises:
-            PolicyError: the policy has no idle plan.
-        """
+        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan. Raises
+        PolicyError: the policy has no idle plan."""
         return phases[-1].plan if phases else self._planner.idle(self.kept)
 
     def with_kept(self, plan: Plan) -> Plan:
@@ -268,11 +262,8 @@ class TransitionLock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside.
-
-        Raises:
-            PhaseError, PlacementError: see `transition`.
-        """
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside. Raises
+        PhaseError, PlacementError: see `transition`."""
         with self._lock, deferred():
             self._begin(
                 "a policy or a Lazy's factory must not call step(): it runs inside a phase transition",
@@ -311,11 +302,8 @@ class TransitionLock:
                     pass
 
     def check_process(self) -> None:
-        """Refuse any use by a forked child process, or after `close`.
-
-        Raises:
-            PlacementError: the manager is closed, or belongs to another process.
-        """
+        """Refuse any use by a forked child process, or after `close`. Raises PlacementError: the manager is closed, or belongs to another
+        process."""
         if os.getpid() != self.pid:
             raise PlacementError(
                 f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "

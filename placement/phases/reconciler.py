@@ -63,10 +63,7 @@ class Decision(NamedTuple):
 
 class Reconciler:
     """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases.
-
-    Args:
-        lease: this process's share of the device; None if the device is not shared under leases.
-    """
+    `lease`: this process's share of the device; None if the device is not shared under leases."""
 
     def __init__(
         self,
@@ -138,11 +135,8 @@ class Reconciler:
         self.carry_out(self.decide_within(plan, name, kept), agree)
 
     def decide_within(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> Decision:
-        """Check a plan that is to be carried out while the phase `name` is and stays open.
-
-        Raises:
-            DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
-        """
+        """Check a plan that is to be carried out while the phase `name` is and stays open. Raises DeviceMemoryError: the plan does not fit
+        the budget. Nothing has moved."""
         self.measure()
         self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
@@ -329,11 +323,8 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Refuse a phase that would generate with an engine whose weights were discarded.
-
-        Raises:
-            EngineError: the weights of an engine have not been published again since they were discarded.
-        """
+        """Refuse a phase that would generate with an engine whose weights were discarded. Raises EngineError: the weights of an engine have
+        not been published again since they were discarded."""
         roles = self.planner.generating(name)
         for handle in self._handles.values():
             stale = handle.storage.stale

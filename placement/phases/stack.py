@@ -127,10 +127,7 @@ class PhaseStack:
 
     def _went_back(self, error: BaseException, plan: Plan) -> None:
         """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
-
-        Raises:
-            GroupError: every rank of the group raises it in place of `error`.
-        """
+        Raises GroupError: every rank of the group raises it in place of `error`."""
         self._journal.enter_phase(self.phases.name, self.phases.only)
         plan = self.phases.with_kept(plan)
         if isinstance(error, CoordinatorLost):
@@ -251,11 +248,7 @@ class PhaseStack:
     # --- handles that come and go
 
     def known(self, name: str) -> Handle:
-        """The handle of this name.
-
-        Raises:
-            PhaseError: there is none.
-        """
+        """The handle of this name. Raises PhaseError: there is none."""
         handle = self._handles.get(name)
         if handle is None:
             raise PhaseError(unknown_handle(name, self._handles))
@@ -343,12 +336,8 @@ class PhaseStack:
     # --- outside every phase
 
     def rejoin(self, group: Group) -> None:
-        """See `Manager.rejoin`.
-
-        Raises:
-            PhaseError: a phase is open.
-            Exception: a handle could not be moved where it belongs. The old group stays in use.
-        """
+        """See `Manager.rejoin`. Raises PhaseError: a phase is open. Raises Exception: a handle could not be moved where it belongs. The old
+        group stays in use."""
         if self.phases.all:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
         if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):

@@ -49,11 +49,8 @@ class HostTier:
         """Have in host memory what a phase transition to this plan uses there. It stays until `arrange`."""
 
     def arrange(self, phase: str) -> None:
-        """Decide anew what stays in host memory, now that a phase transition is over. What moves then moves in the background.
-
-        Args:
-            phase: the phase that is open now.
-        """
+        """Decide anew what stays in host memory, now that a phase transition is over. What moves then moves in the background. `phase`: the
+        phase that is open now."""
 
     def close(self) -> None:
         """Stop the background work. Every handle has been forgotten. Idempotent."""
@@ -191,14 +188,7 @@ class DiskTier(HostTier):
 
 
 def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]) -> HostTier:
-    """The limit that the settings ask for.
-
-    Args:
-        give_up_early: see `DiskTier`.
-
-    Raises:
-        ValueError: the folder for files cannot be used.
-    """
+    """The limit that the settings ask for. `give_up_early`: see `DiskTier`. Raises ValueError: the folder for files cannot be used."""
     gives_back = settings.host_copies == "while_needed"
     if settings.host_limit_bytes is None and not gives_back:
         return HostTier()
@@ -233,12 +223,8 @@ class UseHistory:
         self._count = 0
 
     def note(self, phase: str, used: frozenset[str]) -> None:
-        """Note a phase transition.
-
-        Args:
-            phase: the phase that is open after it. `idle` is one, too: what leaves then needs its host copy.
-            used: the handles whose host copies were used since the last one was noted.
-        """
+        """Note a phase transition. `phase`: the phase that is open after it. `idle` is one, too: what leaves then needs its host copy.
+        `used`: the handles whose host copies were used since the last one was noted."""
         followed = len(self._phases.upcoming(phase))
         self._upcoming = (*list(self._uses)[len(self._uses) - followed :], used)
         self._phases.began(phase)

@@ -70,11 +70,7 @@ class Planner:
     # --- plans
 
     def ask(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> tuple[View, Plan]:
-        """The view that the policy was shown, and its plan for a phase.
-
-        Raises:
-            PolicyError: the policy gave no valid plan.
-        """
+        """The view that the policy was shown, and its plan for a phase. Raises PolicyError: the policy gave no valid plan."""
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
         used = [handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED]
@@ -327,11 +323,8 @@ def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
-    """The handles that `only=` means: the named ones and the optimizers that they own.
-
-    Raises:
-        PhaseError: a name is not registered; the message suggests the nearest name that is.
-    """
+    """The handles that `only=` means: the named ones and the optimizers that they own. Raises PhaseError: a name is not registered; the
+    message suggests the nearest name that is."""
     if only is None:
         return None
     for name in only:

@@ -44,7 +44,11 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     positional, named = tuple[Any, ...](), dict[str, Any]()
     if isinstance(spec, str):
         path, positional, named = _with_options(spec)
-        found = _load(path)
+        point = _entry_point(path)
+        try:
+            found = point.load()
+        except Exception as exc:
+            raise PolicyError(f"policy {path!r} cannot be imported from {point.value}: {type(exc).__name__}: {exc}") from exc
         if (positional or named) and not isinstance(found, type):
             raise PolicyError(f"no policy {spec!r}: only a class takes options, and {path!r} is a {type(found).__name__}")
     if isinstance(found, type):
@@ -103,14 +107,6 @@ def _with_options(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 def _shown(spec: object) -> str:
     return repr(spec) if isinstance(spec, str) else getattr(spec, "__qualname__", type(spec).__qualname__)
-
-
-def _load(spec: str) -> Any:
-    point = _entry_point(spec)
-    try:
-        return point.load()
-    except Exception as exc:
-        raise PolicyError(f"policy {spec!r} cannot be imported from {point.value}: {type(exc).__name__}: {exc}") from exc
 
 
 def _entry_point(spec: str) -> EntryPoint:

@@ -325,10 +325,7 @@ class _Copies:
 
     def hold(self, discarded_bytes: int = 0) -> None:
         """Return once it is certain that no further copy is started before the next `start`. Waits while the thread starts one burst.
-
-        Args:
-            discarded_bytes: bytes that were copied in vain, to be counted.
-        """
+        `discarded_bytes`: bytes that were copied in vain, to be counted."""
         self.discarded_bytes += discarded_bytes
         self._bursts = deque()  # first: the thread may have the lock again before this has it
         with self._lock:

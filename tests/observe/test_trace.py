@@ -123,7 +123,7 @@ def test_what_is_no_trace_is_named_and_nothing_is_written(manager: placement.Man
     for content in ("[1", '"text"', '{"events": []}'):
         other = tmp_path / "other.json"
         other.write_text(content)
-        with pytest.raises(PlacementError, match=r"other\.json is not a Chrome trace"):
+        with pytest.raises(PlacementError, match=r"other\.json is no Chrome trace"):
             placement.trace(manager.journal, tmp_path / "trace.json", beside=other)
     assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
 

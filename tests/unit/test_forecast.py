@@ -270,7 +270,7 @@ def test_cycles() -> None:
     assert (last.only, idle.name, only.name, only.only) == (None, "idle", "log_prob", ("actor", "ref"))
     assert cycle_of(["distill"], {"distill": ("actor",)})[0].name == "distill"
     for wrong, message in (
-        ("grop", "no cycle 'grop'"),
+        ("grop", "unknown phase 'grop', did you mean 'grpo'"),
         (["trian"], "did you mean 'train'"),
         (["train["], "is no phase"),
         (["idle"], "has no phase"),
