@@ -27,12 +27,9 @@ if os.path.exists(os.path.join(_PACKAGE, "deploy.py")):
 
 
 def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` function for a package.
+    """Return a `__getattr__` for the package of this name. `places` has the module of each attribute.
 
-    Args:
-        package: the full name of the package.
-        places: attribute name to the package's module that defines it. "observe.trace:write_trace" means another name in that module; an
-            attribute whose place is its own name is the module itself.
+    A place "observe.trace:write_trace" means another name in that module; one that is the attribute's own name, the module itself.
     """
 
     def load(name: str) -> Any:

@@ -111,12 +111,9 @@ class GuardedForward:
 
 
 class CallGuard:
-    """Refuses the calls of modules and their submodules between `refuse` and `allow`.
+    """Refuses the calls of modules (`roots`) and their submodules between `refuse` and `allow`.
 
-    Args:
-        roots: these modules are always refused. Of their present submodules, those that have or contain a tensor are refused.
-        name: the handle's, for messages.
-        deadline_seconds: the longest time that `wait` waits.
+    Of the present submodules, those that have or contain a tensor are refused. `wait` waits at most `deadline_seconds`.
     """
 
     def __init__(self, check: Check, roots: Iterable[torch.nn.Module], name: str, deadline_seconds: float) -> None:
@@ -151,13 +148,9 @@ class CallGuard:
         return isinstance(each, torch.nn.Parameter) and any(each is own for root in self.roots() for own in root.parameters())
 
     def wait(self, since_seconds: float) -> None:
-        """Wait until the calls of the modules that other threads are in now have ended.
+        """Wait until the calls that other threads are in now have ended. The deadline counts from `since_seconds` on the monotonic clock.
 
-        Args:
-            since_seconds: the time on the monotonic clock from which the deadline counts.
-
-        Raises:
-            PhaseError: the deadline has passed; or this thread itself is inside such a call, and would wait for ever.
+        Raises PhaseError: the deadline has passed; or this thread itself is inside such a call, and would wait for ever.
         """
         if self.is_inside():
             raise PhaseError(
@@ -312,12 +305,8 @@ class MethodCall:
 
     Hooks of an optimizer inside another one run too late: the outer one may have reduced, unscaled and dropped gradients by then. A copy of
     the object is not guarded. If somebody else has put a method on the object itself, that method is called, and `remove` restores it.
-
-    Args:
-        guard: called with the object, the positional arguments (tuple) and the keyword arguments (dict); it raises to refuse the call,
-            and returns None or other arguments for it.
-        target: the object.
-        name: the method's name.
+    The guard gets the object, the positional (tuple) and the keyword arguments (dict). It raises to refuse the call, and returns None or
+    other arguments for it.
     """
 
     def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:

@@ -36,15 +36,10 @@ class Phase(NamedTuple):
 
 
 def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -> tuple[Phase, ...]:
-    """The phases of one step, in order.
+    """The phases of one step, in order: of a name of `CYCLES`, or as given, such as "log_prob[actor+ref]" for a phase with `only`.
 
-    Args:
-        cycle: a name of `CYCLES`, or the phases: "log_prob", or "log_prob[actor+ref]" for a phase with `only`. The phase "idle" between
-            two others means that one is left before the next is entered, instead of switching.
-        own: the user's own phases, as in `Settings.phases`.
-
-    Raises:
-        ValueError: a phase is unknown, or there is none.
+    The phase "idle" between two others means that one is left before the next is entered, instead of switching. Raises ValueError: a
+    phase is unknown, or there is none.
     """
     if isinstance(cycle, str):
         cycle = CYCLES[cycle] if cycle in CYCLES else [each for each in cycle.split(",") if each.strip()]

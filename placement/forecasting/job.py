@@ -244,14 +244,9 @@ def _objects(name: str, given: Model | Rollout, layout: Layout, device: SizesDev
 
 
 def state_of(optimizer: str | type[torch.optim.Optimizer], options: Mapping[str, Any] | None = None) -> StateOf:
-    """The state that an optimizer creates for a parameter, as a step of its own on the meta device makes it.
+    """The state that an optimizer (one of `OPTIMIZERS`, a class, or "package.module:Class") creates for a parameter.
 
-    Args:
-        optimizer: a name of `OPTIMIZERS`, a class, or "package.module:Class".
-        options: arguments of the class.
-
-    Raises:
-        ValueError: the name is unknown, the class cannot be constructed, or its state cannot be told without values.
+    A step of its own on the meta device makes it. Raises ValueError: there is no such optimizer, or its state needs values.
     """
     if isinstance(optimizer, str) and optimizer in _RULES:
         if options:

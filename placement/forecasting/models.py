@@ -34,16 +34,10 @@ class Part(NamedTuple):
 
 
 def module_of(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | None, head: Head) -> torch.nn.Module:
-    """The module, on the meta device if it is made here.
+    """A module as it is, or the one of a `config.json` of transformers (or of a folder with one), on the meta device.
 
-    Args:
-        source: a module, which is returned as it is; a `config.json` of transformers, or a folder with one.
-        dtype: of the weights; None: as the configuration says.
-
-    Raises:
-        ValueError: the file is no configuration of a model that transformers knows.
-        FileNotFoundError: there is no such file.
-        ImportError: transformers is not installed.
+    The dtype is that of the weights; None: as the configuration says. Raises ValueError: it is no configuration that transformers knows;
+    FileNotFoundError: there is no such file; ImportError: transformers is not installed.
     """
     if isinstance(source, torch.nn.Module):
         return source
@@ -124,11 +118,7 @@ def _class_of(transformers: Any, config: Any, head: Head) -> Any:
 def parts_of(module: torch.nn.Module, layout: Layout = ALONE, dtype: torch.dtype | None = None) -> list[Part]:
     """The storages of a module as the first rank of a layout holds them, in the order in which a handle takes them in.
 
-    Args:
-        dtype: of the floating-point parameters; None: their own.
-
-    Raises:
-        ValueError: the layout does not divide the module, or the module has no tensor-parallel plan.
+    The floating-point parameters have the dtype; None: their own. Raises ValueError: the layout does not divide the module.
     """
     splits = _Splits(module, layout)
     found: dict[int, list[tuple[str, torch.Tensor]]] = {}

@@ -66,12 +66,8 @@ class Asked:
 class Run(contextlib.AbstractContextManager["Run"]):
     """One worker that only has sizes, under a real manager.
 
-    Args:
-        objects: in registration order.
-        names: those of all phases that come.
-        work_seconds, steps: the seconds of work, and the steps of optimizers, in each phase by its name.
-        host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: there is none.
-        settings: of the manager: `worker_role`, `phases`.
+    The objects are in registration order; `names` are those of all phases that come. `work_seconds` and `steps` (of optimizers) are by
+    phase. Beyond `host_limit_bytes` host copies are on disk. The settings are the manager's `worker_role` and `phases`.
     """
 
     def __init__(

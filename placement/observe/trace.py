@@ -34,13 +34,9 @@ _PIECE_EVENTS = 512
 def trace_events(
     records: Iterable[Record], spans: Iterable[PhaseSpan], *, now_seconds: float, offset_seconds: float, pid: int, process: str
 ) -> Iterator[Event]:
-    """The events of one worker, track by track, not sorted by time.
+    """The events of one worker (`process`), track by track, not sorted by time. Records are oldest first.
 
-    Args:
-        records: the journal's records, oldest first.
-        now_seconds: the value of `time.monotonic()` at which open states end.
-        offset_seconds: added to monotonic time to get the trace's time.
-        process: the worker's name in the trace.
+    `offset_seconds`, added to monotonic time, gives the trace's time. Open states end at `now_seconds`, on the monotonic clock.
     """
 
     def micros(seconds: float) -> float:

@@ -160,9 +160,7 @@ def audit(
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
 
-    Args:
-        written: handle's name and description of each write into offloaded memory.
-        outside: the memory outside torch and placement; it is measured again.
+    `written` has the handle's name and the description of each write into offloaded memory. `outside` is measured again.
     """
     findings: list[Finding] = []
     for handle in handles.values():

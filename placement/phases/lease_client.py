@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 class LeaseClient:
     """The lease of one manager: it grows before a byte is loaded, and shrinks to what is used when a phase transition is over.
 
-    Args:
-        lease: this process's lease.
-        handles: the manager's handles; read at each call.
-        give_way: carries out the plan of `giving_way`, which offloads everything. Called before this process waits for others: a
-            process that waits holds nothing, so that two processes that swap places never wait for each other.
+    `give_way` offloads everything (see `giving_way`), before this process waits for others: a process that waits holds nothing, so that
+    two processes that swap places never wait for each other.
     """
 
     def __init__(
@@ -39,11 +36,8 @@ class LeaseClient:
     def take(self, name: str, plan: Plan, room_bytes: int) -> int:
         """Lease the bytes that a phase's plan needs: at once, or else after offloading everything and waiting for other processes.
 
-        Returns the part of `room_bytes` that a swap may use, which is never above the lease.
-
-        Raises:
-            DeviceMemoryError: the other processes did not free enough in time. All handles of this process are offloaded then.
-            Exception: offloading everything failed.
+        Returns the part of `room_bytes` that a swap may use, which is never above the lease. Raises DeviceMemoryError: the other processes
+        did not free enough in time. All handles of this process are offloaded then.
         """
         if name != IDLE or self._coming(plan):
             self._take(f"phase {name!r}", name, plan)

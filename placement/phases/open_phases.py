@@ -185,10 +185,8 @@ def _without_inference_mode() -> AbstractContextManager[object]:
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
 
-    Args:
-        vote: tells the ranks of the group about phase transitions that failed here.
-        sweep: leaves abandoned phases and forgets garbage-collected objects. Called at the beginning of every phase transition.
-        is_outside: whether no phase is open. Then this rank may have missed phase transitions of the other ranks.
+    `sweep`, called at the beginning of each, leaves abandoned phases and forgets garbage-collected objects. `is_outside` says whether no
+    phase is open. Then this rank may have missed phase transitions of the other ranks.
     """
 
     def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:

@@ -171,10 +171,8 @@ class Reconciler:
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
 
-        Args:
-            patiently: wait for other processes if they hold memory that the plan needs.
-            is_together: all ranks of the group do the same now.
-            vote: asks the other ranks of the group how far they came; gets the errors, and returns them with those of the others.
+        `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
+        `vote` asks them how far they came; it gets the errors, and returns them with those of the others.
         """
         stays = is_there(self._handles, plan)
         leaves = not stays and bool(self._left_behind(plan))
@@ -357,11 +355,9 @@ class WrongWrites:
         """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
 
     def look(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Look for writes since the last look.
+        """Look for writes since the last look. With `wait`, wait for the device to compare the memory; else a later look has the result.
 
-        Args:
-            wait: wait for the device to compare the memory. Otherwise a result that is not ready is used by a later look.
-            at_counters: also look at the version counter of every tensor, as a load does for the handles that it loads.
+        `at_counters`: also look at the version counter of every tensor, as a load does for the handles that it loads.
         """
         self.look_at_gradients()
         self.look_at_poison(wait=wait, at_counters=at_counters)

@@ -255,13 +255,9 @@ class PhaseStack:
         return handle
 
     def join(self, handle: Handle, agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it.
+        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle; None: nobody.
 
-        Args:
-            agree: asks the ranks of the group for agreement, for a replicated handle; None: this process decides alone.
-
-        Raises:
-            Exception: the error that stopped the move. The plans of the open phases are then as before, without the handle.
+        Raises the error that stopped the move. The plans of the open phases are then as before, without the handle.
         """
         phases = self.phases
         plans = [each.plan for each in phases.all]
@@ -277,9 +273,7 @@ class PhaseStack:
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
 
-        Raises:
-            IntegrityError: a handle was written while it was offloaded, in a way that is lost. Nothing has moved.
-            DeviceMemoryError: they do not fit the budget.
+        Raises IntegrityError: one was written while it was offloaded, in a way that is lost; DeviceMemoryError: they do not fit the budget.
         """
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
@@ -348,13 +342,8 @@ class PhaseStack:
     def close(self, on_device: tuple[str, ...] = ()) -> None:
         """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an error.
 
-        Args:
-            on_device: names of handles that are loaded first, so that their tensors are handed back on the device.
-
-        Raises:
-            PhaseError: a phase is open, or no handle has one of the names.
-            DeviceMemoryError: these handles do not fit.
-            Exception: the first error of a handle that could not be handed back. All others were; `close` can be repeated.
+        The handles of `on_device` are loaded first. Raises PhaseError: a phase is open, or no handle has such a name; DeviceMemoryError: they
+        do not fit; else the first error of a handle that could not be handed back. All others were.
         """
         if self.lock.is_closed:
             return

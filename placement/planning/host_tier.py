@@ -36,13 +36,9 @@ class HostTier:
         return 0.0
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
-        """Make room for host memory that a registration is about to take.
+        """Make room for host memory that a registration is about to take. `needed` returns the bytes; it may look at every tensor.
 
-        Args:
-            needed: returns the bytes. It may look at every tensor, so it is called only where there is a limit.
-
-        Raises:
-            HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
+        Raises HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
         """
 
     def prepare(self, plan: Plan) -> None:
@@ -57,13 +53,10 @@ class HostTier:
 
 
 class DiskTier(HostTier):
-    """Host copies hold at most `limit_bytes` of host memory; those needed last are in a folder. With `gives_back`, those of handles that
-    are on the device take none as long as no coming phase transition is expected to use them.
+    """Host copies hold at most `limit_bytes` of host memory; those needed last are in files of a directory (None: there are none).
 
-    Args:
-        handles: the manager's handles; read at each call.
-        give_up_early: gives up all chunks that arrived early. The host copies that have some stay in host memory.
-        directory: where the files are; None: there are none.
+    With `gives_back`, those of handles that are on the device take none as long as no coming phase transition is expected to use them.
+    `give_up_early` gives up all chunks that arrived early. The host copies that have some stay in host memory.
     """
 
     keeper_type: type[Keeper] = Keeper
@@ -263,14 +256,8 @@ class HostShare(NamedTuple):
 def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mapping[str, HostShare], limit_bytes: int) -> None:
     """Refuse a registration of which is certain that it cannot be offloaded within the limit.
 
-    What is needed at once is at least the handle itself and, for an optimizer, the modules that it steps, beside what cannot leave.
-
-    Args:
-        nbytes: host memory that the registration takes now, beside what the handle has in `shares` already.
-        owners: the modules that the handle steps.
-
-    Raises:
-        HostMemoryError: it does not fit; the message has a table of who holds what.
+    What is needed at once is at least the handle itself and the modules that it steps (`owners`), beside what cannot leave. `nbytes` is the
+    host memory that it takes now, beside what it has in `shares`. Raises HostMemoryError, with a table of who holds what.
     """
     at_once = {name, *owners}
     needed = nbytes + sum(share.total_bytes if each in at_once else share.fixed_bytes for each, share in shares.items())

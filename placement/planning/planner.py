@@ -36,13 +36,8 @@ class Planner:
 
     The budget of a phase is the user's number. Without one it is the free memory plus the bytes that the handles hold, minus the additional
     bytes that others (activations, the framework) were seen to need in this phase. Before a phase has run once, the fraction `headroom`
-    of the settings is left free instead.
-
-    Args:
-        handles: the manager's handles in registration order; read at each call.
-        memory: the device's memory as measured now.
-        leased_from_bytes: if the device is shared under leases, the bytes that all its processes may use together; else None. Memory
-            that other processes hold now counts as free then, because a phase waits for it.
+    of the settings is left free instead. If the device is shared under leases, all its processes may use `leased_from_bytes` together.
+    Memory that other processes hold now counts as free then, because a phase waits for it.
     """
 
     def __init__(
@@ -83,11 +78,7 @@ class Planner:
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.
 
-        Args:
-            at_rest: as if nothing were on the device, so that what a checkpoint merely leaves there does not count as needed.
-
-        Raises:
-            PolicyError: the policy gave no valid plan.
+        `at_rest`: as if nothing were on the device, so that what a checkpoint merely leaves there does not count as needed.
         """
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:
@@ -249,9 +240,8 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
 def ask_policy(policy: Any, view: View) -> Plan:
     """Ask the policy for a plan, and check it.
 
-    Raises:
-        PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
-            something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
+    Raises PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
+    something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
     """
     try:
         plan = policy.plan(view)
@@ -354,16 +344,10 @@ def unknown_handle(name: object, handles: Iterable[str]) -> str:
 
 
 def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
-    """Refuse a plan that does not fit, before a byte moves.
+    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget leaves beside those that are held now.
 
-    Args:
-        other_rank: the rank of the group whose budget applies; None: this process's own budget.
-
-    Returns:
-        Bytes that the budget leaves in addition to those that the handles hold now.
-
-    Raises:
-        DeviceMemoryError: the plan does not fit; the message has a table of the bytes that each handle holds and wants.
+    `other_rank` is the rank of the group whose budget applies; None: this process's own. Raises DeviceMemoryError, with a table of bytes
+    that each handle holds and wants.
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:

@@ -34,11 +34,8 @@ def policy_names() -> tuple[str, ...]:
 def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     """Find a policy by its name, by "package.module:Class", or from a class (constructed without arguments) or an instance.
 
-    A name or path may end with options, which must be Python literals: "colocated(drop_gradients=True)".
-
-    Raises:
-        PolicyError: the name is unknown (the message lists the known ones), the options are not literals or not the policy's, the
-            import or the constructor failed, or the object found has no `plan(view)` or no `name`.
+    A name or path may end with options, which must be Python literals: "colocated(drop_gradients=True)". Raises PolicyError: no such policy
+    can be imported or constructed, or what was found has no `plan(view)` or no `name`.
     """
     found: Any = spec
     positional, named = tuple[Any, ...](), dict[str, Any]()

@@ -56,10 +56,6 @@ class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
     A phase transition calls `hold`, then `look_ahead` before it moves anything, and does what that returns.
-
-    Args:
-        handles: the manager's handles; read at each call.
-        planner: knows the budget, and what others needed in earlier runs of a phase.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
@@ -84,12 +80,7 @@ class Prefetcher:
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
         """Say what the coming phase transition does for later ones. First give up pages aside for which the plan has no use or no room.
 
-        Args:
-            name: the phase of the plan.
-            chunk_pool: takes the chunks that are given up.
-
-        Returns:
-            What is done ahead, and the device bytes given up.
+        Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
         if not (plan.prefetch or plan.streamed or self._has_any):
             return NOTHING_AHEAD, 0
@@ -132,10 +123,7 @@ class Prefetcher:
     def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
 
-        A device that fails does not fail what has been carried out. It says so at the next phase transition or step.
-
-        Args:
-            chunk_pool: chunks that the phase transition freed, and that would go back to the driver now.
+        A device that fails says so at the next phase transition or step. `chunk_pool` has chunks that would go back to the driver now.
         """
         try:
             streamed = [handle.streamed for handle in self._handles.values() if handle.is_streaming and handle.streamed is not None]
