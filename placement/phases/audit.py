@@ -91,19 +91,27 @@ class Snapshots:
         return said
 
 
+_OF_HANDLE = ("name", "kind", "role", "readonly", "num_bytes", "host_bytes")
+_MORE_OF_HANDLE = ("broken", "resident_bytes", "foreign_bytes", "disk_bytes", "drift_bytes", "stray_references")
+_OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes", "stale")
+_OF_COUNTERS = (
+    *("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes", "spilled_bytes", "disk_read_bytes"),
+    *("last_transition_timestamp_seconds", "registered_timestamp_seconds"),
+)
+"""The fields that have the same name in a snapshot and where they come from."""
+
+
+def _read(source: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
 def _facts_of(handle: Handle) -> dict[str, Any]:
     return {
-        "name": handle.name,
-        "kind": handle.kind,
-        "role": handle.role,
+        **_read(handle, (*_OF_HANDLE, "external")),
         "owners": [owner.name for owner in handle.owners],
-        "readonly": handle.readonly,
-        "external": handle.external,
         "built": handle.is_built,
         "gathers": handle.gathers is not None,
         "can_prefetch": handle.storage.can_prefetch,
-        "num_bytes": handle.num_bytes,
-        "host_bytes": handle.host_bytes,
         "tags": dict(handle.storage.bytes_by_tag()),
     }
 
@@ -111,42 +119,21 @@ def _facts_of(handle: Handle) -> dict[str, Any]:
 def snapshot_of(handle: Handle, kept: frozenset[str], reason: str | None) -> HandleSnapshot:
     """The state of one handle at this moment. Takes no lock; each value is read once."""
     counters, storage = handle.counters, handle.storage
+    copied = _read(handle, (*_OF_HANDLE, *_MORE_OF_HANDLE)) | _read(storage, _OF_STORAGE) | _read(counters, _OF_COUNTERS)
     return HandleSnapshot(
-        name=handle.name,
-        kind=handle.kind,
-        role=handle.role,
+        **copied,
         owners=tuple(owner.name for owner in handle.owners),
         adapter=type(handle.adapter).__name__ if handle.adapter is not None else "Lazy",
         state=counters.state,
-        readonly=handle.readonly,
         external=handle.external_reason,
-        broken=handle.broken,
         built=handle.is_built,
         kept=handle.name in kept,
-        num_bytes=handle.num_bytes,
-        resident_bytes=handle.resident_bytes,
-        prefetched_bytes=storage.prefetched_bytes,
-        foreign_bytes=handle.foreign_bytes,
-        host_bytes=handle.host_bytes,
-        mirror_bytes=min(storage.mirror_bytes, handle.host_bytes),
-        disk_bytes=handle.disk_bytes,
-        host_pageable_bytes=storage.host_pageable_bytes,
+        mirror_bytes=min(storage.mirror_bytes, copied["host_bytes"]),
         state_seconds=counters.seconds_by_state(time.monotonic()),
         transitions=dict(counters.transitions),
         failures=dict(counters.failures),
-        loaded_bytes=counters.loaded_bytes,
-        offloaded_bytes=counters.offloaded_bytes,
-        skipped_bytes=counters.skipped_bytes,
-        prefetch_used_bytes=counters.prefetch_used_bytes,
-        spilled_bytes=counters.spilled_bytes,
-        disk_read_bytes=counters.disk_read_bytes,
-        last_transition_timestamp_seconds=counters.last_transition_timestamp_seconds,
-        registered_timestamp_seconds=counters.registered_timestamp_seconds,
-        drift_bytes=handle.drift_bytes,
-        stray_references=handle.stray_references,
         resident_tags=tuple(sorted(storage.resident_tags)),
         offloaded_tags=tuple(sorted(storage.offloaded_tags)),
-        stale=storage.stale,
         reason=reason,
     )
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from placement.core.errors import DeviceMemoryError
 from placement.core.states import IDLE, WEIGHTS, Plan, State, bytes_under
 from placement.devices.base import Device
-from placement.phases.moves import wanted_tags
-from placement.planning.planner import Planner, handle_view
+from placement.planning.planner import Planner, handle_view, wanted_tags
 from placement.registration.handle import Handle
 
 if TYPE_CHECKING:

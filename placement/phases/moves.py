@@ -12,20 +12,19 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
-from placement.core.settings import Annotate, Settings
+from placement.core.settings import Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.protocol import Reached
 from placement.group.vote import Agree
+from placement.observe.trace import marker
+from placement.planning.planner import target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
 from placement.registration.handle import Handle, Node, path
@@ -50,41 +49,17 @@ _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
 _AFTER_ENGINES = "move what is left"
 Paths = Sequence[tuple[Handle, list[Trigger]]]
-"""The triggers that handles have still to go through."""
-
-
-def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
-    """A context manager for a text, which marks its block for a profiler. A mark costs microseconds at each phase transition. Raises
-    ValueError: `annotate` is "nvtx" and torch was built without NVTX."""
-    if annotate == "off":
-        return nullcontext
-    if annotate == "profiler":
-        return torch.profiler.record_function
-    try:
-        torch.cuda.nvtx.mark("placement")
-    except RuntimeError as error:
-        raise ValueError("annotate 'nvtx' needs a CUDA build of torch; use 'profiler'") from error
-    return torch.cuda.nvtx.range
-
-
-def target_of(handle: Handle, plan: Plan) -> Node:
-    """The state (and whether it is on the device) that a plan wants a handle in."""
-    if handle.adapter is None:  # a `Lazy` that is not built yet: only the beginning of a phase builds it
-        return State.CPU_OFFLOADED, False
-    state = plan.targets[handle.name]
-    return state, state is not State.CPU_OFFLOADED and (handle.name not in plan.streamed or handle.external)
-
-
-def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
-    """The tags of an engine that a plan wants on the device."""
-    if not plan.on_device(handle.name):
-        return frozenset()
-    return plan.parts.get(handle.name, frozenset(handle.storage.tags))
+"""Handles with the triggers that they have still to go through."""
 
 
 def _residency_of(handle: Handle) -> Residency:
     assert handle.residency is not None
     return handle.residency
+
+
+def _lacks(engine: Handle, plan: Plan) -> bool:
+    """Whether the plan wants a tag on the device that is not there."""
+    return not wanted_tags(engine, plan) <= _residency_of(engine).resident
 
 
 def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
@@ -93,21 +68,10 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
-def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
-    """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
-
-
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
     """The storages that the plan takes out of TRAINING, dropping their gradients."""
     leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
     return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
-
-
-def _is_written_together(handle: Handle, plan: Plan) -> bool:
-    """Whether the plan offloads a handle whose host copy all ranks write together."""
-    holding = handle.holding
-    return holding is not None and holding.is_written_together and holding.on_device and not target_of(handle, plan)[1]
 
 
 def _path(handle: Handle, target: Node) -> list[Trigger]:
@@ -185,7 +149,6 @@ class Mover:
             agree: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank
                 have left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
             go_on: tells the group of each further stage.
-            ahead: what is done for later phase transitions.
 
         Raises:
             Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
@@ -196,17 +159,19 @@ class Mover:
                 raise error
         others, engines = _apart(handles)
         sources = {handle: handle.node for handle in others}
-        self._begin(room_bytes, _leaving_training(others, plan), ahead.staying, is_together=agree is not None)
+        dropping = _leaving_training(others, plan)
+        self._begin(room_bytes, dropping=dropping, staying=ahead.staying, is_together=agree is not None)
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
             # Ranks that write a host copy together wait for one another there, and not while others wait for them in a vote.
-            if agree is not None and (any(have_left) or any(_is_written_together(handle, plan) for handle in others)):
+            writes = [h for h in others if h.holding is not None and h.holding.is_written_together and h.holding.on_device]
+            if agree is not None and (any(have_left) or any(not target_of(handle, plan)[1] for handle in writes)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
             self._march(others, lambda handle: target_of(handle, plan))
             if self._transition.complaints:
                 raise self._transition.complaints.pop(0)
-            lacks_engines = any(self._engine_lacks(engine, plan) for engine in engines)
+            lacks_engines = any(_lacks(engine, plan) for engine in engines)
             reached = Reached("moved", lacks_engines)
             while agree is not None and (reached := agree(plan, "moved", lacks_engines)).stage != "moved":
                 go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
@@ -214,7 +179,7 @@ class Mover:
                 raise failures[0]
             self._finish(others)
         except BaseException as error:
-            self._stop(error, sources)
+            self._go_back(sources, error)
             raise
         if reached.lacks_engines:
             self._end()
@@ -227,18 +192,13 @@ class Mover:
             self._engine_comes(engine, plan)
         self._begin_ahead(ahead)
 
-    def _stop(self, error: BaseException, sources: Mapping[Handle, Node]) -> None:
-        """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
-        if not isinstance(error, CoordinatorLost):
-            self._go_back(sources, error)
-            self._end()
-            return
-        for failure in self._complete(sources):
-            error.add_note(f"placement: {failure}")
-        self._forget()  # but keep the freed chunks, so that going back later needs no new memory
-
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
-        """Repair every handle, then bring it back to its source state, using the freed chunks."""
+        """After an error: repair every handle, then bring it back to its source state, unless the group's decision is unknown."""
+        if isinstance(cause, CoordinatorLost):
+            for failure in self._complete(sources):
+                cause.add_note(f"placement: {failure}")
+            self._forget()  # but keep the freed chunks, so that going back later needs no new memory
+            return
         for holding in self._transition.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
@@ -254,6 +214,7 @@ class Mover:
             self._settle_all(sources)
         for complaint in self._take_complaints():
             cause.add_note(f"placement: {complaint}")
+        self._end()
 
     def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
         """Fire the triggers on every handle's path, in an order that frees memory before loading."""
@@ -278,7 +239,8 @@ class Mover:
         """Bring every handle as far towards its target as possible, and return the errors. `complete` comes once all ranks have voted."""
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
-        self._begin(0, _leaving_training(others, plan), ahead.staying, while_copying, is_together=is_together)
+        dropping = _leaving_training(others, plan)
+        self._begin(dropping=dropping, staying=ahead.staying, while_copying=while_copying, is_together=is_together)
         paths: list[tuple[Handle, list[Trigger]]] = []
         try:
             errors += self._each(others, lambda handle: paths.append((handle, _path(handle, target_of(handle, plan)))))
@@ -340,19 +302,10 @@ class Mover:
 
     # --- the beginning and the end of a phase transition
 
-    def _begin(
-        self,
-        room_bytes: int = 0,
-        dropping: tuple[ManagedStorage, ...] = (),
-        staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
-        while_copying: Callable[[], None] = nothing,
-        *,
-        is_together: bool = False,
-    ) -> None:
-        """Begin a phase transition with the chunks that the one before left. See `Transition`, and for `room_bytes` see `advance`."""
-        before = self._transition
-        chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
-        self._transition = Transition(chunk_pool, dropping, staying, while_copying, is_together, complaints=before.complaints)
+    def _begin(self, room_bytes: int = 0, **fields: Any) -> None:
+        """Begin a phase transition with the chunks that the one before left, and with these fields of `Transition`."""
+        chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
+        self._transition = Transition(chunk_pool, complaints=self._transition.complaints, **fields)
 
     def _forget(self) -> None:
         """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
@@ -375,8 +328,7 @@ class Mover:
             self._end()
 
     def _finish(self, handles: Iterable[Handle]) -> None:
-        """After the moves: drop gradients on the device that the plan drops, let offloaded optimizers adopt gradients that their modules
-        have dropped, and note new host copies for verification."""
+        """After the moves: drop gradients that the plan drops, also for offloaded optimizers, and note host copies for verification."""
         dropping = self._transition.dropping
         holdings = {each.storage: each for each in handles if isinstance(each.storage, ManagedStorage)}
         for holding in dropping:
@@ -481,11 +433,9 @@ class Mover:
             return MoveResult()
         if (residency := handle.residency) is not None:
             began = time.monotonic()
-            if trigger is Trigger.OFFLOAD:
-                copied = residency.offload(residency.resident)
-            else:
-                copied = residency.load(self._wanted_tags.get(handle, residency.resident))
-            return MoveResult(seconds=time.monotonic() - began, copied_bytes=copied)
+            tags = self._wanted_tags.get(handle, residency.resident)
+            copied = residency.offload(tags) if trigger is Trigger.OFFLOAD else residency.load(tags)
+            return MoveResult(time.monotonic() - began, copied)
         if (holding := handle.holding) is None:
             return MoveResult()
         moved = self._transition.moved.pop(handle)
@@ -560,15 +510,11 @@ class Mover:
             self._fire_all(handle, (State.CPU_OFFLOADED, False))
         return True
 
-    def _engine_lacks(self, handle: Handle, plan: Plan) -> bool:
-        """Whether the plan wants a tag on the device that is not there."""
-        return not wanted_tags(handle, plan) <= _residency_of(handle).resident
-
     def _engine_comes(self, handle: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the handle to its state."""
         wanted = self._wanted_tags[handle] = wanted_tags(handle, plan)
         try:
-            if self._engine_lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
+            if _lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
                 self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
             self._fire_all(handle, target_of(handle, plan))
             if wanted:

@@ -21,10 +21,10 @@ from placement.devices.inspection import Outside
 from placement.devices.memory import WrittenPoison
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
-from placement.phases.moves import Mover, is_there
+from placement.phases.moves import Mover
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.planning.host_tier import host_tier_for
-from placement.planning.planner import Planner, check_fits, meant, still_meant, with_kept, without_surplus
+from placement.planning.planner import Planner, check_fits, is_there, meant, still_meant, with_kept, without_surplus
 from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry

@@ -342,8 +342,8 @@ class PhaseStack:
     def close(self, on_device: tuple[str, ...] = ()) -> None:
         """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an error.
 
-        The handles of `on_device` are loaded first. Raises PhaseError: a phase is open, or no handle has such a name; DeviceMemoryError: they
-        do not fit; else the first error of a handle that could not be handed back. All others were.
+        The handles of `on_device` are loaded first. Raises PhaseError: a phase is open, or no handle has such a name; DeviceMemoryError:
+        they do not fit; else the first error of a handle that could not be handed back. All others were.
         """
         if self.lock.is_closed:
             return

@@ -18,7 +18,7 @@ from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
 from placement.planning.host_tier import PhaseHistory, bytes_table
-from placement.registration.handle import Handle
+from placement.registration.handle import Handle, Node
 
 _NO_TAG: frozenset[str] = frozenset()
 _GENERATING: dict[str, tuple[str, ...]] = {
@@ -336,6 +336,26 @@ def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) ->
     for name in kept:
         plan = plan.also(name, State.GPU_RESIDENT, handles[name].storage.resident_tags or None)
     return plan
+
+
+def target_of(handle: Handle, plan: Plan) -> Node:
+    """The state (and whether it is on the device) that a plan wants a handle in."""
+    if handle.adapter is None:  # a `Lazy` that is not built yet: only the beginning of a phase builds it
+        return State.CPU_OFFLOADED, False
+    state = plan.targets[handle.name]
+    return state, state is not State.CPU_OFFLOADED and (handle.name not in plan.streamed or handle.external)
+
+
+def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
+    """The tags of an engine that a plan wants on the device."""
+    if not plan.on_device(handle.name):
+        return frozenset()
+    return plan.parts.get(handle.name, frozenset(handle.storage.tags))
+
+
+def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
+    """Whether all handles are where the plan wants them, with nothing to repair."""
+    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:
