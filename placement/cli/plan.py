@@ -59,7 +59,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
     add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     add("--json", action="store_true", help="print everything as JSON, for scripts")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,10 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     """The first of these options that is not as it is by default; "" if there is none."""
-    parser = argparse.ArgumentParser()
-    add_plan(parser)
-    defaults = parser.parse_args([])
-    return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != getattr(defaults, name)), "")
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != arguments.default_of(name)), "")
 
 
 def _policies(text: str) -> list[str]:

@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex, TypedDict
+from typing import Annotated, Any, Literal, Self, SupportsIndex, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from placement.core.states import PHASES, ROLES, OwnPhases, ReadOnly, State
 
@@ -67,6 +67,21 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f", did you mean {found[0]!r}?" if found else ""
 
 
+def _bytes_with_unit(value: Any) -> Any:
+    if isinstance(value, bool):  # bool is an int, and nobody means a limit of one byte
+        raise ValueError("write a number of bytes, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _folder(value: Any, advice: str = 'write the absolute path of a folder such as "/mnt/nvme/placement"') -> str:
+    if not isinstance(value, str | os.PathLike) or not Path(value).is_absolute():
+        raise ValueError(advice)
+    return os.fspath(value)
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes_with_unit)]
+
+
 class Settings(BaseModel):
     """The keyword arguments of a manager as data. Frozen; an unknown key is an error that names the nearest known key.
 
@@ -80,16 +95,16 @@ class Settings(BaseModel):
     """The device: "auto", "cuda:0", ..."""
     policy: str = Field(default="colocated", min_length=1)
     """A policy: an entry point's name or "package.module:Class". Either may carry literal options: "colocated(drop_gradients=True)"."""
-    budget_bytes: int | None = Field(default=None, gt=0)
+    budget_bytes: Bytes | None = Field(default=None, gt=0)
     """Device bytes that the handles may hold together; "12GiB" works too. None: derived from measured free memory."""
-    streamed_bucket_bytes: int = Field(default=512 << 20, gt=0)
+    streamed_bucket_bytes: Bytes = Field(default=512 << 20, gt=0)
     """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB" works too. A step holds three of them."""
-    pinned_limit_bytes: int | None = Field(default=None, ge=0)
+    pinned_limit_bytes: Bytes | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. A host copy beyond it stays pageable. None: no limit."""
-    host_limit_bytes: int | None = Field(default=None, gt=0)
+    host_limit_bytes: Bytes | None = Field(default=None, gt=0)
     """Host bytes that the host copies of this process may hold; "200GiB" works too. Those needed last wait in `disk_directory`. None: no
     limit."""
-    disk_directory: str | None = None
+    disk_directory: Annotated[str, BeforeValidator(_folder)] | None = None
     """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room for."""
     host_copies: HostCopies = "reserved"
     """Whether the host memory of a trained handle stays reserved while the handle stays on the device: "reserved", so that it can always be
@@ -120,7 +135,7 @@ class Settings(BaseModel):
     leases: str | None = None
     """Whether processes that share the GPU agree on its bytes before they load. True ("on" in the environment) uses the default folder; a
     path names the folder, the same for all of them. None or "off": this process takes whatever is free."""
-    lease_capacity_bytes: int | None = Field(default=None, gt=0)
+    lease_capacity_bytes: Bytes | None = Field(default=None, gt=0)
     """Device bytes that all these processes may use together; "70GiB" works too. None: the device's memory."""
     lease_priority: int = 0
     """The process with the higher priority is served first. Equal priorities are served in order of arrival."""
@@ -144,31 +159,13 @@ class Settings(BaseModel):
             return None
         if word in _ON:
             return LEASES_FOLDER
-        if not isinstance(value, str | os.PathLike) or not Path(value).is_absolute():
-            raise ValueError('write on, off, or the absolute path of a folder such as "/dev/shm/placement"')
-        return os.fspath(value)
-
-    @field_validator("disk_directory", mode="before")
-    @classmethod
-    def _folder(cls, value: Any) -> Any:
-        if value is not None and (not isinstance(value, str | os.PathLike) or not Path(value).is_absolute()):
-            raise ValueError('write the absolute path of a folder such as "/mnt/nvme/placement"')
-        return None if value is None else os.fspath(value)
+        return _folder(value, 'write on, off, or the absolute path of a folder such as "/dev/shm/placement"')
 
     @model_validator(mode="after")
     def _limit_and_folder(self) -> Self:
         if (self.host_limit_bytes is None) is not (self.disk_directory is None):
             raise ValueError("host_limit_bytes and disk_directory belong together: give both, or neither")
         return self
-
-    @field_validator(
-        "budget_bytes", "streamed_bucket_bytes", "pinned_limit_bytes", "host_limit_bytes", "lease_capacity_bytes", mode="before"
-    )
-    @classmethod
-    def _bytes_with_unit(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # bool is an int, and nobody means a limit of one byte
-            raise ValueError("write a number of bytes, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
-        return parse_bytes(value) if isinstance(value, str) else value
 
     @field_validator("verify", "annotate", mode="before")
     @classmethod
