@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-from placement.core.errors import *  # noqa: F403 - all of them
+from placement.core.errors import *  # noqa: F403
+from placement.core.errors import PlacementError
+
+__all__ = [name for name, each in globals().items() if isinstance(each, type) and issubclass(each, PlacementError)]

@@ -125,7 +125,6 @@ def rollout_models(view: View) -> list[HandleView]:
 
 
 def optimizers(view: View) -> list[HandleView]:
-    """Every optimizer, in registration order."""
     return [h for h in view.handles.values() if h.kind == "optimizer"]
 
 

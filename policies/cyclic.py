@@ -260,7 +260,6 @@ class _Choice:
 
 
 def _agreement(expected: Sequence[str], upcoming: Sequence[str]) -> int:
-    """How many phases from the first on are the same."""
     pairs = enumerate(zip(expected, upcoming, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(expected), len(upcoming)))
 

@@ -79,7 +79,6 @@ class _Problem:
         self.always_dirty = self.choices & mask_of(i for i, unit in enumerate(units) if unit.is_copied_back == "always")
 
     def size(self, mask: int) -> int:
-        """Device bytes of these units."""
         return self.sums(mask)[0]
 
     def _sums(self, mask: int) -> tuple[int, int, int]:
@@ -219,14 +218,12 @@ class Worker:
         """The units of each handle."""
 
     def under(self, plan: Plan) -> int:
-        """The units that are on the device under a plan."""
         whole = sum([units for name, units in self.of_handle.items() if units and plan.on_device(name)])
         for name, tags in plan.parts.items():
             whole &= ~sum([1 << i for i in bits(self.of_handle[name]) if (tag := self.places[i].tag) is not None and tag not in tags])
         return whole
 
     def present(self, view: View) -> int:
-        """The units that are on the device now."""
         found = 0
         for handle in view.handles.values():
             if handle.state is not State.CPU_OFFLOADED and handle.resident_bytes:
@@ -245,7 +242,6 @@ class Worker:
         return found
 
     def size(self, mask: int) -> int:
-        """Device bytes of these units."""
         return sum([self.units[i].nbytes for i in bits(mask)])
 
     def _course(self, phases: tuple[str, ...]) -> Course:

@@ -98,7 +98,6 @@ def make_worker(actor: nn.Module, tokenizer: Characters, device: torch.device, r
 
 
 def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, needed_bytes: int) -> dict[str, Any]:
-    """Run the job under a manager; record and print its phases."""
     memory = device.memory()
     total_bytes = memory.total_bytes - memory.poison_bytes
     verdict = "would not fit" if needed_bytes > total_bytes else "would fit"
@@ -163,7 +162,6 @@ class EverythingResident:
         """Nothing: no phase needs anything else."""
 
     def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """All weights of the registered module, a bucket each."""
         yield from ([(name, parameter.detach())] for name, parameter in self._module.named_parameters())
 
 
@@ -205,7 +203,6 @@ _WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: 
 
 
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The rows of a `Recorder`, as a table."""
     names, cells = list(rows[0][1]["states"]), []
     for phase, row in rows:
         sizes = [readable(int(row[key])) for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")]

@@ -204,7 +204,6 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
 
 
 def _numbers(text: str, option: str, what: str, kind: Callable[[str], _Number]) -> dict[str, _Number]:
-    """The numbers that an option gives to phases."""
     found = {}
     for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
         try:

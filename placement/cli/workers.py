@@ -47,7 +47,6 @@ def trouble_of(view: View) -> str:
 
 
 def _worker_row(view: View) -> tuple[str, ...]:
-    """One row about a worker; see `WORKER_COLUMNS`."""
     if "snapshot" not in view:
         return view["name"], "?", "", "", "", "", "", trouble_of(view)
     snapshot = view["snapshot"]
@@ -67,7 +66,6 @@ def _worker_row(view: View) -> tuple[str, ...]:
 
 
 def _handle_rows(view: View) -> list[tuple[str, ...]]:
-    """One row about each handle of a worker; see `HANDLE_COLUMNS`."""
     rows = []
     for handle in view["snapshot"]["handles"]:
         since = view["snapshot"]["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
@@ -104,7 +102,6 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _report(views: Sequence[View]) -> str:
-    """A table of all workers, then a table of the handles of each worker that answers."""
     parts = [plain_table(WORKER_COLUMNS, (_worker_row(view) for view in views)), node_table(views)]
     for view in views:
         if "snapshot" in view and view["snapshot"]["handles"]:

@@ -130,11 +130,9 @@ class CallGuard:
         _IN_USE.add(self)
 
     def roots(self) -> list[torch.nn.Module]:
-        """The roots that are still alive."""
         return [root for root in (reference() for reference in self._roots) if root is not None]
 
     def guards(self, module: torch.nn.Module) -> bool:
-        """Whether a module is one of the roots."""
         return any(root is module for root in self.roots())
 
     def is_inside(self) -> bool:
@@ -215,7 +213,6 @@ class CallGuard:
                 own["forward"] = guard.before
 
     def remove(self) -> None:
-        """Give the modules back their own `forward` for good."""
         self.allow()
         self._roots, self._parts, self._forwards = [], [], []
         _IN_USE.discard(self)
@@ -283,7 +280,6 @@ NO_CALLS = CallGuard(cast("Check", None), (), "", 0.0)
 
 
 def wait_for_calls(module: torch.nn.Module) -> None:
-    """Wait for the calls of a registered module that other threads are in. See `CallGuard.wait`."""
     for each in [each for each in _IN_USE if each.guards(module)]:
         each.wait(time.monotonic())
 

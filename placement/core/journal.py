@@ -29,7 +29,6 @@ _OPERATIONS = ("load", "offload", "sync")
 
 
 def reason_of(error: BaseException) -> str:
-    """The `reason` label for an exception: one of `REASONS`."""
     return next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "interrupted")
 
 
@@ -159,7 +158,6 @@ class Journal:
         logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
 
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
-        """Count a failed attempt at a state transition."""
         counters.failures[reason_of(error)] += 1
         self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
         # Log text, not the exception: a handler that keeps records would keep the traceback, and with it the phase and the model.
@@ -178,7 +176,6 @@ class Journal:
 
     @property
     def phase(self) -> str:
-        """The phase for which time is being counted."""
         return self._phase
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:

@@ -75,6 +75,5 @@ def callers_function_modes() -> Iterator[None]:
 
 
 def _push(modes: Sequence[Any]) -> None:
-    """Put modes onto torch's stack, outermost first."""
     for mode in reversed(modes):
         torch._C._push_on_torch_function_stack(mode)

@@ -68,7 +68,6 @@ def sized(shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int |
 
 
 def within(storage: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over the beginning of a storage."""
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
@@ -193,7 +192,6 @@ class SizesDevice(Device):
 
     @property
     def seconds(self) -> float:
-        """The time on the simulated clock."""
         return self._copies.seconds
 
     def work(self, seconds: float) -> None:
@@ -207,7 +205,6 @@ class SizesDevice(Device):
             self._settle()
 
     def change(self, *tensors: torch.Tensor) -> None:
-        """Change the bytes of the tensors' storages."""
         for tensor in tensors:
             for slot in self._slots(tensor):
                 self._writes[slot] = self._writes.get(slot, 0) + 1
@@ -421,7 +418,6 @@ class _Generator(Engine):
         self._module = weakref.ref(module)
 
     def modules(self) -> Sequence[torch.nn.Module]:
-        """The module, as long as it lives."""
         return () if (module := self._module()) is None else (module,)
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -453,7 +449,6 @@ class Object:
         return _Generator(self.target) if self.generates and isinstance(self.target, SizedModule) else self.target
 
     def own(self, nbytes: int) -> int:
-        """This rank's part of so many bytes."""
         return -(-nbytes * self.part[0] // self.part[1])
 
     def empty(self) -> None:
@@ -480,7 +475,6 @@ class Seen(NamedTuple):
 
 
 def objects_of(device: SizesDevice, facts: Iterable[HandleView], seen: Mapping[str, Seen]) -> Iterator[Object]:
-    """The objects of handles of which only the facts are known."""
     made: dict[str, Object] = {}
     for each in facts:
         made[each.name] = _object_of(device, each, made, seen.get(each.name, Seen()))

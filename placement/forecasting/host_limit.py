@@ -97,7 +97,6 @@ class CountedTier(DiskTier):
         self.begin()
 
     def begin(self) -> None:
-        """Count anew."""
         self._most_bytes = self._keeper.waited_bytes = 0
 
     @property

@@ -100,7 +100,6 @@ class Rollout:
 
     @property
     def tags(self) -> dict[str, int]:
-        """Bytes of each part."""
         return {WEIGHTS: _bytes("weights_bytes", self.weights_bytes), KV_CACHE: _bytes("kv_cache_bytes", self.kv_cache_bytes)}
 
 
@@ -194,7 +193,6 @@ def _check(handles: Mapping[str, Model | Rollout]) -> None:
 
 
 def _check_numbers(what: str, given: Mapping[str, float] | None, phases: Sequence[str]) -> None:
-    """Refuse numbers of phases that the cycle does not have, and negative ones."""
     if unknown := [name for name in given or {} if name not in phases]:
         raise ValueError(f"the {what} of {', '.join(map(repr, unknown))}, which the cycle does not have, cannot be used")
     for name, number in (given or {}).items():

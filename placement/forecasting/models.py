@@ -104,7 +104,6 @@ def _reason(error: Exception) -> str:
 
 
 def _class_of(transformers: Any, config: Any, head: Head) -> Any:
-    """The auto class that builds the architecture with such a head."""
     for name in _AUTO_CLASSES[head]:
         auto = getattr(transformers, name, None)
         if auto is not None and type(config) in auto._model_mapping:

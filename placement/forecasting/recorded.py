@@ -133,7 +133,6 @@ class Recording:
             return summed_up(run, [tuple([run.go(phase, seconds) for phase, seconds in self.phases])], notes)
 
     def _seen(self, facts: Mapping[str, Any]) -> Seen:
-        """The bytes that the moves of one handle have shown."""
         own = [each for each in self.moves if each.handle == facts["name"]]
         loads = [each.moved.loaded_bytes for each in own if each.trigger == Trigger.LOAD]
         return Seen(
@@ -175,7 +174,6 @@ def _move(event: Event, tracks: Mapping[int, str]) -> _Span:
 
 
 def _phase(event: Event, bursts: Iterable[_Span]) -> tuple[Phase, float]:
-    """A phase, and the seconds of its work."""
     begin, end, only = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}).get("only")
     moving = sum(max(0.0, min(each.end_seconds, end) - max(each.begin_seconds, begin)) for each in bursts)
     return Phase(event["name"], None if only is None else tuple(only)), max(0.0, end - begin - moving)

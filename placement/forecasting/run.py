@@ -113,11 +113,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @property
     def peak_bytes(self) -> int:
-        """The most device bytes that the handles have held together."""
         return self._manager.snapshot().peak_bytes
 
     def handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
-        """The handles as they are now."""
         found = []
         for name, view in self._views().items():
             facts: dict[str, Any] = {key: getattr(view, key) for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")}

@@ -168,7 +168,6 @@ class Ledger:
         return True
 
     def write(self, note: Note) -> None:
-        """Write the note of one of this process's claims."""
         if note.token in self._slots:
             text = note.model_dump_json().encode().ljust(_NOTE_BYTES - 1) + b"\n"
             with contextlib.suppress(OSError):  # a full file system costs a name and a place in the queue, no bytes
@@ -193,7 +192,6 @@ class Ledger:
         )
 
     def _is_gone(self) -> bool:
-        """Whether the file that this process has locked was removed."""
         try:
             return not os.path.samestat(os.fstat(self._open()), os.stat(self.path, follow_symlinks=False))
         except FileNotFoundError:

@@ -461,7 +461,6 @@ class Group:
         return f"{self._prefix}/e{self.epoch}/{what}"
 
     def _keys_of(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
-        """The key of each of these ranks; None: of all ranks."""
         return {rank: f"{self._key(what)}/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)}
 
     @contextmanager

@@ -59,7 +59,6 @@ class GroupVote:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no group."""
         return self._group is None
 
     def rejoin(self, group: Group) -> None:
@@ -105,7 +104,6 @@ class GroupVote:
 
     @property
     def agreement(self) -> Agree | None:
-        """The function that asks the other ranks to agree on a plan; None without a group."""
         return None if self._group is None else self.agree
 
     @property
@@ -114,7 +112,6 @@ class GroupVote:
         return self._group is not None and self._group.compares_plans
 
     def expect_different_plans(self) -> None:
-        """Note that this rank's plans may differ from now on."""
         if self._group is not None:
             self._group.plans_may_differ = True
 
@@ -224,7 +221,6 @@ class GroupVote:
 
 
 def checked(group: Group) -> Group:
-    """Return `group`. Raises ValueError if it is not a group."""
     if getattr(group, "propose", None) is None:
         raise ValueError(f"group must be a placement.group.StoreGroup or another placement.group.Group, not {group!r}")
     return group

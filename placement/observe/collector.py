@@ -172,7 +172,6 @@ def make_registry(read: Callable[[], Snapshot]) -> CollectorRegistry:
 
 
 def _families(snapshots: list[Snapshot]) -> list[Metric]:
-    """The families of a snapshot, or of none."""
     keys = ("handle", "kind")
     handles = [((handle.name, handle.kind), handle) for snapshot in snapshots for handle in snapshot.handles]
     durations = HistogramMetricFamily(

@@ -90,7 +90,6 @@ class Target:
 
 
 def as_json(targets: Iterable[Target]) -> str:
-    """The targets in Prometheus' format, one group each."""
     return json.dumps([{"targets": [each.address], "labels": dict(each.labels)} for each in targets], indent=1) + "\n"
 
 
@@ -152,7 +151,6 @@ _OWN: WeakIdSet[Announcement] = WeakIdSet()
 
 
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """The discovery files of all runs in a folder, in order."""
     return iter(sorted(Path(folder).glob("*.json")))
 
 

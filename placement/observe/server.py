@@ -62,7 +62,6 @@ class Response:
 
 
 def refusal(status: HTTPStatus) -> Response:
-    """A plain-text response with the standard phrase of the status."""
     headers = (("Allow", "GET, HEAD"),) if status is HTTPStatus.METHOD_NOT_ALLOWED else ()
     return Response(status, f"{status.phrase}\n".encode(), headers=headers)
 

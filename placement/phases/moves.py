@@ -58,7 +58,6 @@ def _residency_of(handle: Handle) -> Residency:
 
 
 def _lacks(engine: Handle, plan: Plan) -> bool:
-    """Whether the plan wants a tag on the device that is not there."""
     return not wanted_tags(engine, plan) <= _residency_of(engine).resident
 
 
@@ -75,7 +74,6 @@ def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedSto
 
 
 def _path(handle: Handle, target: Node) -> list[Trigger]:
-    """The triggers from where a handle is to a target. Raises BrokenHandleError if it cannot go there."""
     if wanted := path(handle.node, target):
         handle.require_sound(wanted[0])
     return [*wanted]
@@ -362,7 +360,6 @@ class Mover:
     # --- the bytes
 
     def _exchange(self, paths: Paths, *, early_release: bool = False) -> None:
-        """Move the bytes of all loads and offloads that come next, in both directions at once. The triggers that follow only commit."""
         moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
         if not moving:
             return
@@ -388,7 +385,6 @@ class Mover:
 
     @contextmanager
     def _failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
-        """Count an error in the block as a failure of these state transitions."""
         try:
             yield
         except BaseException as error:
@@ -452,7 +448,6 @@ class Mover:
         return moved
 
     def _record(self, handle: Handle, trigger: Trigger, source: State, began_seconds: float, moved: MoveResult) -> None:
-        """Write one state change into the journal. Its duration is that of the move, else the time since `began_seconds`."""
         now = time.monotonic()
         record = Record(
             at_seconds=now,

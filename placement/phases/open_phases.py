@@ -62,7 +62,6 @@ class OpenPhase:
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:
-    """The name of the innermost of these phases; None if there is none."""
     return phases[-1].name if phases else None
 
 
@@ -110,13 +109,11 @@ class OpenPhases:
             raise PhaseError(f"cannot {what}: phase {self.all[-1].name!r} is open inside phase {phase.name!r}; leave it first")
 
     def require_leavable(self, phase: OpenPhase) -> None:
-        """Require that the phase is a hold or has only holds inside it."""
         self.require_open(phase, "leave")
         if self.all[-1] is not phase and not phase.in_any_order and not all(each.in_any_order for each in self.inside(phase)):
             self.require_innermost(phase, "leave")
 
     def inside(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
-        """The phases that are open inside an open phase."""
         return self.all[self.all.index(phase) + 1 :]
 
     def without(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
@@ -134,7 +131,6 @@ class OpenPhases:
         return phases[-1].plan if phases else self._planner.idle(self.kept)
 
     def with_kept(self, plan: Plan) -> Plan:
-        """A plan in which kept handles stay on the device."""
         return with_kept(plan, self.kept, self._handles)
 
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
@@ -170,7 +166,6 @@ class OpenPhases:
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def forget(self, name: str) -> None:
-        """Remove a handle from the keeps and plans of all open phases."""
         self.kept -= {name}
         for each in self.all:
             each.kept.discard(name)

@@ -234,7 +234,6 @@ class Reconciler:
         self._work_seconds += time.monotonic() - began
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
-        """The handles on the device that the plan wants off it."""
         return tuple([each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name)])
 
     def budget_bytes(self, name: str) -> int:

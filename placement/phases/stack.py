@@ -297,7 +297,6 @@ class PhaseStack:
             self.reconciler.lease_client.settle(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
-        """The optimizers that step a module."""
         return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
 
     def _forget_all(self) -> list[Exception]:
@@ -393,7 +392,6 @@ class PhaseStack:
                 logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
 
     def _abandoned(self) -> OpenPhase | None:
-        """An abandoned phase that can be left now."""
         for each in self.phases.all:
             if each.is_abandoned and (each.in_any_order or each is self.phases.all[-1]):
                 return each

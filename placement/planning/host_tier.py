@@ -32,7 +32,6 @@ class HostTier:
 
     @property
     def waited_seconds(self) -> float:
-        """Total time that was spent waiting for the disk."""
         return 0.0
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
@@ -270,7 +269,6 @@ def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mappi
 
 
 def host_table(name: str, nbytes: int, shares: Mapping[str, HostShare]) -> str:
-    """A table of the host memory that each handle holds now and takes in all."""
     known = shares.get(name, HostShare(0, 0, 0))
     rows = {**shares, name: HostShare(known.total_bytes + nbytes, known.fixed_bytes, known.held_bytes)}
     return bytes_table(("in host memory", "host copy"), ((each, share.held_bytes, share.total_bytes) for each, share in rows.items()))
@@ -296,7 +294,6 @@ class PhaseHistory:
         """For each place in the history: how many phases up to it are the same as the last ones."""
 
     def began(self, phase: str) -> None:
-        """Note that a phase is open now."""
         was_full = len(self._phases) == MOST_PHASES
         lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
         self._phases.append(phase)

@@ -86,11 +86,9 @@ class Planner:
         return ask_policy(self._policy, view)
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
-        """The plan that applies outside every phase."""
         return self.ask(IDLE, None, kept)[1]
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
-        """The view for the policy: everything that it may base its plan on."""
         handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
         budget_bytes = self._budget_bytes(phase, handles.values())
         return View(
@@ -347,7 +345,6 @@ def target_of(handle: Handle, plan: Plan) -> Node:
 
 
 def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
-    """The tags of an engine that a plan wants on the device."""
     if not plan.on_device(handle.name):
         return frozenset()
     return plan.parts.get(handle.name, frozenset(handle.storage.tags))

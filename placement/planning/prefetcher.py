@@ -249,7 +249,6 @@ class _Burst(NamedTuple):
 
 
 def _bursts(storage: ManagedStorage) -> Iterator[_Burst]:
-    """The copies that the pages of a storage that are aside still need, cut into bursts."""
     missing = [(r.pages, index) for r in storage.ranges for index in r.pages.unfilled()]
     for start in range(0, len(missing), BURST_CHUNKS):
         yield _Burst(_by_range(missing[start : start + BURST_CHUNKS]))
@@ -281,7 +280,6 @@ def _by_range(pages: Iterable[tuple[Pages, int]]) -> list[Part]:
 
 
 def _ranges(storage: ManagedStorage) -> Iterator[Range]:
-    """The ranges of a storage whose pages can be aside now."""
     return (r for r in storage.ranges if r.pages.can_be_aside and _claim(storage, r))
 
 
