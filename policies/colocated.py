@@ -111,7 +111,12 @@ class Colocated:
             case phase if phase in view.phases:
                 wanted = view.wanted_states(phase)
                 return {h.name: state for role, state in wanted.items() for h in _models(view, role)}
-        raise _unknown_phase(view)
+        nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise PolicyError(
+            f"unknown phase {view.phase!r}.{hint} Known phases: {', '.join(view.known_phases)}. "
+            "Declare a phase of your own in Settings.phases, with the roles that it needs."
+        )
 
 
 def _models(view: View, *roles: str) -> list[HandleView]:
@@ -144,8 +149,12 @@ def _present(view: View) -> Plan:
     """The plan that changes nothing."""
     # A plan without `streamed` would load what is used from its host copy.
     streamed = [h.name for h in view.handles.values() if h.streaming]
-    parts = {h.name: h.resident_tags for h in view.handles.values() if h.resident_tags and h.resident_tags != h.tags.keys()}
-    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts)
+    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts_of(view.handles.values()))
+
+
+def parts_of(handles: Iterable[HandleView]) -> dict[str, frozenset[str]]:
+    """The tags of engines that are on the device in part."""
+    return {h.name: h.resident_tags for h in handles if h.resident_tags and h.resident_tags != h.tags.keys()}
 
 
 def _readable(view: View) -> Plan:
@@ -155,13 +164,3 @@ def _readable(view: View) -> Plan:
         if handle.gathers and handle.built:
             plan = plan.also(handle, State.GPU_RESIDENT)
     return plan
-
-
-def _unknown_phase(view: View) -> PolicyError:
-    """The error for a phase that is neither shipped nor in `Settings.phases`."""
-    nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return PolicyError(
-        f"unknown phase {view.phase!r}.{hint} Known phases: {', '.join(view.known_phases)}. "
-        "Declare a phase of your own in Settings.phases, with the roles that it needs."
-    )

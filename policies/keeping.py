@@ -87,36 +87,23 @@ class _Problem:
         early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
         return sum(unit.nbytes for unit in chosen), sum(unit.copied_bytes for unit in chosen), early
 
-    def dirty_after(self, dirty: int, on: int, step: Step) -> int:
-        """The units on the device that an offload has to copy, once `step` has run."""
-        return (dirty & on) | (step.trained & self.trained) | (self.always_dirty & on)
-
-    def cost(self, index: int, on: int, dirty: int, following: int) -> tuple[int, int]:
-        """Bytes that somebody waits for, and all bytes, of the phase transition after step `index`."""
-        gone = self.sums(on & ~following & dirty)[1]
-        loaded, early = self.sums(following & ~on)[1:]
-        room = max(0, self.rooms[index] - self.size(on))
-        return gone + loaded - min(early, room), gone + loaded
-
     def cost_of(self, found: list[int]) -> tuple[int, int]:
-        """Bytes that somebody waits for, and all bytes, of one cycle."""
+        """Bytes that somebody waits for, and all bytes, of one cycle with these units on the device in each phase."""
         count, dirty, stall, total = len(found), self.trained | self.always_dirty, 0, 0
         for index in range(2 * count):  # the first cycle only finds out what is dirty at the beginning of the second
-            now, step = index % count, self.steps[index % count]
-            dirty = self.dirty_after(dirty & found[now - 1], found[now], step)
-            waited, moved = self.cost(now, found[now], dirty, found[(now + 1) % count])
+            now = index % count
+            on, following = found[now], found[(now + 1) % count]
+            dirty = (dirty & found[now - 1] & on) | (self.steps[now].trained & self.trained) | (self.always_dirty & on)
             if index >= count:
-                stall, total = stall + waited, total + moved
+                gone = self.sums(on & ~following & dirty)[1]
+                loaded, early = self.sums(following & ~on)[1:]
+                stall += gone + loaded - min(early, max(0, self.rooms[now] - self.size(on)))
+                total += gone + loaded
         return stall, total
 
 
-class _Stay(NamedTuple):
-    """A unit that may be kept on the device between two phases that need it."""
-
-    unit: int
-    """As a mask."""
-    between: tuple[int, ...]
-    """The phases that it is kept through."""
+_Stay = tuple[int, tuple[int, ...]]
+"""A unit (as a mask) that may be kept on the device between two phases that need it, and the phases that it is kept through."""
 
 
 def _stays(problem: _Problem) -> list[_Stay]:
@@ -131,7 +118,7 @@ def _stays(problem: _Problem) -> list[_Stay]:
             if length and problem.steps[before].needed >> unit & 1:
                 is_dirty = (problem.steps[before].trained & problem.trained | problem.always_dirty) >> unit & 1
                 between = tuple((before + 1 + i) % count for i in range(length))
-                found.append((length / (1 + is_dirty), -problem.units[unit].copied_bytes, _Stay(1 << unit, between)))
+                found.append((length / (1 + is_dirty), -problem.units[unit].copied_bytes, (1 << unit, between)))
     return [stay for *_, stay in sorted(found)]
 
 

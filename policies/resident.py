@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from placement import HandleView, Plan, State, View
+from placement import Plan, State, View
 
-from .colocated import Colocated, OptimizerIn, optimizers
+from .colocated import Colocated, OptimizerIn, optimizers, parts_of
 
 
 class Resident(Colocated):
@@ -43,7 +43,7 @@ class Resident(Colocated):
                     kept.append(handle)
                     room -= handle.num_bytes
         targets = {**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}
-        return view.total_plan(targets, plan.streamed, plan.dropped, {**plan.parts, **_parts_that_stay(kept)})
+        return view.total_plan(targets, plan.streamed, plan.dropped, {**plan.parts, **parts_of(kept)})
 
 
 def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
@@ -64,8 +64,3 @@ def _stepped_whole_where_it_fits(view: View, plan: Plan) -> Plan:
         if view.fits(whole):
             plan = whole
     return plan
-
-
-def _parts_that_stay(kept: list[HandleView]) -> dict[str, frozenset[str]]:
-    """The tags of kept engines that are on the device in part."""
-    return {h.name: h.resident_tags for h in kept if h.resident_tags and h.resident_tags != h.tags.keys()}
