@@ -163,7 +163,7 @@ class _Choice:
         for distance in range(1, len(self.course.steps) + 1):
             if not rooms[0]:
                 break
-            index = self.course.step(distance)
+            index = (self.course.at + distance) % len(self.course.steps)
             needed = self.course.steps[index].needed
             for unit in bits(needed & ~on & ~streamed):
                 start = gone.get(unit, 0)

@@ -179,10 +179,6 @@ class Course(NamedTuple):
     next_use: tuple[int, ...]
     """For each unit the number of phase transitions until a phase needs it again; `NEVER` if none does."""
 
-    def step(self, distance: int) -> int:
-        """The index of the phase that is so many phase transitions away."""
-        return (self.at + distance) % len(self.steps)
-
 
 class Worker:
     """The handles of one worker: what is always the same, wherever they are now.

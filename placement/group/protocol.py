@@ -155,8 +155,8 @@ class Decision(Message):
     lacks_engines: bool = False
     """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
     failures: dict[int, str] = Field(default_factory=dict)
-    is_silent: bool = False
-    """Whether the failed ranks will say nothing more, because they are late or were restarted."""
+    is_late: bool = False
+    """Whether the others have waited for the failed ranks in vain."""
 
 
 _M = TypeVar("_M", bound=Message)
@@ -172,11 +172,11 @@ def decode(kind: type[_M], value: bytes) -> _M:
         raise ValueError(f"not a valid {kind.__name__}: {error.error_count()} errors in {value[:200]!r}") from error
 
 
-def abort(failures: Mapping[int, str], *, is_silent: bool = False) -> Decision:
+def abort(failures: Mapping[int, str], *, is_late: bool = False) -> Decision:
     """A decision that ends an epoch. Where many ranks have failed, their reasons are cut short."""
     limit = min(_MAX_TEXT, _ALL_TEXTS // max(len(failures), 1))
     kept = {rank: shortened(reason, limit) for rank, reason in failures.items()}
-    return Decision(verdict="abort", failures=kept, is_silent=is_silent)
+    return Decision(verdict="abort", failures=kept, is_late=is_late)
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:
@@ -245,7 +245,7 @@ class Group:
             return
         at = self._board.present([f"{self._prefix}/at/{rank}" for rank in range(self.world_size)])
         self.epoch = max(map(int, at.values()), default=0)
-        own = abort({self.rank: _RESTARTED}, is_silent=True)
+        own = abort({self.rank: _RESTARTED})
         while self._claim(own) != own:
             self.epoch += 1  # that epoch was decided without this rank; try to end the next one
         raise GroupError(f"rank {self.rank} was restarted: its place is taken. To go on, {_REJOIN}", {self.rank: _RESTARTED})
@@ -275,8 +275,7 @@ class Group:
                     self.compares_plans = found.compares_plans
                     return found
                 decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
-                is_late = decision.is_silent and decision.failures.get(self.rank, _RESTARTED) != _RESTARTED
-                if not (catches_up and is_late):
+                if not (catches_up and decision.is_late and self.rank in decision.failures):
                     raise self._end(decision)
                 _logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
                 self._enter_next_epoch()
@@ -383,8 +382,13 @@ class Group:
 
     def _of_all(self, what: str, deadline: float, ranks: Sequence[int] | None = None) -> list[bytes] | Decision:
         """The values of these ranks; the decision if the epoch has been decided, which this rank does itself at the deadline."""
-        found = self._polled([*self._keys_of(what, ranks).values()], deadline, unless=self._key("decision"))
-        return self._give_up(what, self._missing(what, ranks)) if found is None else found
+        keys, decision = [*self._keys_of(what, ranks).values()], [self._key("decision")]
+        for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
+            if (found := self._board.look(keys)) is not None:
+                return found
+            if self._board.look(decision) is not None:
+                break
+        return self._give_up(what, self._missing(what, ranks))
 
     def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
         """The message that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
@@ -394,17 +398,10 @@ class Group:
             found = self._board.wait(key, self._grace_seconds)
         return self._give_up(what, missing) if found is None else decode(kind, found)
 
-    def _polled(self, keys: Sequence[str], deadline: float, *, unless: str = "") -> list[bytes] | None:
-        """The values of these keys; None at the deadline, or once the key `unless` has a value."""
-        for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
-            if (found := self._board.look(keys)) is not None or (unless and self._board.look([unless]) is not None):
-                return found
-        return None
-
     def _give_up(self, what: str, missing: list[int]) -> Decision:
         """End the epoch at the deadline. Blames the ranks that have not written `what`; if all have, rank 0."""
         said = f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"
-        return self._claim(abort(dict.fromkeys(missing or [0], said), is_silent=True))
+        return self._claim(abort(dict.fromkeys(missing or [0], said), is_late=True))
 
     def _missing(self, what: str, ranks: Sequence[int] | None = None) -> list[int]:
         keys = self._keys_of(what, ranks)

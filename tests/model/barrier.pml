@@ -82,7 +82,7 @@ bool fence = true;        /* no epoch is entered after a member's successor has 
 #ifdef SKIPS
 byte skips;
 byte ended[PLACES];   /* who has made this attempt, or has skipped it */
-byte missed[EPOCHS];  /* Decision.failures, where it is_silent: for whom the others have waited in vain */
+byte missed[EPOCHS];  /* Decision.failures, where it is_late: for whom the others have waited in vain */
 bool meet = true;     /* the last attempt of every rank succeeds: ranks that were apart have found each other */
 #endif
 
