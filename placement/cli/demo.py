@@ -21,8 +21,8 @@ import placement
 from placement.cli import port
 from placement.cli.grpo import Characters, Recipe, Worker, build_actor
 from placement.cli.workers import plain_table
-from placement.core.snapshot import readable
-from placement.core.states import IDLE, State
+from placement.core.snapshot import WORDS, readable
+from placement.core.states import IDLE
 from placement.devices.base import Device
 from placement.devices.select import select_device
 from placement.engines import TorchEngine
@@ -199,14 +199,11 @@ class Recorder:
         self.rows.append((phase, {"states": {each.name: each.state for each in after.handles}, "device_bytes": device_bytes, **row}))
 
 
-_WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
-
-
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     names, cells = list(rows[0][1]["states"]), []
     for phase, row in rows:
         sizes = [readable(int(row[key])) for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")]
-        states = [_WORDS[row["states"][name]] for name in names]
+        states = [WORDS[row["states"][name]] for name in names]
         cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
     return plain_table(("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall"), cells)
 

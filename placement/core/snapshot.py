@@ -279,16 +279,16 @@ class Audit(_Frozen):
 
 # --- as text
 
-_WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
+WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 
 
 def summary(snapshot: Snapshot) -> str:
     """One line a handle: share of time in each state, transitions, failures, bytes each way. The last line has the worker's totals."""
-    shares = "".join(f"{word:>7}" for word in _WORDS.values())
+    shares = "".join(f"{word:>7}" for word in WORDS.values())
     lines = [f"{'handle':<24}{shares}{'moves':>8}{'failed':>8}{'loaded':>12}{'offloaded':>12}{'skipped':>12}"]
     for handle in snapshot.handles:
         total = sum(handle.state_seconds.values()) or 1.0
-        share = "".join(f"{handle.state_seconds.get(state, 0.0) / total:>7.1%}" for state in _WORDS)
+        share = "".join(f"{handle.state_seconds.get(state, 0.0) / total:>7.1%}" for state in WORDS)
         counts = f"{sum(handle.transitions.values()):>8}{sum(handle.failures.values()):>8}"
         sizes = "".join(f"{readable(nbytes):>12}" for nbytes in (handle.loaded_bytes, handle.offloaded_bytes, handle.skipped_bytes))
         lines.append(f"{handle.name:<24}{share}{counts}{sizes}")

@@ -330,17 +330,14 @@ class SizedModule(torch.nn.Module):
 
     def __init__(self, storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]]) -> None:
         super().__init__()
-        place: torch.nn.Module = self
         for index, (nbytes, parameters) in enumerate(storages):
-            whole = sized((nbytes,))
-            if parameters and any(True for _ in place.buffers(recurse=False)):  # a module's buffers come after its parameters
-                place = torch.nn.Module()
-                self.add_module(f"part{index}", place)
+            whole, place = sized((nbytes,)), torch.nn.Module()  # in one, all parameters would come before the buffers
+            self.add_module(f"part{index}", place)
             if not parameters:
-                place.register_buffer(f"buffer{index}", whole)
+                place.register_buffer("buffer", whole)
             for number, each in enumerate(parameters):
                 made = torch.nn.Parameter(within(whole.untyped_storage(), each.shape, each.dtype), requires_grad=each.requires_grad)
-                place.register_parameter(f"parameter{index}_{number}", made)
+                place.register_parameter(f"parameter{number}", made)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -35,11 +35,9 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
             return body
     except urllib.error.HTTPError as error:
         raise PlacementError(f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?") from error
-    except urllib.error.URLError as error:
-        reason = error.reason.strerror if isinstance(error.reason, OSError) else None
-        raise PlacementError(f"{url} does not answer: {reason or error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise PlacementError(f"{url} does not answer: {error}") from error
+        reason = getattr(error, "reason", error)  # of urllib's own error
+        raise PlacementError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from error
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
