@@ -2,9 +2,7 @@
 
 `Mover` is idempotent and looks only at where the handles are now, not at how they came there. `advance` is all or nothing; it is used to
 enter and switch phases. `retreat` moves every handle as far as possible; it is used to leave phases, after errors, and for recovery.
-
-A storage that placement moves takes part in the exchange of its phase transition. A rollout engine that manages its own memory is told to
-load and offload its tags (parts of its memory, such as "weights").
+A rollout engine that manages its own memory is told to load and offload its tags (parts of its memory, such as "weights").
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
 _AFTER_ENGINES = "move what is left"
-Paths = Sequence[tuple[Handle, list[Trigger]]]
-"""Handles with the triggers that they have still to go through."""
+Paths = Sequence[tuple[Handle, list[Trigger]]]  # with those that a handle has still to go through
 
 
 def _residency_of(handle: Handle) -> Residency:
@@ -67,7 +64,7 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
-def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
+def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
     """The storages that the plan takes out of TRAINING, dropping their gradients."""
     leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
     return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
@@ -157,8 +154,7 @@ class Mover:
                 raise error
         others, engines = _apart(handles)
         sources = {handle: handle.node for handle in others}
-        dropping = _leaving_training(others, plan)
-        self._begin(room_bytes, dropping=dropping, staying=ahead.staying, is_together=agree is not None)
+        self._begin(room_bytes, dropping=_dropping(others, plan), staying=ahead.staying, is_together=agree is not None)
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
             # Ranks that write a host copy together wait for one another there, and not while others wait for them in a vote.
@@ -237,8 +233,7 @@ class Mover:
         """Bring every handle as far towards its target as possible, and return the errors. `complete` comes once all ranks have voted."""
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
-        dropping = _leaving_training(others, plan)
-        self._begin(dropping=dropping, staying=ahead.staying, while_copying=while_copying, is_together=is_together)
+        self._begin(dropping=_dropping(others, plan), staying=ahead.staying, while_copying=while_copying, is_together=is_together)
         paths: list[tuple[Handle, list[Trigger]]] = []
         try:
             errors += self._each(others, lambda handle: paths.append((handle, _path(handle, target_of(handle, plan)))))
@@ -271,10 +266,7 @@ class Mover:
         return [*errors, *self._settle_all(handles.values())] if errors else []
 
     def _exchange_what_can(self, paths: Paths) -> list[Exception]:
-        """Move all at once, or none: if one handle cannot move, the others must, and then each moves by itself.
-
-        Returns the writes that were found. Each handle raises its own once, and can move after that.
-        """
+        """Move all at once, or none: then each moves by itself. Returns the writes that were found, which a handle raises once."""
         found: list[Exception] = []
         for _ in range(len(paths) + 1):
             try:
@@ -327,9 +319,8 @@ class Mover:
 
     def _finish(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop gradients that the plan drops, also for offloaded optimizers, and note host copies for verification."""
-        dropping = self._transition.dropping
         holdings = {each.storage: each for each in handles if isinstance(each.storage, ManagedStorage)}
-        for holding in dropping:
+        for holding in self._transition.dropping:
             if holding in holdings and holdings[holding].state is not State.TRAINING and holding.on_device:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
@@ -340,10 +331,7 @@ class Mover:
             self._verifier.note(holdings)
 
     def _complete(self, handles: Iterable[Handle]) -> list[Exception]:
-        """Commit the loads that waited for the decision of the group, whatever it is. Returns the errors.
-
-        All handles are tried: other ranks are in the collectives of each.
-        """
+        """Commit the loads that waited for the group's decision, whatever it is: the other ranks do it, too. Returns the errors."""
         errors: list[Exception] = []
         for handle in sorted(handles, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
             if (holding := handle.holding) is not None and not holding.is_complete:
@@ -398,8 +386,7 @@ class Mover:
         """Fire the triggers of a path that belong to this step, taking them off the list."""
         while triggers and triggers[0] in step:
             trigger = triggers.pop(0)
-            # State that an optimizer's first step created is in torch's own memory until the first offload. If no offload follows now,
-            # it has to be counted there.
+            # State that a first step created is in torch's own memory, and counted there, until the first offload.
             if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
                 handle.storage.measure_unadopted()
             self._fire(handle, trigger)
