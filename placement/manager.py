@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -219,8 +219,10 @@ class Manager:
                 replicated object every rank raises it; if the ranks' values differ, before any byte has moved.
             HostMemoryError, DeviceMemoryError: there is not enough memory for it. The object is unchanged.
         """
-        registry = self._stack.registry
-        with self._trying_to_register(replicated), self._stack.lock.transition():
+        registry, lock = self._stack.registry, self._stack.lock
+        # The group is told of a replicated handle whose registration fails here, even if it is refused before any work begins.
+        attempt = nullcontext() if replicated is False else lock.attempt(self._replication.vote, begins=True, own=True)
+        with attempt, lock.transition():
             if replace and (old := registry.handles.get(name)) is not None:
                 if old.object is target:
                     return old
@@ -239,10 +241,6 @@ class Manager:
                     registry.remove(added)
                 raise
             return handle
-
-    def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
-        """Tell the group if registering a replicated handle fails here, even if it is refused before any work begins."""
-        return nullcontext() if replicated is False else self._stack.lock.attempt(self._replication.vote, begins=True, own=True)
 
     def unregister(self, handle: Handle | str, *, on_device: bool = False) -> None:
         """Stop managing a handle. Its tensor objects stay, in ordinary memory: on the device if the handle is there, else on the host.

@@ -119,7 +119,8 @@ class Journal:
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """Facts about the manager and its handles, for a trace: see `Snapshots.facts`. Empty without a manager."""
-        self._phase = IDLE
+        self.phase = IDLE
+        """The phase for which time is being counted."""
         self._only: tuple[str, ...] | None = None
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
@@ -170,23 +171,19 @@ class Journal:
     def enter_phase(self, phase: str, only: tuple[str, ...] | None = None) -> None:
         """Count the time from now on for `phase`."""
         now = time.monotonic()
-        self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + now - self._phase_since
-        self._phase_spans.append(PhaseSpan(self._phase, self._phase_since, now, self._only))
-        self._phase, self._phase_since, self._only = phase, now, only
-
-    @property
-    def phase(self) -> str:
-        return self._phase
+        self._phase_seconds[self.phase] = self._phase_seconds.get(self.phase, 0.0) + now - self._phase_since
+        self._phase_spans.append(PhaseSpan(self.phase, self._phase_since, now, self._only))
+        self.phase, self._phase_since, self._only = phase, now, only
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:
         """The recent spans, oldest first. The open span is closed at the present moment."""
-        spans, phase, since, only = [*self._phase_spans], self._phase, self._phase_since, self._only
+        spans, phase, since, only = [*self._phase_spans], self.phase, self._phase_since, self._only
         return (*spans, PhaseSpan(phase, since, time.monotonic(), only))
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds in each phase, including the open one."""
         totals = dict(self._phase_seconds)
-        totals[self._phase] = totals.get(self._phase, 0.0) + time.monotonic() - self._phase_since
+        totals[self.phase] = totals.get(self.phase, 0.0) + time.monotonic() - self._phase_since
         return totals
 
     def histograms(self) -> tuple[DurationHistogram, ...]:

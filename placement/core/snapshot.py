@@ -128,6 +128,10 @@ class LeaseSnapshot(_Frozen):
         """Bytes leased by other processes."""
         return sum(each.held_bytes for each in self.holders if not each.is_mine)
 
+    @property
+    def num_processes(self) -> int:
+        return len(self.holders)
+
 
 class CommunicatorSnapshot(_Frozen):
     """A communicator of this process, whose device memory is neither torch's allocator's nor placement's."""

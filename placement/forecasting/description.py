@@ -293,9 +293,8 @@ class Forecast(_Frozen):
         Raises:
             KeyError: there is none.
         """
-        for each in self.phases:
-            if each.phase == name:
-                return each
+        if (found := next((each for each in self.phases if each.phase == name), None)) is not None:
+            return found
         raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(each.phase for each in self.phases))}")
 
 

@@ -65,6 +65,15 @@ def _of_lease(value: Callable[[Any], float]) -> Callable[[Snapshot], float | Non
     return lambda snapshot: None if snapshot.lease is None else value(snapshot.lease)
 
 
+_LEASE = (
+    ("placement_lease_bytes", "Device bytes that this process has leased; absent without leases.", "held_bytes"),
+    ("placement_lease_capacity_bytes", "Device bytes that all processes under leases may use together.", "capacity_bytes"),
+    ("placement_lease_others_bytes", "Device bytes leased by other processes.", "others_bytes"),
+    ("placement_lease_wanted_bytes", "Device bytes that this process waits to lease.", "wanted_bytes"),
+    ("placement_lease_processes", "Processes with a lease on the device, this one included.", "num_processes"),  # /state names them
+    ("placement_lease_wait_seconds_total", "Seconds spent waiting for other processes to free memory, up to now.", "waited_seconds"),
+)
+"""The name, the text, and the field of `LeaseSnapshot`."""
 _OF_HANDLE = (
     _Metric("placement_state", "1 for the state that the handle is in, 0 for the others.", "state", lambda handle: {handle.state: 1}),
     _Metric("placement_state_seconds_total", "Seconds spent in each state, including the present one.", "state"),
@@ -106,28 +115,7 @@ _OF_WORKER = (
     _Metric("placement_unaccounted_bytes", "Device bytes in use that neither torch, nor placement, nor a visible process explains."),
     _Metric("placement_communicator_bytes", "Device bytes of communicators, part of the unaccounted; absent where NCCL does not say."),
     _Metric("placement_other_processes_bytes", "Device bytes of other processes; absent where NVML does not report them."),
-    _Metric(
-        "placement_lease_bytes",
-        "Device bytes that this process has leased; absent without leases.",
-        value=_of_lease(attrgetter("held_bytes")),
-    ),
-    _Metric(
-        "placement_lease_capacity_bytes",
-        "Device bytes that all processes under leases may use together.",
-        value=_of_lease(attrgetter("capacity_bytes")),
-    ),
-    _Metric("placement_lease_others_bytes", "Device bytes leased by other processes.", value=_of_lease(attrgetter("others_bytes"))),
-    _Metric("placement_lease_wanted_bytes", "Device bytes that this process waits to lease.", value=_of_lease(attrgetter("wanted_bytes"))),
-    _Metric(  # /state names the processes: process numbers make bad labels
-        "placement_lease_processes",
-        "Processes with a lease on the device, this one included.",
-        value=_of_lease(lambda lease: len(lease.holders)),
-    ),
-    _Metric(
-        "placement_lease_wait_seconds_total",
-        "Seconds spent waiting for other processes to free memory, including a wait in progress.",
-        value=_of_lease(attrgetter("waited_seconds")),
-    ),
+    *(_Metric(name, text, value=_of_lease(attrgetter(field))) for name, text, field in _LEASE),
     _Metric("placement_budget_bytes", "Device bytes that the handles may hold together."),
     _Metric("placement_device_used_bytes", "Device bytes in use, all processes."),
     _Metric("placement_device_total_bytes", "Device bytes in total."),

@@ -20,7 +20,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,15 +150,11 @@ _OWN: WeakIdSet[Announcement] = WeakIdSet()
 """This process's announcements. A POSIX lock is lost when its process closes ANY descriptor of the file, so these are never reopened."""
 
 
-def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    return iter(sorted(Path(folder).glob("*.json")))
-
-
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
     """The targets in a discovery folder, without files that vanish meanwhile. Raises PlacementError: a file is not a list of targets."""
     found: list[Target] = []
     own = {each.path: each for each in _OWN}
-    for path in files_in(folder):
+    for path in sorted(Path(folder).glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
             # Closing a second descriptor of an own file would drop its lock.
             text = os.pread(own[path]._file.fileno(), 1 << 20, 0) if path in own else path.read_bytes()
@@ -175,7 +171,7 @@ def reap(folder: str | os.PathLike[str]) -> list[Path]:
     gone: list[Path] = []
     now = time.monotonic()
     own = {each.path for each in _OWN}
-    for path in files_in(folder):
+    for path in sorted(Path(folder).glob("*.json")):
         if path in own:
             continue
         with contextlib.suppress(OSError, PlacementError), path.open("r+") as file:
