@@ -39,7 +39,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -58,15 +58,8 @@ _GLANCE_SECONDS = 1e-3
 """How long to sleep between two looks at the threads that are waited for."""
 
 
-class Check(Protocol):
-    """A callable that raises when the module must not be called now."""
-
-    def __call__(self, module: torch.nn.Module | None, args: Any) -> None: ...
-
-    def refuse_copy(self) -> None:
-        """Raise where the module must not be copied now."""
-
-
+Check = Any
+"""Raises, called with (module or None, arguments), when the module must not be called now; its `refuse_copy()`, when not copied."""
 CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
 """Every check by the name of its handle, for code that must not keep the check alive."""
 
@@ -275,7 +268,7 @@ def _has_tensors(module: torch.nn.Module, seen: dict[int, bool]) -> bool:
 _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()
 
 
-NO_CALLS = CallGuard(cast("Check", None), (), "", 0.0)
+NO_CALLS = CallGuard(None, (), "", 0.0)
 """For an object that cannot be called."""
 
 

@@ -37,7 +37,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -193,13 +193,6 @@ def digest_of(plan: Plan) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-class Reached(NamedTuple):
-    """The stage to which all ranks have come together in a phase transition, and whether any rank has engines to load."""
-
-    stage: Stage
-    lacks_engines: bool
-
-
 class Group:
     """`world_size` ranks that change phase together.
 
@@ -295,11 +288,11 @@ class Group:
                 raise self._end(found)
             return [each.decode() for each in found]
 
-    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         """Vote after everything is prepared, and wait for the decision.
 
-        `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once all have moved. Returns, where the
-        decision is COMMIT, the stage that all ranks have reached, which may be an earlier one.
+        `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once all have moved. Returns the
+        decision COMMIT, with the stage that all ranks have reached, which may be an earlier one.
 
         Raises:
             GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go back.
@@ -315,7 +308,7 @@ class Group:
                 raise self._end(decision)
             self.agreed_epoch = self.epoch
             self._enter_next_epoch()
-            return Reached(decision.stage, decision.lacks_engines)
+            return decision
 
     def abort(self, error: BaseException, *, blames: Mapping[int, str] | None = None) -> GroupError | None:
         """End the epoch for all ranks, because this rank cannot do its part. Not for errors that this group raised: every rank has those.

@@ -12,11 +12,11 @@ from typing import Any
 
 from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
 from placement.core.states import Plan
-from placement.group.protocol import Basis, Group, Reached, Stage
+from placement.group.protocol import Basis, Decision, Group, Stage
 
 _TOLD = "_placement_told"
 """The attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`."""
-Agree = Callable[[Plan, Stage, bool], Reached]
+Agree = Callable[[Plan, Stage, bool], Decision]
 """Asks the other ranks to agree, see `Group.agree`."""
 
 _ALL_HAVE_LEFT = Plan({})
@@ -127,10 +127,9 @@ class GroupVote:
         stays = frozenset.intersection(*(frozenset((name, tag) for name, tag in staying) for staying, _ in plans))
         return stays, frozenset().union(*(streamed for _, streamed in plans))
 
-    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         """Ask the other ranks to agree, after every move is made and while each can still be undone. See `Group.agree`."""
-        if self._group is None:
-            return Reached(stage, lacks_engines)
+        assert self._group is not None
         with self._hearing():
             return self._group.agree(plan, stage, lacks_engines)
 

@@ -19,7 +19,6 @@ from placement.core.journal import Journal, Record
 from placement.core.settings import Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
-from placement.group.protocol import Reached
 from placement.group.vote import Agree
 from placement.observe.trace import marker
 from placement.planning.planner import target_of, wanted_tags
@@ -46,7 +45,7 @@ _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
 _AFTER_ENGINES = "move what is left"
-Paths = Sequence[tuple[Handle, list[Trigger]]]  # with those that a handle has still to go through
+Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
 def _residency_of(handle: Handle) -> Residency:
@@ -166,24 +165,23 @@ class Mover:
             if self._transition.complaints:
                 raise self._transition.complaints.pop(0)
             lacks_engines = any(_lacks(engine, plan) for engine in engines)
-            reached = Reached("moved", lacks_engines)
-            while agree is not None and (reached := agree(plan, "moved", lacks_engines)).stage != "moved":
-                go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
+            if agree is not None:
+                while (decision := agree(plan, "moved", lacks_engines)).stage != "moved":
+                    go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
+                lacks_engines = decision.lacks_engines
             if failures := self._complete(others):
                 raise failures[0]
             self._finish(others)
         except BaseException as error:
             self._go_back(sources, error)
             raise
-        if reached.lacks_engines:
+        if lacks_engines:
             self._end()
             if agree is not None:
                 go_on("load engines")
-                for engine in engines:
-                    self._engine_comes(engine, plan)
+                self._engines_come(engines, plan)
                 agree(plan, "engines loaded", False)
-        for engine in engines:
-            self._engine_comes(engine, plan)
+        self._engines_come(engines, plan)
         self._begin_ahead(ahead)
 
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
@@ -453,8 +451,6 @@ class Mover:
         )
         self._journal.record(handle.counters, record)
 
-    # --- repair
-
     def _settle_all(self, handles: Iterable[Handle]) -> list[Exception]:
         """Repair every handle after failed moves, those that free memory before those that need it. Returns the errors."""
         return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
@@ -491,6 +487,10 @@ class Mover:
         else:
             self._fire_all(handle, (State.CPU_OFFLOADED, False))
         return True
+
+    def _engines_come(self, engines: Iterable[Handle], plan: Plan) -> None:
+        for engine in engines:
+            self._engine_comes(engine, plan)
 
     def _engine_comes(self, handle: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the handle to its state."""

@@ -26,7 +26,7 @@ from placement.storage.shared.copy import Shares
 from placement.storage.shared.ranks import Ranks
 
 if TYPE_CHECKING:
-    from placement.group.protocol import Group, Reached, Stage
+    from placement.group.protocol import Decision, Group, Stage
 
 _ADVICE = "or register it without replicated=True"
 
@@ -72,7 +72,7 @@ class GroupRanks(Ranks):
     def exchange_texts(self, what: str, text: str) -> list[str]:
         return self._group.exchange_texts(what, text, self.shares.members)
 
-    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
+    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Decision:
         """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the handle has moved."""
         return self._group.agree(Plan({}) if self._group.compares_plans else plan, stage, lacks_engines)
 

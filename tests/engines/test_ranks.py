@@ -17,7 +17,7 @@ from placement.core.errors import DeviceMemoryError
 from placement.devices.memory import Chunk
 from placement.engines import Follower, TaggedEngine
 from placement.group import StoreGroup
-from placement.group.protocol import Reached, Stage
+from placement.group.protocol import Decision, Stage
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.threads import in_threads
 
@@ -71,7 +71,7 @@ class Spanning(TaggedEngine):
 class Slow(StoreGroup):
     """A rank that learns of each decision late: what it gives to the driver after it comes late as well."""
 
-    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         reached = super().agree(plan, stage, lacks_engines)
         time.sleep(0.03)  # longer than the other rank needs to be ahead, if it were let
         return reached

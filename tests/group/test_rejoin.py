@@ -13,7 +13,7 @@ from placement import Manager, State
 from placement.core.errors import CoordinatorLost, GroupError, PhaseError, PlacementError
 from placement.core.states import Plan
 from placement.group import BoardLost, StoreGroup
-from placement.group.protocol import Reached
+from placement.group.protocol import Decision
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.fault_worker import join_store
@@ -113,7 +113,7 @@ class CutAtTheDecision(StoreGroup):
 
     only_empty = False
 
-    def agree(self, plan: Plan, *stage: Any) -> Reached:
+    def agree(self, plan: Plan, *stage: Any) -> Decision:
         is_cut = not (self.only_empty and any(map(plan.on_device, plan.targets)))
         self._board.__class__, self._board.is_cut = Cut, is_cut  # type: ignore[attr-defined, assignment]
         return super().agree(plan, *stage)

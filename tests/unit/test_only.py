@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
-from placement.group.protocol import Basis, Reached, Stage
+from placement.group.protocol import Basis, Decision, Stage
 from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -239,9 +239,9 @@ class LeastOfAll:
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> Basis:
         return Basis(budget_bytes=min(self.least_bytes, budget_bytes), budget_rank=1)
 
-    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
+    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Decision:
         self.agreed.append(plan)
-        return Reached(stage, lacks_engines)
+        return Decision(verdict="commit", stage=stage, lacks_engines=lacks_engines)
 
     def abort(self, error: BaseException, **_: object) -> None:
         raise error
