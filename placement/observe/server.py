@@ -405,20 +405,14 @@ def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict
         "snapshot": snapshot.model_dump(mode="json"),
         "timeline": shown,
         "phases": phases[-_MOST_SPANS:],
-        "transitions": [
-            {
-                "timestamp_seconds": record.timestamp_seconds,
-                "handle": record.handle,
-                "trigger": record.trigger.value,
-                "phase": record.phase,
-                "bytes": record.nbytes,
-                "skipped_bytes": record.skipped_bytes,
-                "seconds": record.seconds,
-            }
-            for record in records[: -_LAST - 1 : -1]
-        ],
-        "failures": [
-            {"timestamp_seconds": f.timestamp_seconds, "handle": f.handle, "trigger": f.trigger.value, "reason": f.reason}
-            for f in list(journal.failures)[: -_LAST - 1 : -1]
-        ],
+        "transitions": [_picked(record, _OF_RECORD) | {"bytes": record.nbytes} for record in records[: -_LAST - 1 : -1]],
+        "failures": [_picked(failure, _OF_FAILURE) for failure in list(journal.failures)[: -_LAST - 1 : -1]],
     }
+
+
+_OF_RECORD = ("timestamp_seconds", "handle", "trigger", "phase", "skipped_bytes", "seconds")
+_OF_FAILURE = ("timestamp_seconds", "handle", "trigger", "reason")
+
+
+def _picked(source: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
