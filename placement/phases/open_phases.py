@@ -159,10 +159,7 @@ class OpenPhases:
         for index, each in enumerate(self.all):
             _, asked = self._planner.ask(each.name, innermost(self.all[:index]), self.kept)
             meant = still_meant(each.only, self._handles)
-            streamed = each.plan.streamed | (below.streamed & {handle.name})
-            dropped = each.plan.dropped | (below.dropped & {handle.name})
-            parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
-            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts, each.plan.prefetch)
+            base = below.limited_to({handle.name}, each.plan)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def forget(self, name: str) -> None:
