@@ -154,7 +154,9 @@ class Journal:
             counters.offloaded_bytes += record.nbytes
         moves = record.trigger is Trigger.LOAD or record.trigger is Trigger.OFFLOAD
         self.num_moves += moves
-        self._observe(record.trigger.value if moves else "sync", record.seconds)
+        operation = record.trigger.value if moves else "sync"
+        self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, record.seconds)] += 1
+        self._duration_sums[operation] += record.seconds
         self._records.append(record)
         logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
 
@@ -163,10 +165,6 @@ class Journal:
         self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
         # Log text, not the exception: a handler that keeps records would keep the traceback, and with it the phase and the model.
         logger.warning("%s: %s failed: %s", handle, trigger, str(error))
-
-    def _observe(self, operation: str, seconds: float) -> None:
-        self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, seconds)] += 1
-        self._duration_sums[operation] += seconds
 
     def enter_phase(self, phase: str, only: tuple[str, ...] | None = None) -> None:
         """Count the time from now on for `phase`."""

@@ -202,7 +202,10 @@ class Settings(BaseModel):
         if isinstance(source, Mapping):
             return cls._checked(dict(source), "settings")
         if isinstance(source, str | os.PathLike):
-            return cls._checked(_from_toml(Path(source)), str(source))
+            try:
+                return cls._checked(tomllib.loads(Path(source).read_text(encoding="utf-8")), str(source))
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+                raise ValueError(f"{source}: not a TOML file: {exc}") from exc
         raise TypeError(f"settings must be a mapping, a path, a Settings or None, not {type(source).__name__}")
 
     @classmethod
@@ -263,13 +266,6 @@ def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, S
         if state not in _WANTED:
             raise ValueError(f"phase {name!r}: {role!r} cannot be {state!r}; write one of {', '.join(_WANTED)}, or leave {role!r} out")
     return ReadOnly({role: State(state) for role, state in wanted.items()})
-
-
-def _from_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise ValueError(f"{path}: not a TOML file: {exc}") from exc
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

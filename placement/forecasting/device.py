@@ -267,11 +267,10 @@ class SizesDevice(Device):
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         for each in copies if direction == "to_host" else ():
             self._host_writes.update(_blocks(each.host_address, each.nbytes))
-        with self._moved:
-            self._copies.queued[direction] += sum(map(self._over_the_link, copies))
-
-    def _over_the_link(self, copy: Copy) -> float:
-        return copy.nbytes * next((part for first, last, part in self._shares if first <= copy.device_address < last), 1.0)
+        for each in copies:
+            part = next((part for first, last, part in self._shares if first <= each.device_address < last), 1.0)
+            with self._moved:
+                self._copies.queued[direction] += each.nbytes * part
 
     def order(self, direction: Direction | None = None) -> None:
         directions: tuple[Direction, ...] = ("to_device", "to_host") if direction is None else (direction,)
