@@ -59,9 +59,6 @@ class Asked:
             return view.total_plan({})
         return plan
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
 
 class Run(contextlib.AbstractContextManager["Run"]):
     """One worker that only has sizes, under a real manager.
