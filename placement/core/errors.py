@@ -1,21 +1,6 @@
 """The exceptions that placement raises.
 
-    PlacementError
-    ├── RegistrationError     an object cannot be registered; it was left as it was
-    ├── PolicyError           a policy raised, or its plan is invalid
-    ├── PhaseError            phases were used out of order, or from two threads or tasks at once
-    ├── NotResidentError      an offloaded handle was used
-    ├── DeviceMemoryError     the bytes do not fit on the device, or the driver refused the memory
-    ├── HostMemoryError       the host copy cannot be reserved
-    ├── IntegrityError        measurements contradict the declared state, or bytes changed that must not change
-    ├── BrokenHandleError     a move failed half-way and could not be undone
-    ├── CheckpointError       a checkpoint does not fit, or cannot be read or written; no handle was changed
-    ├── EngineError           a rollout engine refused or failed an operation
-    │   └── EngineLost        the engine did not answer, so its condition is unknown
-    ├── GroupError            a rank of the group failed; every rank went back
-    └── CoordinatorLost       the group's decision cannot be read
-
-A caller's plain mistake is a `ValueError` or a `TypeError`.
+All are a `PlacementError`, and `EngineLost` is an `EngineError`. A caller's plain mistake is a `ValueError` or a `TypeError`.
 """
 
 from __future__ import annotations

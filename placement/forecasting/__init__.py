@@ -1,19 +1,4 @@
-"""Forecasts: what fits on the device in each phase of a job, and what its moves cost, before the job runs.
-
-from placement.forecasting import Layout, Model, Rollout
-
-found = placement.forecast(
-    {
-        "actor": Model("Qwen2.5-7B/config.json", optimizer="adamw"),
-        "ref": Model("Qwen2.5-7B/config.json", readonly=True),
-        "rollout": Rollout(weights_bytes="15GB", kv_cache_bytes="30GiB"),
-    },
-    layout=Layout(shards=8),
-    budget_bytes="60GiB",
-    link="doctor.json",
-)
-found.fits, found.peak_bytes, found.stall_seconds
-"""
+"""Forecasts: what fits on the device in each phase of a job, and what its moves cost, before the job runs. See docs/planning.md."""
 
 from __future__ import annotations
 
