@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import placement
 from placement.testing import assert_nothing_resident
@@ -13,6 +14,7 @@ from tests.gpu.vllm.apart import Apart
 
 @pytest.fixture
 def manager() -> Iterator[placement.Manager]:
+    torch.cuda.empty_cache()
     manager = placement.Manager(device="cuda:0")
     yield manager
     assert_nothing_resident(manager)

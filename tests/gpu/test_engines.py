@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines import matrix_worker as worker
 from tests.gpu.on_gpus import gpus
-from tests.sharded.test_one_of_each import needed
+from tests.sharded.one_of_each import needed
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -43,15 +43,6 @@ def build(device: str = "cuda") -> Net:
     return net
 
 
-@pytest.fixture
-def manager() -> Iterator[placement.Manager]:
-    torch.cuda.empty_cache()
-    manager = placement.Manager(device="cuda:0")
-    yield manager
-    assert_nothing_resident(manager)
-    manager.close()
-
-
 def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator("cuda").manual_seed(2)
     for _ in range(steps):

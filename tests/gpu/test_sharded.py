@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.on_gpus import gpus, measure
-from tests.sharded.one_of_each import PROGRAMS
-from tests.sharded.test_one_of_each import SAVED, check_moved, check_published, compare, needed, publish, save_and_load
+from tests.sharded.one_of_each import PROGRAMS, SAVED, check_moved, check_published, compare, needed, publish, save_and_load
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -31,6 +31,7 @@ from placement import Manager, checkpoint
 from placement.core.states import State
 from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded import one_of_each
 from tests.sharded.checkpoint_worker import WIDTH, Net, Program, build
 from tests.sharded.training import as_bytes, local_parts
 from tests.support.ranks import Ranks, on_ranks
@@ -409,3 +410,7 @@ def _assert_same(found: dict[str, bytes], wanted: dict[str, bytes], where: str) 
     assert list(found) == list(wanted), f"{where}: {sorted({*found} ^ {*wanted})}"
     different = [name for name in wanted if found[name] != wanted[name]]
     assert not different, f"{where}: {different}"
+
+
+def test_a_program_of_which_all_are_saved_on_a_gpu(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(one_of_each.save_and_load, one_of_each.needed("lora"), "cpu", str(tmp_path))

@@ -25,6 +25,7 @@ from placement.group import StoreGroup
 from placement.publish import VllmWeightSource
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.vllm_weight_transfer import Source033, stand_in
+from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
 from tests.support.ranks import Ranks, on_ranks
@@ -40,6 +41,12 @@ def test_the_full_weights_of_the_plain_model(two_ranks: Ranks, build: str, strea
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_flat"])
 def test_a_world_of_one(one_rank: Ranks, build: str) -> None:
     one_rank.run(worker.publish, build, False)
+
+
+@pytest.mark.parametrize(("name", "streamed"), [("lora", True), ("fsdp1_original", False)])
+def test_programs_of_which_all_are_published_on_a_gpu(two_ranks: Ranks, name: str, streamed: bool) -> None:
+    for published in two_ranks.run(one_of_each.publish, one_of_each.needed(name), "cpu", streamed):
+        one_of_each.check_published(published)
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original"])

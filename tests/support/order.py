@@ -17,7 +17,6 @@ from tests.support.durations import file_of, recorded
 _TOGETHER = {
     "programs": ("tests/unit/test_processes.py", "tests/unit/test_host.py", "tests/unit/test_host_reserve.py"),
     "peft": (
-        "tests/sharded/test_one_of_each.py",
         "tests/sharded/test_checkpoint.py",
         "tests/sharded/test_state_dicts.py",
         "tests/sharded/test_peft.py",

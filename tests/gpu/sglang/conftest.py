@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-
 import pytest
 
 from tests.gpu.vllm import models
@@ -12,8 +9,4 @@ from tests.gpu.vllm import models
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed: pip install sglang==0.5.14")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # another version of transformers than that of the other tests
-        return models.save(tmp_path_factory.mktemp("sglang") / "model")
+    return models.saved_for("sglang", "0.5.14", tmp_path_factory.mktemp("sglang"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-
 import pytest
 
 from tests.gpu.vllm import models
@@ -12,9 +9,4 @@ from tests.gpu.vllm import models
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a saved model. Without vLLM every test that wants an engine is skipped here."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install vllm==0.24.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # another version of transformers than that of the other tests
-        return models.save(tmp_path_factory.mktemp("vllm") / "model")
+    return models.saved_for("vllm", "0.24.0", tmp_path_factory.mktemp("vllm"))
