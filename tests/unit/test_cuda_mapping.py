@@ -123,6 +123,25 @@ def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevic
     assert driver.errors == 0
 
 
+def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, driver: FakeDriver) -> None:
+    addresses, short, full = device.reserve(SIZE + STEP), device.create(STEP), device.create(SIZE)
+    device.unmap(addresses, STEP)
+    device.unmap(addresses, 3 * STEP)
+    assert driver.behind(addresses) == [(STEP, POISON)] * 3
+    device.map(addresses, [short])
+    assert driver.behind(addresses)[0] == (STEP, short.handle)  # type: ignore[attr-defined]
+    device.unmap(addresses, SIZE + STEP)
+    assert driver.behind(addresses) == [(SIZE, POISON), (SIZE, POISON)]
+    device.map(addresses, [short])
+    assert driver.behind(addresses)[1:] == [(STEP, POISON)] * 3 + [(SIZE, POISON)]
+    device.unmap(addresses, STEP)
+    device.map(addresses, [full])
+    assert driver.behind(addresses) == [(SIZE, full.handle), (SIZE, POISON)]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="in two"):
+        device.unmap(addresses, STEP)
+    assert driver.errors == 0
+
+
 @pytest.mark.parametrize(("fulls", "steps"), [(0, 63), (1, 1), (3, 37)])
 def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int, steps: int) -> None:
     device, size, tail = CudaDevice(0, chunk_bytes=64 * STEP), 64 * STEP, steps * STEP
@@ -154,34 +173,6 @@ def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int
     del addresses, chunks, last
     device.close()
     assert (driver.mapped, driver.memory, driver.reserved, driver.errors) == ({}, {}, {}, 0)
-
-
-def test_a_chunk_shorter_than_its_tail_has_poison_after_it_up_to_the_end(driver: FakeDriver) -> None:
-    device = CudaDevice(0, chunk_bytes=64 * STEP)
-    addresses, short = poisoned(device, 69 * STEP), device.create(2 * STEP)
-    device.map(addresses, [short], 64 * STEP)
-    found = [(64 * STEP, POISON), (2 * STEP, short.handle)] + [(STEP, POISON)] * 3  # type: ignore[attr-defined]
-    assert driver.behind(addresses) == found
-    device.unmap(addresses, 2 * STEP, 64 * STEP)
-    assert driver.behind(addresses) == [(64 * STEP, POISON)] * 2
-    del addresses, short
-    device.close()
-    assert (driver.mapped, driver.memory, driver.reserved, driver.errors) == ({}, {}, {}, 0)
-
-
-def test_several_chunks_are_released_once_each_and_never_a_number_that_has_a_new_owner(device: CudaDevice, driver: FakeDriver) -> None:
-    first, second, third = (device.create(STEP) for _ in range(3))
-    device.release(first, first, second)
-    assert (driver.calls["cuMemRelease"], driver.errors) == (2, 0)
-    driver.memory[second.handle] = STEP  # type: ignore[attr-defined]
-    driver.released.discard(second.handle)  # type: ignore[attr-defined]
-    device.release(second, third, first)
-    assert driver.calls["cuMemRelease"] == 3
-    assert second.handle in driver.memory  # type: ignore[attr-defined]
-    device.release()
-    del first, second, third
-    device.create(STEP)
-    assert driver.errors == 0
 
 
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])

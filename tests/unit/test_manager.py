@@ -119,10 +119,16 @@ def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots(worker
         assert again["placement/resident_bytes"] == worker.manager.handles["ref"].resident_bytes
 
 
-def test_every_state_change_is_one_record_and_one_count(worker: Worker) -> None:
-    for name in ("train", "log_prob", "weight_sync", "values"):
-        with worker.manager.phase(name):
-            pass
+def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="placement"):
+        for name in ("values", "train", "log_prob", "weight_sync"):
+            with worker.manager.phase(name):
+                pass
+    assert [each.message for each in caplog.records[:2]] == [
+        "critic: load, CPU_OFFLOADED -> GPU_RESIDENT",
+        "critic: offload, GPU_RESIDENT -> CPU_OFFLOADED",
+    ]
+    assert sum(hasattr(each, "placement") for each in caplog.records) == len(worker.manager.journal)
     for handle in worker.manager.handles.values():
         records = [record for record in worker.manager.journal if record.handle == handle.name]
         assert len(records) == sum(handle.counters.transitions.values())
@@ -131,16 +137,6 @@ def test_every_state_change_is_one_record_and_one_count(worker: Worker) -> None:
             assert before.at_seconds <= after.at_seconds
         assert handle.counters.loaded_bytes == sum(r.nbytes for r in records if r.trigger == "load")
         assert handle.counters.offloaded_bytes == sum(r.nbytes for r in records if r.trigger == "offload")
-
-
-def test_state_changes_are_logged_with_their_record(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="placement"), worker.manager.phase("values"):
-        pass
-    assert [r.message for r in caplog.records] == [
-        "critic: load, CPU_OFFLOADED -> GPU_RESIDENT",
-        "critic: offload, GPU_RESIDENT -> CPU_OFFLOADED",
-    ]
-    assert all(hasattr(r, "placement") for r in caplog.records)
 
 
 def test_the_states_of_a_whole_step(worker: Worker) -> None:
