@@ -13,12 +13,9 @@ from .colocated import Colocated, OptimizerIn
 from .keeping import NEVER, Course, Worker, bits, mask_of, schedule
 
 Idle = Literal["keep", "empty"]
-_DIGITS = 10
-"""Schedules are made for budgets with so many binary digits, rounded down: a budget that wavers by less asks for no new one."""
-_CRUMB = 256
-"""Less than this part of a unit is not worth prefetching."""
-_MOST_WORKERS = 32
-"""The number of different workers, or of states of one, for which the needs of phases are remembered."""
+_DIGITS = 10  # schedules are made for budgets with so many binary digits, rounded down: a budget that wavers by less asks for no new one
+_CRUMB = 256  # less than this part of a unit is not worth prefetching
+_MOST_WORKERS = 32  # the number of different workers, or of states of one, for which the needs of phases are remembered
 
 
 class Cyclic(Colocated):
@@ -117,27 +114,17 @@ class _Choice:
 
     view: View
     worker: Worker
-    phases: tuple[str, ...]
-    """The phases of one cycle, the present one first."""
+    phases: tuple[str, ...]  # the phases of one cycle, the present one first
     course: Course
-    scheduled: tuple[int, ...]
-    """For each step of the course the units that are worth having on the device."""
-    needed: int
-    """Units that the phase needs."""
-    present: int
-    """Units that are on the device before the phase transition."""
-    streamed: int
-    """Units whose state streams through the device in this phase. None of their bytes stay or arrive early."""
-    room: int
-    """Device bytes that are left."""
-    beside: int = 0
-    """Device bytes beside what the phase needs and what is kept."""
-    kept: int = 0
-    """Units that stay until they are needed again."""
-    left: int = 0
-    """Units that stay until their room is needed."""
-    early: dict[int, int] = field(default_factory=dict)
-    """Device bytes that arrive early, by unit, soonest needed first."""
+    scheduled: tuple[int, ...]  # for each step of the course the units that are worth having on the device
+    needed: int  # units that the phase needs
+    present: int  # units that are on the device before the phase transition
+    streamed: int  # units whose state streams through the device in this phase. None of their bytes stay or arrive early.
+    room: int  # device bytes that are left
+    beside: int = 0  # device bytes beside what the phase needs and what is kept
+    kept: int = 0  # units that stay until they are needed again
+    left: int = 0  # units that stay until their room is needed
+    early: dict[int, int] = field(default_factory=dict)  # device bytes that arrive early, by unit, soonest needed first
 
     def __post_init__(self) -> None:
         self._keep()

@@ -21,18 +21,15 @@ MOST_LOOKS = 4_000
 """The search ends when it has looked at so many choices, and takes the best that it has found until then. 360 random cycles of 5 to 8
 units took at most 505."""
 
-NEVER = 1 << 30
-"""The distance to a phase that does not come."""
+NEVER = 1 << 30  # the distance to a phase that does not come
 _MOST_COURSES = 64
 
 
 class Unit(NamedTuple):
     """Bytes that are on the device together or not at all: a handle, or the part of an engine that has a tag."""
 
-    nbytes: int
-    """Device bytes."""
-    copied_bytes: int
-    """Bytes that a load copies, and an offload too unless the unit is clean. 0 for an engine's cache, which is dropped."""
+    nbytes: int  # device bytes
+    copied_bytes: int  # bytes that a load copies, and an offload too unless the unit is clean. 0 for an engine's cache, which is dropped.
     can_prefetch: bool = True
     is_copied_back: Literal["never", "trained", "always"] = "never"
     """When an offload has to copy: "trained" is only after a TRAINING since the last offload."""
@@ -174,10 +171,8 @@ class Course(NamedTuple):
     """One cycle of phases. The same cycle has the same steps, whichever of its phases is the present one."""
 
     steps: tuple[Step, ...]
-    at: int
-    """The index of the present phase."""
-    next_use: tuple[int, ...]
-    """For each unit the number of phase transitions until a phase needs it again; `NEVER` if none does."""
+    at: int  # the index of the present phase
+    next_use: tuple[int, ...]  # for each unit the number of phase transitions until a phase needs it again; `NEVER` if none does
 
 
 class Worker:

@@ -22,8 +22,7 @@ COMMANDS = {
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""
-_OF_WORKERS = ("dashboards", "discover", "status", "trace")
-"""Those in the module `workers`. Each other one has a module of its own name."""
+_OF_WORKERS = ("dashboards", "discover", "status", "trace")  # those in the module `workers`. Each other one has a module of its own name.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,8 +28,7 @@ from placement.observe.fleet import find_targets, views_of
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""
 _TENSORS = 8
-_CACHE_BYTES = 64 << 20
-"""More than a core's share of the processor's caches."""
+_CACHE_BYTES = 64 << 20  # more than a core's share of the processor's caches
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:

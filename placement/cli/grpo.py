@@ -44,12 +44,10 @@ class Recipe:
 
     steps: int = 3
     prompts: int = 16
-    completions: int = 16
-    """Completions for each prompt. Their mean reward is the group's baseline."""
+    completions: int = 16  # completions for each prompt. Their mean reward is the group's baseline.
     new_tokens: int = 5
     temperature: float = 1.0
-    minibatches: int = 4
-    """Optimizer steps in each step of the loop."""
+    minibatches: int = 4  # optimizer steps in each step of the loop
     learning_rate: float = 1e-3
     clip: float = 0.2
     kl_weight: float = 0.02
@@ -63,12 +61,9 @@ class Rollouts:
     """Sampled completions. `ids` and `mask` are [samples, prompt + completion]."""
 
     ids: Tensor
-    mask: Tensor
-    """1 for tokens that the model attends to: the prompt without padding, and the completion including its end token."""
-    answer_mask: Tensor
-    """float32 [samples, completion]: 1 up to and including the end token of the completion."""
-    rewards: Tensor
-    """float32 [samples]."""
+    mask: Tensor  # 1 for tokens that the model attends to: the prompt without padding, and the completion including its end token
+    answer_mask: Tensor  # float32 [samples, completion]: 1 up to and including the end token of the completion
+    rewards: Tensor  # float32 [samples]
 
 
 @dataclass(frozen=True)

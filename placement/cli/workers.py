@@ -114,8 +114,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-_CLEAR = "\x1b[H\x1b[2J"
-"""The sequence that empties a terminal and goes to its first line."""
+_CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its first line
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:

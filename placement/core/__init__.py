@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__version__ = "0.1.0"
-"""The one place that says it."""
+__version__ = "0.1.0"  # the one place that says it
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.exists(os.path.join(_PACKAGE, "deploy.py")):

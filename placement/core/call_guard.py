@@ -47,19 +47,15 @@ from placement.core.errors import PhaseError
 from placement.core.weak_set import reference
 
 _FORWARD = ("forward",)
-_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
-"""The functions that run while a module is called."""
-_COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")
-"""The function that calls a graph which `torch.compile` made, and its file."""
+_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")  # the functions that run while a module is called
+_COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")  # the function that calls a graph which `torch.compile` made, and its file
 FIELDS, _PRE_HOOKS = operator.attrgetter("__dict__"), operator.itemgetter("_forward_pre_hooks")
 _FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 _IS_FRAME = functools.partial(operator.is_not, None)
-_GLANCE_SECONDS = 1e-3
-"""How long to sleep between two looks at the threads that are waited for."""
+_GLANCE_SECONDS = 1e-3  # how long to sleep between two looks at the threads that are waited for
 
 
-Check = Any
-"""Raises, called with (module or None, arguments), when the module must not be called now; its `refuse_copy()`, when not copied."""
+Check = Any  # raises, called with (module or None, arguments), when the module must not be called now; its `refuse_copy()`, when not copied
 CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
 """Every check by a number of its own, as text, for code that must not keep the check alive."""
 
@@ -268,8 +264,7 @@ def _has_tensors(module: torch.nn.Module, seen: dict[int, bool]) -> bool:
 _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()
 
 
-NO_CALLS = CallGuard(None, (), "", 0.0)
-"""For an object that cannot be called."""
+NO_CALLS = CallGuard(None, (), "", 0.0)  # for an object that cannot be called
 
 
 def wait_for_calls(module: torch.nn.Module) -> None:

@@ -21,8 +21,7 @@ from placement.core.states import IDLE, State, Trigger
 logger = logging.getLogger("placement")
 
 _REASONS = {DeviceMemoryError: "device_memory", HostMemoryError: "host_memory", IntegrityError: "integrity", Exception: "error"}
-REASONS = (*_REASONS.values(), "interrupted")
-"""The reasons for which a transition can fail: the values of the metric's `reason` label."""
+REASONS = (*_REASONS.values(), "interrupted")  # the reasons for which a transition can fail: the values of the metric's `reason` label
 
 _BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OPERATIONS = ("load", "offload", "sync")
@@ -36,27 +35,19 @@ def reason_of(error: BaseException) -> str:
 class Record:
     """One finished state transition."""
 
-    at_seconds: float
-    """The value of `time.monotonic()` when the transition was complete."""
-    timestamp_seconds: float
-    """The same moment as Unix time."""
+    at_seconds: float  # the value of `time.monotonic()` when the transition was complete
+    timestamp_seconds: float  # the same moment as Unix time
     handle: str
     kind: str
     trigger: Trigger
     source: State
     target: State
-    phase: str
-    """The phase whose phase transition caused this state transition; "idle" outside every phase."""
-    nbytes: int
-    """Bytes copied."""
-    skipped_bytes: int
-    """Bytes that were proved clean and not copied."""
-    seconds: float
-    """Time that the calling thread spent in the transition."""
-    resident_bytes: int = 0
-    """Device bytes that the handle holds after the transition."""
-    prefetched_bytes: int = 0
-    """Bytes that had arrived before a load, and were not copied by it."""
+    phase: str  # the phase whose phase transition caused this state transition; "idle" outside every phase
+    nbytes: int  # bytes copied
+    skipped_bytes: int  # bytes that were proved clean and not copied
+    seconds: float  # time that the calling thread spent in the transition
+    resident_bytes: int = 0  # device bytes that the handle holds after the transition
+    prefetched_bytes: int = 0  # bytes that had arrived before a load, and were not copied by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +55,9 @@ class PhaseSpan:
     """A span of time in which one phase was the innermost open one ("idle" outside every phase)."""
 
     phase: str
-    begin_seconds: float
-    """The value of `time.monotonic()` when the span began."""
+    begin_seconds: float  # the value of `time.monotonic()` when the span began
     end_seconds: float
-    only: tuple[str, ...] | None = None
-    """The handles that the phase was for, as in `manager.phase(name, only=...)`; None: all."""
+    only: tuple[str, ...] | None = None  # the handles that the phase was for, as in `manager.phase(name, only=...)`; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +67,7 @@ class Failure:
     timestamp_seconds: float
     handle: str
     trigger: Trigger
-    reason: str
-    """One of `REASONS`."""
+    reason: str  # one of `REASONS`
 
 
 @dataclass(slots=True)
@@ -113,22 +101,19 @@ class Journal:
 
     def __init__(self, length: int) -> None:
         self._records: deque[Record] = deque(maxlen=length)
-        self.failures: deque[Failure] = deque(maxlen=length)
-        """The recent failures, oldest first."""
+        self.failures: deque[Failure] = deque(maxlen=length)  # the recent failures, oldest first
         self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """Facts about the manager and its handles, for a trace: see `Snapshots.facts`. Empty without a manager."""
-        self.phase = IDLE
-        """The phase for which time is being counted."""
+        self.phase = IDLE  # the phase for which time is being counted
         self._only: tuple[str, ...] | None = None
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
-        self.num_moves = 0
-        """The number of loads and offloads since the start. Two equal values mean that nothing moved in between."""
+        self.num_moves = 0  # the number of loads and offloads since the start. Two equal values mean that nothing moved in between.
         self.pairing_violations = 0
         self.wrong_writes = 0
         self.expired_keeps = 0

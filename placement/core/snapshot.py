@@ -87,23 +87,19 @@ class HandleSnapshot(_Frozen):
 class DurationHistogram(_Frozen):
     """A histogram of the durations of one operation, in Prometheus' classic form."""
 
-    operation: str
-    """The operation: "load", "offload" or "sync"."""
+    operation: str  # the operation: "load", "offload" or "sync"
     upper_bounds_seconds: tuple[float, ...]
-    counts: tuple[int, ...]
-    """Counts per bucket, not cumulative. There is one more than bounds; the last is +Inf."""
+    counts: tuple[int, ...]  # counts per bucket, not cumulative. There is one more than bounds; the last is +Inf.
     sum_seconds: float
 
 
 class LeaseHolder(_Frozen):
     """One process that shares the GPU by leases."""
 
-    name: str
-    """The process's name; "?" where its entry in the ledger is damaged."""
+    name: str  # the process's name; "?" where its entry in the ledger is damaged
     pid: int
     held_bytes: int
-    wanted_bytes: int
-    """Bytes that the process waits for; 0 when it does not wait."""
+    wanted_bytes: int  # bytes that the process waits for; 0 when it does not wait
     waiting_seconds: float
     priority: int
     is_mine: bool
@@ -113,15 +109,11 @@ class LeaseSnapshot(_Frozen):
     """The lease of this process on a shared GPU, and the leases of the other processes."""
 
     gpu: str
-    capacity_bytes: int
-    """Bytes that all processes may use together."""
+    capacity_bytes: int  # bytes that all processes may use together
     held_bytes: int
-    wanted_bytes: int
-    """Bytes that this process waits for now; 0 when it does not wait."""
-    waited_seconds: float
-    """Total time that this process has waited, including a wait in progress."""
-    holders: tuple[LeaseHolder, ...]
-    """All processes with a lease, including this one."""
+    wanted_bytes: int  # bytes that this process waits for now; 0 when it does not wait
+    waited_seconds: float  # total time that this process has waited, including a wait in progress
+    holders: tuple[LeaseHolder, ...]  # all processes with a lease, including this one
 
     @property
     def others_bytes(self) -> int:
@@ -136,15 +128,11 @@ class LeaseSnapshot(_Frozen):
 class CommunicatorSnapshot(_Frozen):
     """A communicator of this process, whose device memory is neither torch's allocator's nor placement's."""
 
-    name: str
-    """The name of its process group."""
+    name: str  # the name of its process group
     ranks: tuple[int, ...]
-    nbytes: int | None
-    """Device bytes that it holds; None where the library does not say."""
-    suspendable_bytes: int
-    """The part of `nbytes` that its own `suspend()` would free."""
-    unknown_because: str | None = None
-    """Why `nbytes` is None."""
+    nbytes: int | None  # device bytes that it holds; None where the library does not say
+    suspendable_bytes: int  # the part of `nbytes` that its own `suspend()` would free
+    unknown_because: str | None = None  # why `nbytes` is None
 
 
 class Snapshot(_Frozen):
@@ -238,23 +226,17 @@ class LinkRates(_Frozen):
 
     to_device_bytes_per_second: float
     to_host_bytes_per_second: float
-    both_bytes_per_second: float
-    """Both directions at once, added up."""
+    both_bytes_per_second: float  # both directions at once, added up
 
 
 class TransitionSeconds(_Frozen):
     """The seconds that a phase transition takes beside the copies of its bytes."""
 
-    alone: float
-    """A phase transition that moves nothing."""
-    moving: float
-    """One that moves hardly any bytes."""
-    loaded_byte: float
-    """More for each byte that is loaded: memory is mapped behind addresses."""
-    offloaded_byte: float
-    """More for each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
-    skipped_byte: float
-    """The same, for each byte that leaves without a copy because it is proved unchanged."""
+    alone: float  # a phase transition that moves nothing
+    moving: float  # one that moves hardly any bytes
+    loaded_byte: float  # more for each byte that is loaded: memory is mapped behind addresses
+    offloaded_byte: float  # more for each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver
+    skipped_byte: float  # the same, for each byte that leaves without a copy because it is proved unchanged
 
 
 class Finding(_Frozen):

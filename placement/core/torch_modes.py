@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _Left(threading.local):
-    modes: tuple[Any, ...] = ()
-    """The function modes that this thread has left, innermost first."""
+    modes: tuple[Any, ...] = ()  # the function modes that this thread has left, innermost first
 
 
 _LEFT = _Left()

@@ -123,8 +123,7 @@ class Layout:
         return tuple(part)
 
 
-ALONE = Layout()
-"""The layout of a model that every rank holds whole."""
+ALONE = Layout()  # the layout of a model that every rank holds whole
 
 
 class _Frozen(BaseModel):

@@ -34,23 +34,17 @@ from placement.forecasting.description import Link
 from placement.ownership.partial_step import allow
 from placement.storage.layout import ALIGNMENT, Sizing
 
-GRANULARITY = 2 << 20
-"""The granularity of the CUDA driver on every GPU so far."""
+GRANULARITY = 2 << 20  # the granularity of the CUDA driver on every GPU so far
 _CAPACITY_BYTES = 1 << 62
-_SLOW = 1e-3
-"""The rate, in bytes a second, of a link that is not known."""
-_NEAR_BYTES = 0.5
-"""A copy that lacks less is complete: rates and seconds are rounded."""
-_SETTLES_SECONDS = 0.25
-"""The longest real time that a thread of the manager's is given to reach its next wait."""
+_SLOW = 1e-3  # the rate, in bytes a second, of a link that is not known
+_NEAR_BYTES = 0.5  # a copy that lacks less is complete: rates and seconds are rounded
+_SETTLES_SECONDS = 0.25  # the longest real time that a thread of the manager's is given to reach its next wait
 
 StateOf = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 """The state that an optimizer creates for a parameter, on the meta device. Tensors without a dimension are counters, on the host."""
-_PIECES = 32
-"""The storages of a handle of which only the bytes are known."""
+_PIECES = 32  # the storages of a handle of which only the bytes are known
 
-_end = itertools.count(1 << 18)
-"""The end of all addresses so far, in GiB. They are the process's: no two objects ever have the same."""
+_end = itertools.count(1 << 18)  # the end of all addresses so far, in GiB. They are the process's: no two objects ever have the same.
 
 
 def _take(nbytes: int, alignment: int = 1) -> int:
@@ -123,8 +117,7 @@ class _Copies:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.seconds = 0.0
-        self.queued: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
-        """The bytes that were ever queued."""
+        self.queued: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}  # the bytes that were ever queued
         self._done = dict(self.queued)
 
     def has_done(self, mark: _Mark) -> bool:
@@ -170,15 +163,11 @@ class SizesDevice(Device):
         self.link = link
         self._copies = _Copies(link or Link.of(_SLOW))
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
-        self._writes: dict[int, int] = {}
-        """How often the bytes of a slot were changed, by the slot's number."""
-        self._host_writes: Counter[int] = Counter()
-        """How often the bytes of a block of host memory were copied to, by the block's number."""
-        self._shares: list[tuple[int, int, float]] = []
-        """The first and the last address of what comes over the link in part, and the part."""
+        self._writes: dict[int, int] = {}  # how often the bytes of a slot were changed, by the slot's number
+        self._host_writes: Counter[int] = Counter()  # how often the bytes of a block of host memory were copied to, by the block's number
+        self._shares: list[tuple[int, int, float]] = []  # the first and the last address of what comes over the link in part, and the part
         self._moved = threading.Condition()
-        self._awaited: dict[int, _Mark] = {}
-        """The marks that threads of the manager's wait for, by the thread."""
+        self._awaited: dict[int, _Mark] = {}  # the marks that threads of the manager's wait for, by the thread
         self._others = weakref.WeakSet(threading.enumerate())
         self._is_closed = False
 
@@ -384,10 +373,8 @@ class SizedEngine(TaggedEngine):
         super().__init__(tags=tuple(tag_bytes), tag_bytes=tag_bytes, offloaded=tuple(tag_bytes), **given)
         self._device = device
         self._copied_bytes = tag_bytes.get(WEIGHTS, 0) if keeps_weights else 0
-        self.phase = IDLE
-        """The phase that is about to begin."""
-        self.woken_in: set[str] = set()
-        """The phases that weights were loaded for."""
+        self.phase = IDLE  # the phase that is about to begin
+        self.woken_in: set[str] = set()  # the phases that weights were loaded for
 
     def offload(self, tags: Collection[str]) -> None:
         """Copy the weights to the host, if they leave and are kept."""
@@ -430,16 +417,11 @@ class Object:
     role: str | None = None
     readonly: bool = False
     external: bool = False
-    generates: bool = False
-    """Whether a module is that of a rollout engine in this process."""
-    part: tuple[int, int] = (1, 1)
-    """The part of its bytes that goes over this rank's own link, as a fraction."""
-    is_shared: bool = False
-    """Whether the ranks of a node share the host copy, of which each counts its part."""
-    keeps_gradients: bool = False
-    """Whether the gradients of a module are alive when training ends."""
-    gradient_bytes: int = 0
-    """Bytes of the gradients of a module that is trained, as far as they are to be told."""
+    generates: bool = False  # whether a module is that of a rollout engine in this process
+    part: tuple[int, int] = (1, 1)  # the part of its bytes that goes over this rank's own link, as a fraction
+    is_shared: bool = False  # whether the ranks of a node share the host copy, of which each counts its part
+    keeps_gradients: bool = False  # whether the gradients of a module are alive when training ends
+    gradient_bytes: int = 0  # bytes of the gradients of a module that is trained, as far as they are to be told
 
     def to_register(self) -> Any:
         """The manager's object. The module or optimizer in it is held by this one alone."""

@@ -56,10 +56,8 @@ class _Spill(Spill):
 class _Keeper(Keeper):
     """A keeper whose work is done when `arrange` returns."""
 
-    waited_bytes: int
-    """See `CountedTier.waited_bytes`."""
-    look: Callable[[], object]
-    """Called whenever something has left or come."""
+    waited_bytes: int  # see `CountedTier.waited_bytes`
+    look: Callable[[], object]  # called whenever something has left or come
 
     def _work(self) -> None:
         """Nothing is left for a thread."""
@@ -92,8 +90,7 @@ class CountedTier(DiskTier):
         stack.reconciler.host_tier, stack.registry.admit = self, self.admit
         self._part_of = part_of
         self._keeper.look = self.most_bytes
-        self.refused: dict[str, str] = {}
-        """Why a manager refuses registrations, by the handles' names."""
+        self.refused: dict[str, str] = {}  # why a manager refuses registrations, by the handles' names
         self.begin()
 
     def begin(self) -> None:

@@ -25,8 +25,7 @@ from placement.tensors.plain import dtype_of
 Gradients = Literal["cleared", "kept"]
 """Whether gradients are None when training ends (`zero_grad()` after `step()`), or alive: then they move with their model."""
 _VALUE_ROLES = ("critic", "reward")
-_HEADROOM = Settings().headroom
-"""The part of free memory that a manager without a budget leaves to others at first."""
+_HEADROOM = Settings().headroom  # the part of free memory that a manager without a budget leaves to others at first
 _CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "sgd": (torch.optim.SGD, {"lr": 0.1}),

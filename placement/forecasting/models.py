@@ -29,8 +29,7 @@ class Part(NamedTuple):
 
     name: str
     nbytes: int
-    parameters: tuple[torch.nn.Parameter, ...]
-    """The parameters in it on the meta device, in this rank's shapes; empty for a buffer."""
+    parameters: tuple[torch.nn.Parameter, ...]  # the parameters in it on the meta device, in this rank's shapes; empty for a buffer
 
 
 def module_of(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | None, head: Head) -> torch.nn.Module:

@@ -15,12 +15,9 @@ from placement.forecasting.host_limit import CountedTier
 from placement.manager import Manager
 from placement.planning.planner import ask_policy, check_fits, handle_view
 
-_NESTED = {"optimizer_step": "train"}
-"""Phases that workers open inside another one."""
-_MOST_CYCLES = 8
-"""A policy that has not settled after so many steps is shown as it is then."""
-_NO_LIMIT = 1 << 62
-"""The bytes where no budget, or no limit on host memory, is given."""
+_NESTED = {"optimizer_step": "train"}  # phases that workers open inside another one
+_MOST_CYCLES = 8  # a policy that has not settled after so many steps is shown as it is then
+_NO_LIMIT = 1 << 62  # the bytes where no budget, or no limit on host memory, is given
 
 
 class Moved(NamedTuple):
@@ -45,8 +42,7 @@ class Asked:
         self._policy = policy
         self.name = policy.name
         self.is_registering = True
-        self.unfit: list[PlacementError] = []
-        """The errors of its plans meanwhile."""
+        self.unfit: list[PlacementError] = []  # the errors of its plans meanwhile
 
     def plan(self, view: View) -> Plan:
         if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case

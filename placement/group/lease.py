@@ -40,22 +40,16 @@ if TYPE_CHECKING:
     from placement.core.settings import Settings
     from placement.devices.base import Device
 
-MAX_BYTES = (1 << 44) - 2
-"""The largest claim: almost 16 TiB."""
-MAX_CLAIMS = 128
-"""The largest number of claims on one GPU."""
-TURN_SECONDS = 10.0
-"""A process that has been in the middle of a change for so long counts as stopped."""
+MAX_BYTES = (1 << 44) - 2  # the largest claim: almost 16 TiB
+MAX_CLAIMS = 128  # the largest number of claims on one GPU
+TURN_SECONDS = 10.0  # a process that has been in the middle of a change for so long counts as stopped
 _TURN_PAUSE_SECONDS = 0.0005
-STALE_SECONDS = 1.0
-"""A waiting process that has not looked for so long is passed over."""
-_LOOK_SECONDS = (0.001, 0.02)
-"""Pause between two looks of a waiting process: the first pause, and the longest."""
+STALE_SECONDS = 1.0  # a waiting process that has not looked for so long is passed over
+_LOOK_SECONDS = (0.001, 0.02)  # pause between two looks of a waiting process: the first pause, and the longest
 _MAX_PRIORITY = 1 << 31  # fits into a note
 _SPAN = MAX_BYTES + 2
 """Distance of two claims in file offsets. Spans must not touch, because the kernel merges locks that do. Byte 0 is the turn's."""
-_NOTE_BYTES = 512
-"""The longest note takes 505 bytes: 80 characters of a name without control characters, four bytes each."""
+_NOTE_BYTES = 512  # the longest note takes 505 bytes: 80 characters of a name without control characters, four bytes each
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -100,8 +94,7 @@ class Ledger:
         self.path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', gpu)[-40:]}-{digest}.leases"
         self._threads = threading.RLock()
         self._file: int | None = None
-        self._slots: dict[str, int] = {}
-        """The slots of this process's claims, by token."""
+        self._slots: dict[str, int] = {}  # the slots of this process's claims, by token
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], gpu: str) -> Ledger:
@@ -266,8 +259,7 @@ class Lease:
         self.gpu, self.capacity_bytes, self.deadline_seconds = gpu, capacity_bytes, deadline_seconds
         self.held_bytes = 0
         self._waited_seconds = 0.0
-        self._wanted: tuple[int, float] | None = None
-        """The number of bytes that the lease waits for, and since when."""
+        self._wanted: tuple[int, float] | None = None  # the number of bytes that the lease waits for, and since when
         self._ledger = Ledger.of(LEASES_FOLDER if folder is None else folder, gpu)
         self._own = Note(token=secrets.token_hex(8), pid=os.getpid(), name=shortened(name, 80), priority=priority)
         self._is_closed = False

@@ -45,14 +45,11 @@ from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.states import Plan
 
-DEADLINE_SECONDS = 600.0
-"""The default deadline: as long as torch's collectives wait for NCCL."""
-MAX_BYTES = 1 << 20
-"""The longest message."""
+DEADLINE_SECONDS = 600.0  # the default deadline: as long as torch's collectives wait for NCCL
+MAX_BYTES = 1 << 20  # the longest message
 _MAX_TEXT, _ALL_TEXTS = 2_000, 100_000
 """The most characters of one reason, and of all reasons in one message: thousands of ranks may fail at once."""
-_POLL_SECONDS = (0.0005, 0.05)
-"""Pause between two looks at what all ranks write: the first pause, and the longest."""
+_POLL_SECONDS = (0.0005, 0.05)  # pause between two looks at what all ranks write: the first pause, and the longest
 _ANOTHER_PLAN = "has another plan"
 _ABOUT_PLANS = ". Begin the step again. If that does not help, the ranks' policies, settings or registrations differ"
 _RESTARTED = "was restarted, and knows nothing of what the others hold"
@@ -116,8 +113,7 @@ class Message(BaseModel):
 class Proposal(Message):
     """The action that a rank is about to take. It is written before the rank asks its policy."""
 
-    action: str
-    """For example "enter train only=actor" or "leave train"; must be the same on all ranks."""
+    action: str  # for example "enter train only=actor" or "leave train"; must be the same on all ranks
     budget_bytes: int = Field(ge=0)
     plans_may_differ: bool = False
     placing: str = Field(default="", max_length=64)
@@ -127,14 +123,10 @@ class Proposal(Message):
 class Basis(Message):
     """The result of comparing all proposals. Write-once."""
 
-    budget_bytes: int = Field(ge=0)
-    """The least budget of all ranks, which each plan has to fit."""
-    budget_rank: int = Field(default=0, ge=0)
-    """The rank that has it."""
-    compares_plans: bool = False
-    """Whether one rank says that plans may differ, or the handles differ in size or place."""
-    is_over: bool = False
-    """Whether the epoch has ended before: then see its decision."""
+    budget_bytes: int = Field(ge=0)  # the least budget of all ranks, which each plan has to fit
+    budget_rank: int = Field(default=0, ge=0)  # the rank that has it
+    compares_plans: bool = False  # whether one rank says that plans may differ, or the handles differ in size or place
+    is_over: bool = False  # whether the epoch has ended before: then see its decision
 
 
 class Vote(Message):
@@ -142,8 +134,7 @@ class Vote(Message):
 
     digest: str = Field(max_length=64)
     stage: Stage = "moved"
-    lacks_engines: bool = False
-    """Whether the rank has engines to load once all have moved."""
+    lacks_engines: bool = False  # whether the rank has engines to load once all have moved
 
 
 class Decision(Message):
@@ -152,11 +143,9 @@ class Decision(Message):
     verdict: Literal["commit", "abort"]
     stage: Stage = "moved"
     """COMMIT: the stage that all ranks have reached. A rank that voted for a later one votes for it again, in the next epoch."""
-    lacks_engines: bool = False
-    """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
+    lacks_engines: bool = False  # COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks.
     failures: dict[int, str] = Field(default_factory=dict)
-    is_late: bool = False
-    """Whether the others have waited for the failed ranks in vain."""
+    is_late: bool = False  # whether the others have waited for the failed ranks in vain
 
 
 _M = TypeVar("_M", bound=Message)
@@ -214,20 +203,14 @@ class Group:
         self.rank, self.world_size, self.deadline_seconds, self.generation = rank, world_size, deadline_seconds, generation
         self._board = board
         self._prefix = f"placement/g{generation}"
-        self.epoch = 0
-        """The number of the next change."""
-        self.agreed_epoch = -1
-        """The number of the last change on which all ranks agreed."""
-        self.is_in_doubt = False
-        """Whether a decision could not be read. If so, this rank may not take part any more."""
-        self.plans_may_differ = False
-        """Whether a change has failed, a rank was restarted, or this one has given up a handle."""
+        self.epoch = 0  # the number of the next change
+        self.agreed_epoch = -1  # the number of the last change on which all ranks agreed
+        self.is_in_doubt = False  # whether a decision could not be read. If so, this rank may not take part any more.
+        self.plans_may_differ = False  # whether a change has failed, a rank was restarted, or this one has given up a handle
         self.placing = ""
         """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
-        self.compares_plans = False
-        """Whether the ranks compare what stays on their devices before they move, in the present change."""
-        self._keys: list[tuple[int, str]] = []
-        """The keys on the board that this rank has to delete, each with its epoch."""
+        self.compares_plans = False  # whether the ranks compare what stays on their devices before they move, in the present change
+        self._keys: list[tuple[int, str]] = []  # the keys on the board that this rank has to delete, each with its epoch
         with self._reaching_the_board("join"):
             self._join()
 

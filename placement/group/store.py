@@ -17,8 +17,7 @@ from placement.group.protocol import DEADLINE_SECONDS, Board, BoardLost, Group, 
 _ANSWER_SECONDS = 60.0
 """The limit for one call. A live store answers in a fraction of a millisecond, or in seconds when thousands of ranks ask at once."""
 _FIRST_PAUSE_SECONDS = 0.0005
-_LOOKS_PER_SECOND = 20_000.0
-"""The rate of looks of all ranks together while they wait. A TCPStore can answer many times more."""
+_LOOKS_PER_SECOND = 20_000.0  # the rate of looks of all ranks together while they wait. A TCPStore can answer many times more.
 _T = TypeVar("_T")
 
 

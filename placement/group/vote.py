@@ -14,10 +14,8 @@ from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError
 from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
 
-_TOLD = "_placement_told"
-"""The attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`."""
-Agree = Callable[[Plan, Stage, bool], Decision]
-"""Asks the other ranks to agree, see `Group.agree`."""
+_TOLD = "_placement_told"  # the attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`
+Agree = Callable[[Plan, Stage, bool], Decision]  # asks the other ranks to agree, see `Group.agree`
 
 _ALL_HAVE_LEFT = Plan({})
 """The plan for which ranks vote that have left a phase, where their plans may differ. The next entry makes these equal."""
@@ -40,10 +38,8 @@ class _Epoch:
 
     catches_up: bool = False
     """Whether this rank is about to enter its first phase and has not proposed yet, so that it may have skipped phase transitions."""
-    is_over: bool = False
-    """Whether the epoch has ended for all ranks. They need not hear of later errors of this rank."""
-    has_left: bool = False
-    """Whether it has ended because all have left the phase."""
+    is_over: bool = False  # whether the epoch has ended for all ranks. They need not hear of later errors of this rank.
+    has_left: bool = False  # whether it has ended because all have left the phase
 
 
 class GroupVote:
@@ -53,8 +49,7 @@ class GroupVote:
     def __init__(self, group: Group | None) -> None:
         self._group = None if group is None else checked(group)
         self._key = secrets.token_hex(8)
-        self._epochs_used = 0
-        """The number of epochs in which this rank has written to its group."""
+        self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
 
     @property

@@ -27,12 +27,9 @@ from pathlib import Path
 from placement.core.errors import PlacementError
 from placement.core.weak_set import WeakIdSet
 
-_HOST = "__meta_placement_host"
-"""The label for the machine of a file's worker. Prometheus drops labels that begin with two underscores."""
-REAP_SECONDS = 300.0
-"""How many seconds the file of a killed worker stays."""
-_FOUND_DEAD: dict[tuple[Path, int], float] = {}
-"""The time when a file was first seen without its worker, by the file's path and inode."""
+_HOST = "__meta_placement_host"  # the label for the machine of a file's worker. Prometheus drops labels that begin with two underscores.
+REAP_SECONDS = 300.0  # how many seconds the file of a killed worker stays
+_FOUND_DEAD: dict[tuple[Path, int], float] = {}  # the time when a file was first seen without its worker, by the file's path and inode
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -71,8 +68,7 @@ class Identity:
 class Target:
     """The address at which Prometheus scrapes one worker, and the worker's labels."""
 
-    address: str
-    """The address as host:port."""
+    address: str  # the address as host:port
     labels: Mapping[str, str]
 
     @classmethod

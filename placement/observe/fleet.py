@@ -21,8 +21,7 @@ from placement.observe.server import JSON, STATUS_PAGES, TIMEOUT_SECONDS, HttpSe
 if TYPE_CHECKING:
     from wsgiref.types import WSGIEnvironment
 
-ASK_SECONDS = 2.0
-"""How many seconds a worker may take to answer."""
+ASK_SECONDS = 2.0  # how many seconds a worker may take to answer
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
 
@@ -60,10 +59,8 @@ def find_targets(places: Iterable[str]) -> list[Target]:
     return found
 
 
-_FRESH_SECONDS = 1.0
-"""How long the views of the workers are given to everybody who asks."""
-_AT_ONCE = 64
-"""The number of workers that are asked at once: so many may hang before a page waits longer than `ASK_SECONDS`."""
+_FRESH_SECONDS = 1.0  # how long the views of the workers are given to everybody who asks
+_AT_ONCE = 64  # the number of workers that are asked at once: so many may hang before a page waits longer than `ASK_SECONDS`
 
 
 def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> list[dict[str, Any]]:

@@ -101,8 +101,7 @@ class HttpServer(ThreadingWSGIServer):
         self._is_closed = False
         self._chore: Callable[[], object] | None = None
         self._next_chore = 0.0
-        self._clients: dict[socket.socket, float] = {}
-        """The time at which each open connection began, oldest first."""
+        self._clients: dict[socket.socket, float] = {}  # the time at which each open connection began, oldest first
         try:
             found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self.address_family = found[0]
@@ -250,8 +249,7 @@ STATUS_PAGES = {"/": _file("index.html", "text/html; charset=utf-8"), "/page.js"
 
 # --- the pages of a manager
 
-_REST_SECONDS = 0.0003
-"""How long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms."""
+_REST_SECONDS = 0.0003  # how long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms.
 
 
 class _Paced(CollectorRegistry):
@@ -296,8 +294,7 @@ class MetricsServer(HttpServer):
         self._read = read
         self._is_over = is_over
         self._journal = journal if journal is not None else Journal(1)
-        self.target: Target | None = None
-        """The address and labels under which this worker is scraped; None before it is announced."""
+        self.target: Target | None = None  # the address and labels under which this worker is scraped; None before it is announced
         self._announcement: Announcement | None = None
         self._exposition = make_wsgi_app(_Paced(make_registry(read)))
         pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
@@ -361,10 +358,8 @@ class MetricsServer(HttpServer):
 
 
 HISTORY_SECONDS = 300.0
-_LAST = 20
-"""The number of state transitions and failures shown."""
-_MOST_SPANS = 500
-"""The limit for each track. More spans than a page has pixels only make it slow."""
+_LAST = 20  # the number of state transitions and failures shown
+_MOST_SPANS = 500  # the limit for each track. More spans than a page has pixels only make it slow.
 
 
 def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict[str, str]) -> dict[str, Any]:

@@ -29,8 +29,7 @@ Event = dict[str, Any]
 MANAGER_EVENT = "placement_manager"
 """The name of the metadata event with `Journal.describe`. Viewers leave it out; `placement plan --from` reads it."""
 _PHASES_TRACK = 1
-_PIECE_EVENTS = 512
-"""The number of events encoded at a time, which bounds the memory that writing a trace takes."""
+_PIECE_EVENTS = 512  # the number of events encoded at a time, which bounds the memory that writing a trace takes
 
 
 def trace_events(

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from placement.phases.stack import PhaseStack
 
 
-_OTHERS_SECONDS = 1.0
-"""NVML takes milliseconds. Where it does not answer, an audit has the measurement before."""
+_OTHERS_SECONDS = 1.0  # NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
 
 
 class Snapshots:

@@ -79,16 +79,11 @@ def _path(handle: Handle, target: Node) -> list[Trigger]:
 class Transition:
     """The resources and results of one phase transition. Made at its beginning and dropped at its end."""
 
-    chunk_pool: ChunkPool
-    """Chunks that storages have freed, and how many more bytes the driver may be asked for."""
-    dropping: tuple[ManagedStorage, ...] = ()
-    """The storages whose gradients the plan drops when they leave TRAINING."""
-    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes of storages that leave which stay aside."""
-    while_copying: Callable[[], None] = nothing
-    """Called once, while bytes are being copied to the host."""
-    is_together: bool = False
-    """Whether all ranks of the group make it, and each knows that the others do."""
+    chunk_pool: ChunkPool  # chunks that storages have freed, and how many more bytes the driver may be asked for
+    dropping: tuple[ManagedStorage, ...] = ()  # the storages whose gradients the plan drops when they leave TRAINING
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)  # device bytes of storages that leave which stay aside
+    while_copying: Callable[[], None] = nothing  # called once, while bytes are being copied to the host
+    is_together: bool = False  # whether all ranks of the group make it, and each knows that the others do
     began_seconds: float = field(default_factory=time.monotonic)
     moved: dict[Handle, MoveResult] = field(default_factory=dict)
     """Results of the exchange, by handle. The state transition of a handle takes its result out."""
@@ -108,8 +103,7 @@ class Mover:
         self._transition = Transition(ChunkPool(device))
         """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._wanted_tags: dict[Handle, frozenset[str]] = {}
-        """The tags to load for each engine that is being loaded."""
+        self._wanted_tags: dict[Handle, frozenset[str]] = {}  # the tags to load for each engine that is being loaded
 
     @property
     def chunk_pool(self) -> ChunkPool:

@@ -53,8 +53,7 @@ class OpenPhase:
     name: str
     only: tuple[str, ...] | None
     holder: Any
-    in_any_order: bool = False
-    """Whether the phase may be left while others are open inside it: it is a hold."""
+    in_any_order: bool = False  # whether the phase may be left while others are open inside it: it is a hold
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
     is_abandoned: bool = False
@@ -71,10 +70,8 @@ class OpenPhases:
     def __init__(self, planner: Planner, handles: Mapping[str, Handle]) -> None:
         self._planner = planner
         self._handles = handles
-        self.all: tuple[OpenPhase, ...] = ()
-        """The open phases, outermost first."""
-        self.kept: frozenset[str] = frozenset()
-        """Names of the handles that `Phase.keep` carries from the last phase into this one."""
+        self.all: tuple[OpenPhase, ...] = ()  # the open phases, outermost first
+        self.kept: frozenset[str] = frozenset()  # names of the handles that `Phase.keep` carries from the last phase into this one
 
     @property
     def name(self) -> str:

@@ -42,12 +42,9 @@ class PhaseRequest(NamedTuple):
 
     name: str
     only: tuple[str, ...] | None
-    enclosing: Plan | None
-    """The plan for the handles that `only` leaves out, without kept handles. Not used where `only` is None."""
-    around: tuple[OpenPhase, ...]
-    """The enclosing phases, outermost first."""
-    kept: frozenset[str]
-    """Names of the handles that the phase before kept."""
+    enclosing: Plan | None  # the plan for the handles that `only` leaves out, without kept handles. Not used where `only` is None.
+    around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
+    kept: frozenset[str]  # names of the handles that the phase before kept
 
 
 class Decision(NamedTuple):
@@ -55,10 +52,8 @@ class Decision(NamedTuple):
 
     name: str
     plan: Plan
-    room_bytes: int
-    """Device bytes of the budget that are left beside what the handles hold now: see `check_fits`."""
-    stays: bool
-    """Whether every handle is at its target."""
+    room_bytes: int  # device bytes of the budget that are left beside what the handles hold now: see `check_fits`
+    stays: bool  # whether every handle is at its target
 
 
 class Reconciler:
@@ -89,12 +84,9 @@ class Reconciler:
         registry.admit = self.host_tier.admit
         self.outside = Outside(device, self.planner.memory)
         self.lease_client = None if lease is None else LeaseClient(lease, device, self._handles, self.planner, self._give_way)
-        self.left_behind: tuple[Handle, ...] = ()
-        """Handles that are on the device although the last phase transition wanted them off it."""
-        self._work_seconds = 0.0
-        """The seconds in which phase transitions waited for the worker's own kernels."""
-        self.peak_bytes = 0
-        """The largest number of device bytes that all handles together have held so far."""
+        self.left_behind: tuple[Handle, ...] = ()  # handles that are on the device although the last phase transition wanted them off it
+        self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
+        self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
     def decide(self, action: str, wanted: PhaseRequest) -> Decision:
         """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`.
@@ -342,8 +334,7 @@ def _decision(handle: Handle, plan: Plan) -> str:
 
 # --- writes into the memory of offloaded handles
 
-_NAMES = 8
-"""The largest number of tensors that a message names for one handle."""
+_NAMES = 8  # the largest number of tensors that a message names for one handle
 
 
 class WrongWrites:

@@ -52,8 +52,7 @@ class PhaseStack:
         self._device = device
         self._vote = GroupVote(group)
         self._journal = journal
-        self._gone: deque[Handle] = deque()
-        """The handles whose objects were garbage-collected."""
+        self._gone: deque[Handle] = deque()  # the handles whose objects were garbage-collected
         self.is_closing = False
         """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)

@@ -210,8 +210,7 @@ class UseHistory:
         """For each phase in the history, what was used since the one before it."""
         self._upcoming: tuple[frozenset[str], ...] = ()
         """The handles that coming phase transitions are expected to use, nearest first, up to the next one into the open phase."""
-        self._last: dict[str, int] = {}
-        """The number of the phase transition that used each handle last."""
+        self._last: dict[str, int] = {}  # the number of the phase transition that used each handle last
         self._count = 0
 
     def note(self, phase: str, used: frozenset[str]) -> None:
@@ -244,12 +243,9 @@ class UseHistory:
 class HostShare(NamedTuple):
     """The host memory of one handle."""
 
-    total_bytes: int
-    """Bytes of its host copy, wherever it is now, and what is reserved for state that is not created yet."""
-    fixed_bytes: int
-    """The part that cannot leave host memory: reserved, shared with other processes, an engine's mirror."""
-    held_bytes: int
-    """The part that is in host memory now."""
+    total_bytes: int  # bytes of its host copy, wherever it is now, and what is reserved for state that is not created yet
+    fixed_bytes: int  # the part that cannot leave host memory: reserved, shared with other processes, an engine's mirror
+    held_bytes: int  # the part that is in host memory now
 
 
 def check_fits_host(name: str, nbytes: int, owners: Sequence[str], shares: Mapping[str, HostShare], limit_bytes: int) -> None:
@@ -281,8 +277,7 @@ def bytes_table(heads: tuple[str, str], rows: Iterable[tuple[str, int, int]]) ->
     return "\n".join(lines)
 
 
-MOST_PHASES = 64
-"""How far back a history goes."""
+MOST_PHASES = 64  # how far back a history goes
 
 
 class PhaseHistory:
@@ -290,8 +285,7 @@ class PhaseHistory:
 
     def __init__(self) -> None:
         self._phases: deque[str] = deque(maxlen=MOST_PHASES)
-        self._lengths: list[int] = []
-        """For each place in the history: how many phases up to it are the same as the last ones."""
+        self._lengths: list[int] = []  # for each place in the history: how many phases up to it are the same as the last ones
 
     def began(self, phase: str) -> None:
         was_full = len(self._phases) == MOST_PHASES

@@ -48,18 +48,15 @@ class Planner:
         self._handles = handles
         self._leased_from_bytes = leased_from_bytes
         self.history = PhaseHistory()
-        self.memory = memory
-        """The device's memory as measured last."""
-        self._others_bytes: dict[str, int] = {}
-        """The most bytes that others were seen to need in each phase."""
+        self.memory = memory  # the device's memory as measured last
+        self._others_bytes: dict[str, int] = {}  # the most bytes that others were seen to need in each phase
         self._born_bytes = 0
         """Bytes of optimizer state that was created since the optimizers were last looked through. The handles hold them already."""
         self._state_bytes = 0
         """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into a range at the next offload."""
         self.least: Basis | None = None
         """The least budget of all ranks of the group, from the last phase transition. All ranks use it, so that they make the same plan."""
-        self._views: dict[str, View] = {}
-        """The view from which the last plan of each phase was made."""
+        self._views: dict[str, View] = {}  # the view from which the last plan of each phase was made
         self._reasons: dict[str, tuple[View, dict[str, str]]] = {}
 
     # --- plans

@@ -35,16 +35,14 @@ from placement.storage.transfer.streamed import page_runs
 BURST_CHUNKS = 4
 """The bytes of a burst, in full chunks: 1 GiB on CUDA, which takes 19 ms at 55 GB/s. A Python thread that has to wait 5 ms for each of
 three calls (the interpreter's switch interval) keeps up with that."""
-_AHEAD = 2
-"""The number of bursts whose copies are started and not complete."""
+_AHEAD = 2  # the number of bursts whose copies are started and not complete
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """The work that a phase transition does for later ones."""
 
-    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes of storages that leave which stay aside."""
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)  # device bytes of storages that leave which stay aside
     begin: Callable[[ChunkPool], object] = lambda _: None
     """Called when everything is where it belongs, with the chunks that are free. Those that it leaves go back to the driver."""
 
@@ -63,8 +61,7 @@ class Prefetcher:
         self._handles = handles
         self._planner = planner
         self._copies = _Copies(device)
-        self._has_any = False
-        """Whether anything may have arrived early and be unused."""
+        self._has_any = False  # whether anything may have arrived early and be unused
         self._most_bytes: dict[str, int] = {}
         """The most bytes that may be early in a phase in which torch's allocator has found no memory before."""
 
@@ -244,8 +241,7 @@ def divide(room_bytes: int, wishes: Sequence[Wish]) -> list[Share]:
 
 class _Burst(NamedTuple):
     parts: list[Part]
-    sources: Sequence[Part] = ()
-    """The pages that give their memory to this burst's once they are saved; empty if it has memory."""
+    sources: Sequence[Part] = ()  # the pages that give their memory to this burst's once they are saved; empty if it has memory
 
 
 def _bursts(storage: ManagedStorage) -> Iterator[_Burst]:
@@ -305,8 +301,7 @@ class _Copies:
         """Held while a burst is taken and started."""
         self._bursts: deque[_Burst] = deque()
         """Those still to be started. Each `start` has its own, so that the thread of an earlier one ends."""
-        self._receivers: list[Pages] = []
-        """Those that get memory while the phase computes."""
+        self._receivers: list[Pages] = []  # those that get memory while the phase computes
         self.discarded_bytes = 0
 
     def hold(self, discarded_bytes: int = 0) -> None:

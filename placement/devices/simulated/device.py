@@ -348,8 +348,7 @@ class SimulatedChunk(Chunk):
     def __init__(self, nbytes: int, file_offset: int) -> None:
         self.nbytes = nbytes
         self.file_offset = file_offset
-        self.place: tuple[weakref.ref[SimulatedRange], int] | None = None
-        """The range and offset where the chunk was mapped last."""
+        self.place: tuple[weakref.ref[SimulatedRange], int] | None = None  # the range and offset where the chunk was mapped last
 
     def is_mapped(self) -> bool:
         addresses = self.place and self.place[0]()
@@ -368,13 +367,11 @@ def _around(target: SimulatedRange, start: int, end: int) -> dict[int, Simulated
 class SharedPoison:
     """The poison behind vacant addresses: the first `nbytes` of the memory file, compared by its bytes. A write shows in all ranges."""
 
-    flags = mmap.MAP_SHARED
-    """The flags with which it is mapped."""
+    flags = mmap.MAP_SHARED  # the flags with which it is mapped
 
     def __init__(self, file: int, nbytes: int) -> None:
         self._file, self._nbytes = file, nbytes
-        self.written: Sequence[WrittenPoison] = ()
-        """The places of the damage that the last `heal` reported, where they are known."""
+        self.written: Sequence[WrittenPoison] = ()  # the places of the damage that the last `heal` reported, where they are known
         os.pwrite(file, poison_bytes(0, nbytes), 0)
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:

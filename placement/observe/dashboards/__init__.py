@@ -14,8 +14,7 @@ from pathlib import Path, PurePosixPath
 from placement.core.errors import PlacementError
 
 FILES = Path(__file__).parent / "files"
-DISCOVERY = "discovery"
-"""The example's default discovery folder, beside prometheus.yml."""
+DISCOVERY = "discovery"  # the example's default discovery folder, beside prometheus.yml
 _PAGES = "grafana/dashboards"
 
 _INTERVAL = re.compile(r"[1-9][0-9]*(ms|s|m)")
