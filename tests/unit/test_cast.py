@@ -74,13 +74,13 @@ def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
 class Job:
     """A model in bfloat16 beside a plain copy of it, which placement does not know and which learns the same."""
 
-    def __init__(self, *, has_masters: bool = True, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
+    def __init__(self, *, has_masters: bool = True, replicated: bool = False, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
         self.model, self.plain = net(dtype), net(dtype)
         self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
         self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
         self.manager = Manager(**{"device": SimulatedDevice(CAPACITY), **keywords})
         self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
-        self.optimizer = self.manager.register("actor.optimizer", self.adam)
+        self.optimizer = self.manager.register("actor.optimizer", self.adam, replicated=replicated)
 
     @property
     def weight_bytes(self) -> int:
