@@ -205,7 +205,9 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
     with _together(process_group) as facts:
         for handle in _chosen(manager, only):
             if handle.is_built or only is not None:
-                found[handle.name] = copy_context().run(_read, _part(handle))
+                context = copy_context()
+                context.run(are_only_read.set, True)
+                found[handle.name] = context.run(_part(handle).state_dict)
                 if handle.holding is not None and handle.holding.on_device:
                     handle.holding.nan_check.refuse()
         facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
@@ -215,12 +217,6 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
             facts.append({key: _shard(value) for key, value in _on_own_meshes(found) if key in several})
         _refuse_experts(facts)
     return found
-
-
-def _read(part: Part) -> Shown:
-    """The state dict of one handle. Called in a context of its own."""
-    are_only_read.set(True)
-    return part.state_dict()
 
 
 @contextmanager
@@ -269,15 +265,9 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
     """Details about files of a checkpoint that are missing, or shorter than the metadata says."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        name = getattr(info, "relative_path", None)
-        if name is not None:
-            ends[name] = max(ends.get(name, 0), info.offset + info.length)
-    found = []
-    for name, end in ends.items():
-        file = os.path.join(path, name)
-        nbytes = os.path.getsize(file) if os.path.exists(file) else None
-        if nbytes is None or nbytes < end:
-            found.append(f"{name} " + ("is missing" if nbytes is None else f"ends after {nbytes:,} of {end:,} bytes"))
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    sizes = {name: os.path.getsize(file) if os.path.exists(file := os.path.join(path, name)) else 0 for name in ends}
+    found = [f"{name} has {sizes[name]:,} of {end:,} bytes" for name, end in ends.items() if sizes[name] < end]
     return f". Damaged files: {', '.join(found)}" if found else ""
 
 
@@ -364,10 +354,9 @@ def _refuse_experts(facts: Iterable[Mapping[str, tuple[tuple[int, ...], str, byt
             found.setdefault(key, {}).setdefault(ranks, {})[place] = digest
     for key, by_mesh in found.items():
         (first, wanted), *others = by_mesh.items()
-        for ranks, shards in others:
-            if shards != wanted:
-                raise CheckpointError(
-                    f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would "
-                    "write only one of them (experts split by expert parallelism). Save it with its framework's checkpoint, and "
-                    "leave it out here with only=. Nothing was written."
-                )
+        for ranks in (ranks for ranks, shards in others if shards != wanted):
+            raise CheckpointError(
+                f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would write only "
+                "one of them (experts split by expert parallelism). Save it with its framework's checkpoint, and leave it out here with "
+                "only=. Nothing was written."
+            )

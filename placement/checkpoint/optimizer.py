@@ -38,6 +38,7 @@ from placement.core.errors import CheckpointError
 from placement.core.torch_modes import without_modes
 from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.ownership.optimizer_state import parameters_of
 from placement.registration.guards import is_guard
 from placement.tensors.plain import is_wrapper, nested_tensors, rewrapped
 
@@ -49,8 +50,11 @@ class _Named(NamedTuple):
     names: Mapping[int, str]
     is_hollow: bool
 
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def stepped(self) -> set[str]:
-        return {self.names[id(p)] for group in self.optimizer.param_groups for p in group["params"]}
+        return {self.names[id(p)] for p in self.parameters()}
 
 
 class Optimizer(Part):
@@ -88,12 +92,7 @@ class Optimizer(Part):
         return Shown(self, {"state": state, "param_groups": groups})
 
     def template(self, path: Path, metadata: Metadata) -> Read:
-        parameters = {
-            mine[id(parameter)]: (optimizer, parameter)
-            for optimizer, mine, _ in self._optimizers()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        parameters = {each.names[id(p)]: (each.optimizer, p) for each in self._optimizers() for p in each.parameters()}
         found: dict[str, Any] = {"state": {}, "param_groups": []}
         for rest, saved in under(metadata, path):
             if rest[0] not in found:
@@ -151,14 +150,14 @@ class Optimizer(Part):
             state = {name: entry for name, entry in given["state"].items() if name not in theirs}
             saved = [groups[mine[id(group["params"][0])]] if group["params"] else {} for group in optimizer.param_groups]
             if (own := own_state(optimizer)) is not None:
-                entries = {p: state.get(mine[id(p)], {}) for group in optimizer.param_groups for p in group["params"]}
+                entries = {p: state.get(mine[id(p)], {}) for p in each.parameters()}
                 for parameter, problem in own.problems(entries):
                     raise self._error(f"state of {mine[id(parameter)]!r}", problem)
                 changes.append(write(self.handle, (), partial(own.restore, entries, saved)))
             elif not is_hollow and _loads_itself(optimizer):
                 changes.append(self._own_load(each, state, saved))
             else:
-                changes.append(self._state_change(optimizer, mine, state, saved, is_ours=isinstance(given, Read)))
+                changes.append(self._state_change(each, state, saved, is_ours=isinstance(given, Read)))
         return changes
 
     def _own_load(self, named: _Named, given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Change:
@@ -176,25 +175,21 @@ class Optimizer(Part):
 
         return load_by_itself(self.handle, load)
 
-    def _state_change(
-        self, optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
-    ) -> Change:
+    def _state_change(self, named: _Named, given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool) -> Change:
+        optimizer, names, _ = named
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         entries: dict[Any, dict[Any, Any]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                if not given.get(name):
-                    continue
-                live: Mapping[Any, Any] = optimizer.state.get(parameter, {})
-                keys, entry = {str(key): key for key in live}, {}
-                for saved_key, value in given[name].items():
-                    key = keys.get(str(saved_key), saved_key)
-                    entry[key] = value
-                    if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
-                        self._check(f"state of {name!r}: {key!r}", live[key], value)
-                        copies.append((self._shown(live[key]), value))
-                        entry[key] = live[key]
+        for parameter in named.parameters():
+            name = names[id(parameter)]
+            live: Mapping[Any, Any] = optimizer.state.get(parameter, {})
+            keys = {str(key): key for key in live}
+            entry = {keys.get(str(key), key): value for key, value in (given.get(name) or {}).items()}
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
+                    self._check(f"state of {name!r}: {key!r}", live[key], value)
+                    copies.append((self._shown(live[key]), value))
+                    entry[key] = live[key]
+            if entry:
                 entries[parameter] = entry
         known = {str(key): key for key in optimizer.state if id(key) not in names}  # entries that belong to no parameter
         others = {known.get(key, key): value for key, value in given.items() if key not in set(names.values())}
@@ -262,7 +257,7 @@ class Optimizer(Part):
         found: list[_Named] = []
         taken: set[str] = set()
         for leaf in self._adapter().leaves():
-            stepped = [each for group in leaf.optimizer.param_groups for each in group["params"]]
+            stepped = parameters_of([leaf])
             unnamed = [each for each in stepped if id(each) not in names]
             if not unnamed:
                 prefix = f"{leaf.path}{type(leaf.optimizer).__name__}."

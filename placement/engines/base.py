@@ -6,7 +6,7 @@ import abc
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,8 +103,8 @@ class TorchEngine(Engine):
             raise EngineError(f"weights cannot be published to {type(self.module).__qualname__}: {error}") from error
 
     def _require_resident(self) -> None:
-        parts = itertools.chain.from_iterable(plain_parts(parameter, "") for parameter in self.module.parameters())
-        owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for _, part in parts)
+        parts = (part for parameter in self.module.parameters() for _, part in plain_parts(parameter, ""))
+        owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for part in parts)
         holding = next((owner for owner in owners if isinstance(owner, ManagedStorage)), None)
         if holding is not None and not holding.on_device:
             raise EngineError(f"the weights of {holding.name!r} are offloaded: update them inside manager.phase('weight_sync')")
@@ -140,11 +140,9 @@ def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | Weig
 
 
 class EngineAdapter(Adapter):
-    """The adapter for an engine: it covers the tensors of the modules that the engine names now. It may have replaced modules since
-    it was registered.
+    """The adapter for an engine: it covers the tensors of the modules that the engine names now, which it may have replaced.
 
-    Raises:
-        RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
+    Raises RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
     """
 
     kind = "engine"
@@ -185,8 +183,7 @@ class EngineAdapter(Adapter):
     def owned(self) -> Iterator[Owned]:
         """The tensors of the modules. While the engine is handed back, of those known already: a new one may be refused, and has no place.
 
-        Raises:
-            RegistrationError: a module cannot be moved, or the engine has other modules, and only the old or the new ones are external.
+        Raises RegistrationError: a module cannot be moved, or only the old or the new modules are external.
         """
         if not self.hands_back and (modules := self._others()) is not None:
             was_external = self.external
@@ -223,21 +220,16 @@ class EngineAdapter(Adapter):
         return [*(key for adapter in self._adapters for key in adapter.key_objects()), *([] if engine is None else [engine])]
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
-        return _distinct(tensor for adapter in self._adapters for tensor in adapter.with_gradients())
+        return iter({id(tensor): tensor for adapter in self._adapters for tensor in adapter.with_gradients()}.values())
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         return (each for adapter in self._adapters for each in adapter.kept_by_framework())
 
     def sparse(self) -> Iterator[torch.Tensor]:
-        return _distinct(tensor for adapter in self._adapters for tensor in adapter.sparse())
+        return iter({id(tensor): tensor for adapter in self._adapters for tensor in adapter.sparse()}.values())
 
     def immovable(self) -> Iterator[tuple[str, str]]:
         return (each for adapter in self._adapters for each in adapter.immovable())
 
     def other_names(self) -> Mapping[str, str]:
         return {other: name for adapter in self._adapters for other, name in adapter.other_names().items()}
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each tensor object once: modules may share some."""
-    return iter({id(tensor): tensor for tensor in tensors}.values())

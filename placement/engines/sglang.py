@@ -74,11 +74,7 @@ class SglangServer(ServedEngine, _Sglang):
     """When the server that is registered was started, as it says itself."""
 
     def register(self) -> None:
-        """Read the settings with which the server was started.
-
-        Raises:
-            EngineError: the server runs without its memory saver, so no memory would move.
-        """
+        """Read the settings with which the server was started. EngineError: it runs without its memory saver."""
         info = self._info()
         self._started = info.get("startup_time")
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
@@ -102,11 +98,7 @@ class SglangServer(ServedEngine, _Sglang):
         self._started = started
 
     def drain(self) -> None:
-        """Let requests finish or cut them off, and keep new ones waiting in the server until `admit`.
-
-        Raises:
-            EngineError: requests were still in flight at the deadline; the server goes on with them.
-        """
+        """Let requests finish or cut them off, and keep new ones waiting. EngineError: some were in flight at the deadline, and go on."""
         if self._in_flight == "wait":
             self.forget_cache()
         self._done(self._server.ask("POST", "/pause_generation", body={"mode": "abort"}))
@@ -120,11 +112,7 @@ class SglangServer(ServedEngine, _Sglang):
         self._done(self._server.ask("POST", "/release_memory_occupation", body={"tags": [*tags]}))
 
     def load(self, tags: Collection[str]) -> None:
-        """Resume these tags. A server that was restarted meanwhile has released none, and a resume would kill it.
-
-        Raises:
-            EngineLost: the server was restarted, or does not answer.
-        """
+        """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released none, and a resume would kill it."""
         if self._started == _ENDED:
             raise EngineLost(f"{self!r} had ended: restart it and register it anew")
         if self._info().get("startup_time") != self._started:
@@ -183,20 +171,12 @@ class SglangInProcess(_Sglang):
         self.mirror_stays = os.environ.get("TMS_RETAIN_CPU_BACKUP", "").lower() in ("1", "true", "yes")  # else a resume frees it
 
     def register(self) -> None:
-        """Read the settings with which the engine was started.
-
-        Raises:
-            EngineError: the engine runs without its memory saver, so no memory would move.
-        """
+        """Read the settings with which the engine was started. EngineError: it runs without its memory saver."""
         arguments = self._engine.server_args
         self._take_settings(getattr(arguments, "enable_memory_saver", False), getattr(arguments, "enable_weights_cpu_backup", False))
 
     def drain(self) -> None:
-        """Wait until no request is in flight. There is no pause: other threads and tasks must have stopped generating.
-
-        Raises:
-            EngineError: requests were still in flight at the deadline.
-        """
+        """Wait until no request is in flight, which others must have stopped to make. EngineError: some were at the deadline."""
         self.forget_cache()
 
     def offload(self, tags: Collection[str]) -> None:

@@ -65,9 +65,8 @@ class Residency(Storage):
         self.resident = frozenset(tags) - frozenset(offloaded)
         self.doubt: str | None = None
         """Why it is unknown what is on the device; None while it is known."""
-        self._given = dict(given)
+        self._given, self._by_memory = dict(given), by_memory
         self._measured: dict[frozenset[str], int] = {}
-        self._by_memory = by_memory
         self._free_bytes: Callable[[], int] = int
         self._is_drained: bool | None = bool(offloaded)
         """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
@@ -87,10 +86,8 @@ class Residency(Storage):
     def attach(self, free_bytes: Callable[[], int]) -> None:
         """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device.
 
-        An engine that was lost must have been restarted by now, as its error asked, with everything on the device.
-
-        Raises:
-            EngineError: the engine cannot be moved, differs from this record, or is registered with another manager.
+        An engine that was lost must have been restarted by now, with everything on the device. EngineError: it cannot be moved, differs
+        from this record, or is registered with another manager.
         """
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
@@ -160,9 +157,7 @@ class Residency(Storage):
     def offload(self, tags: frozenset[str]) -> int:
         """Drain the engine and offload these tags. Returns the bytes copied to the host: the weights, if the engine keeps them.
 
-        Raises:
-            EngineError: the engine refused (nothing has changed), or the device shows that the memory is still held.
-            EngineLost: it is unknown what the engine did.
+        EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: its effect is unknown.
         """
         if not (leaving := tags & self.resident):
             return 0
@@ -186,9 +181,7 @@ class Residency(Storage):
     def load(self, tags: frozenset[str]) -> int:
         """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied.
 
-        Raises:
-            EngineError: the engine refused a tag. Tags before that one are on the device.
-            EngineLost: it is unknown what the engine did.
+        EngineError: it refused a tag; those before are on the device. EngineLost: its effect is unknown.
         """
         coming = tags - self.resident
         for tag in self._in_order(coming):

@@ -40,7 +40,7 @@ class _Vllm(TaggedEngine):
         return 1 if self.residency.keeps_weights else 2
 
     def register(self) -> None:
-        """Check that vLLM is awake or asleep as the record says. It does not report which tags are asleep."""
+        """Check that vLLM is awake or asleep as the record says. It does not report which tags are."""
         offloaded = sorted(self.residency.offloaded_tags)
         if (is_asleep := self._is_sleeping()) is not bool(offloaded):
             raise EngineError(
@@ -133,11 +133,7 @@ class VllmServer(ServedEngine, _Vllm):
     """
 
     def register(self) -> None:
-        """Check that the server has the routes, and that it is awake or asleep as the record says.
-
-        Raises:
-            EngineError: the server is not in development mode, is too old, or is not as the record says.
-        """
+        """Check that the server has the routes, and is awake or asleep as the record says. Raises EngineError: it is not."""
         if not self._has("/sleep"):
             raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
         if not self._has("/pause"):
@@ -146,11 +142,7 @@ class VllmServer(ServedEngine, _Vllm):
         super().register()
 
     def drain(self) -> None:
-        """Pause the server, which also keeps new requests out.
-
-        Raises:
-            EngineError: requests were still in flight at the deadline; the server goes on with them.
-        """
+        """Pause the server, which also keeps new requests out. EngineError: some were still in flight at the deadline, and go on."""
         try:
             self._expect("paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight}))
         except EngineLost as lost:
@@ -234,11 +226,7 @@ class VllmInProcess(_Vllm):
         self.mirror_stays = os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") == "0"  # else torch's cache keeps it
 
     def register(self) -> None:
-        """Check that the engine moves its memory, and that it is awake or asleep as the record says.
-
-        Raises:
-            EngineError: it was made without sleep mode, or is not as the record says.
-        """
+        """Check that the engine moves its memory, and is awake or asleep as the record says. Raises EngineError: it does not, or is not."""
         config = getattr(self._llm.llm_engine, "model_config", None)
         if not getattr(config, "enable_sleep_mode", True) and not getattr(config, "enable_cumem_allocator", False):
             raise EngineError(f"{self!r} was made without sleep mode. {_ENABLE}")
@@ -254,11 +242,7 @@ class VllmInProcess(_Vllm):
         return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in backups)
 
     def drain(self) -> None:
-        """Check that no request is in flight. There is nothing to wait for, because generate() returns when it is done.
-
-        Raises:
-            EngineError: requests were added that have not been stepped to their end.
-        """
+        """Check that no request is in flight: generate() returns when it is done. EngineError: some have not been stepped to their end."""
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError(f"{self!r} has unfinished requests: step the engine until they are done, or abort them")
 

@@ -48,8 +48,9 @@ class FSDP2(Framework):
         others = [path for path, group in self._groups() if not _is_on_cpu(group)]
         if not offloaded or not others:
             return None
+        first, other = offloaded[0] or "the root", others[0] or "the root"
         return (
-            f"FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at {_listed(offloaded)}) and others not ({_listed(others)}), so "
+            f"FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at {first}) and others not ({other}), so "
             "neither FSDP2 nor placement moves all of it. What to do: fully_shard every part with the same offload_policy"
         )
 
@@ -63,9 +64,10 @@ class FSDP2(Framework):
         return self.external
 
     def ready(self) -> None:
-        if any(state._state_ctx.post_backward_final_callback_queued for state in self._states()):
+        states = [state for _, state in self._sharded()]
+        if any(state._state_ctx.post_backward_final_callback_queued for state in states):
             self.drop_unreduced()  # a backward pass was interrupted: its gradients are incomplete, and `zero_grad()` does not reach them
-        for state in self._states():
+        for state in states:
             _end_iteration(state)
             for group in _groups_of(state):
                 _give_up(group)
@@ -75,19 +77,14 @@ class FSDP2(Framework):
                             each.reset_sharded_param()
 
     def follow_parameters(self) -> None:
-        for _, group in self._groups():
-            for each in group.fsdp_params:
-                with torch.no_grad():
-                    _follow(each)
+        with torch.no_grad():
+            for _, each in self._parameters():
+                _follow(each)
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for _, group in self._groups():
-            for each in group.fsdp_params:
-                for name in ("_unsharded_param", "_sharded_post_forward_param"):
-                    if (shown := getattr(each, name, None)) is not None:
-                        found[id(shown)] = each.sharded_param
-        return found
+        params = [each for _, group in self._groups() for each in group.fsdp_params]
+        names = ("_unsharded_param", "_sharded_post_forward_param")
+        return {id(shown): each.sharded_param for each in params for name in names if (shown := getattr(each, name, None)) is not None}
 
     def tensors(self) -> Iterator[Owned]:
         """The padded storages, and gradients that are not reduced yet."""
@@ -117,14 +114,11 @@ class FSDP2(Framework):
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         """Name and `FSDPParam` (torch's record) of every sharded parameter."""
-        paths = self._paths()
+        root = self.root()
+        paths = {} if root is None else {id(part): path for path, part in root.named_modules()}
         for path, group in self._groups():
             for each in group.fsdp_params:
                 yield f"{paths.get(id(each._module_info.module), path)}.{each._module_info.param_name}".lstrip("."), each
-
-    def _paths(self) -> dict[int, str]:
-        root = self.root()
-        return {} if root is None else {id(part): path for path, part in root.named_modules()}
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
         """Path and FSDP2 state of every part. Modules that share a state appear once."""
@@ -133,9 +127,6 @@ class FSDP2(Framework):
             if id(state := part._get_fsdp_state()) not in seen:
                 seen.add(id(state))
                 yield path.rstrip("."), state
-
-    def _states(self) -> Iterator[Any]:
-        return (state for _, state in self._sharded())
 
     def _groups(self) -> Iterator[tuple[str, Any]]:
         return ((path, group) for path, state in self._sharded() for group in _groups_of(state))
@@ -151,10 +142,6 @@ def _groups_of(state: Any) -> list[Any]:
 
 def _is_on_cpu(group: Any) -> bool:
     return is_a(group.offload_policy, "torch.distributed.fsdp", "CPUOffloadPolicy")
-
-
-def _listed(paths: list[str]) -> str:
-    return ", ".join(path or "the root" for path in dict.fromkeys(paths[:3]))
 
 
 def _unreduced(parameter: Any) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ long as the module. Gathered data is freed before a move.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,15 @@ _DDP = Named("megatron.core.distributed.distributed_data_parallel", "Distributed
 _FSDP = tuple(
     Named(f"{package}.megatron_fsdp", "MegatronFSDP") for package in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
 )
+
+
+def _nccl_ub(what: str) -> str:
+    return (
+        f"{what} in memory that NCCL allocated and registered by its address (nccl_ub), which must not move; "
+        "build it with nccl_ub=False, or register it with external=True"
+    )
+
+
 _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsdp_grad_comm_alloc")
 
 
@@ -107,10 +116,7 @@ class Megatron(Framework):
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, buffer in self._buffers():
             if getattr(buffer, "nccl_ub", False) or getattr(getattr(buffer, "ddp_config", None), "nccl_ub", False):
-                return (
-                    f"{path} is in memory that NCCL allocated and registered by its address (nccl_ub), which must not move; "
-                    "build DistributedDataParallelConfig with nccl_ub=False, or register it with external=True"
-                )
+                return _nccl_ub(f"{path} is")
         return None
 
     def ready(self) -> None:
@@ -137,13 +143,10 @@ class Megatron(Framework):
         for path, buffer in self._buffers():
             # With a shared buffer (parameters in MXFP8), gradients lie in the memory of the parameters, so it is not transient.
             is_loose = getattr(buffer, "shared_buffer", None) is None
-            yield from _fields(buffer, path, ("param_data", "shared_buffer"), transient=False)
-            yield from _fields(buffer, path, ("grad_data",), transient=is_loose)
-            for index, bucket in enumerate(buffer.buckets):
-                yield from _fields(bucket, f"{path}.buckets.{index}", ("param_data",), transient=False)
-                yield from _fields(bucket, f"{path}.buckets.{index}", ("grad_data",), transient=is_loose)
+            for place, each in ((path, buffer), *((f"{path}.buckets.{index}", bucket) for index, bucket in enumerate(buffer.buckets))):
+                yield from _fields(each, place, param_data=False, shared_buffer=False, grad_data=is_loose)
         for name, parameter in root.named_parameters():
-            yield from _fields(parameter, name, ("main_grad",), transient=True)
+            yield from _fields(parameter, name, main_grad=True)
         for index, group in enumerate(self._bucket_groups()):
             for field, transient in (("cached_param_buffer_shard_list", False), ("cached_grad_buffer_shard_list", True)):
                 for shards in getattr(group, field, ()):
@@ -174,10 +177,11 @@ class Megatron(Framework):
                 yield from ddp.__dict__.get(field, ())
 
 
-def _fields(obj: Any, path: str, names: Iterable[str], *, transient: bool) -> Iterator[Owned]:
-    for name in names:
+def _fields(obj: Any, path: str, **transient: bool) -> Iterator[Owned]:
+    """The tensors in attributes of an object, which say whether they are transient."""
+    for name, comes_and_goes in transient.items():
         if isinstance(tensor := getattr(obj, name, None), torch.Tensor):
-            yield Owned(f"{path}.{name}", tensor, transient)
+            yield Owned(f"{path}.{name}", tensor, comes_and_goes)
 
 
 def drop_global_buffer() -> None:
@@ -200,8 +204,8 @@ class HybridState(OwnState):
 
     The optimizer steps a part of the parameters on the CPU and moves everything itself, so it is external. Its own `load_state_dict` makes
     new inner optimizers and copies, and fails on parameters without state (and on float32 parameters among others). Its own state is in
-    the order of the inner optimizers, which differs between ranks. Here the state is in the order of the parameters, a parameter may have
-    no state, and loading writes into the existing tensors. Nothing here calls a collective.
+    the order of the inner optimizers, which differs between ranks. Here it is in the order of the parameters, and loading writes in place.
+    Nothing here calls a collective.
     """
 
     def __init__(self, hybrid: Any) -> None:
@@ -221,11 +225,8 @@ class HybridState(OwnState):
                     yield from (Owned(name, part, True) for name, part in plain_parts(gradient, f"{path}{field}.{index}.grad"))
 
     def exported(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state by parameter, in the order of the parameter groups, which is the same on every rank. Parameters without state have {}.
-
-        Tensors are the optimizer's own, not copies. State of a sharded parameter is sharded like it. A `step` that the optimizer counts by
-        group is added to each parameter's state.
-        """
+        """See `OwnState`. In the order of the groups; {} without state. Of a sharded parameter it is sharded, too. A `step` that is counted
+        by group is added to each parameter's state."""
         groups = [group for optimizer in self._hybrid.sub_optimizers for group in optimizer.param_groups if "step" in group]
         counts = {id(inner): group["step"] for group in groups for inner in group["params"]}
         found = {}
@@ -238,24 +239,19 @@ class HybridState(OwnState):
         return found
 
     def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a group to save in a checkpoint. Left out: classes, which are of this run, and `step`, which is in the state."""
+        """Without classes, which are of this run, and `step`, which is in the state."""
         return {key: value for key, value in group.items() if key not in ("params", "step") and not isinstance(value, type)}
 
     def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
-        """Each parameter whose given state does not fit, with the reason."""
         for parameter in self._parameters():
-            nbytes = _local(parameter).numel()
+            count = _local(parameter).numel()
             for key, value in given.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and _local(value).numel() != nbytes:
-                    yield parameter, f"{key!r} has {_local(value).numel()} elements, but the parameter has {nbytes} on this rank"
+                if isinstance(value, torch.Tensor) and value.dim() and _local(value).numel() != count:
+                    yield parameter, f"{key!r} has {_local(value).numel()} elements, but the parameter has {count} on this rank"
 
     @torch.no_grad()
     def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load state in the form of `exported`, and the settings of each group. The model's parameters must have been loaded before.
-
-        Inner optimizers, copies and streams stay, and existing state tensors are written in place. A main parameter that was not saved gets
-        the value of the model's parameter.
-        """
+        """See `OwnState`. The model's parameters must have been loaded before: a main parameter that was not saved gets their value."""
         for group, saved in zip(self._hybrid.param_groups, groups, strict=True):
             group.pop("step", None)  # an old value would be copied into the inner optimizers at every step
             group.update(self.settings(saved))
@@ -343,10 +339,7 @@ class MegatronFSDPShards(Framework):
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, model in self.parts(*_FSDP):
             if getattr(getattr(model, "ddp_config", None), "nccl_ub", False):
-                return (
-                    f"the buffers of {path or 'the root'} are in memory that NCCL allocated and registered by its address (nccl_ub), "
-                    "which must not move; shard with nccl_ub=False, or register it with external=True"
-                )
+                return _nccl_ub(f"the buffers of {path or 'the root'} are")
         return None
 
     def ready(self) -> None:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from placement.core import loaded_class
 from placement.devices.host.slab import upload
-from placement.tensors.plain import PLAIN_TYPES, is_scaled
+from placement.tensors.plain import PLAIN_TYPES, is_scaled, is_wrapper, parts_of, rewrapped
 
 
 def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -124,11 +123,9 @@ class LocalWeight(Weight):
     @property
     def problem(self) -> str | None:
         kind = type(self._tensor)
-        value: Any = self._tensor
-        if kind in PLAIN_TYPES or is_traceable_wrapper_subclass(value):
+        if kind in PLAIN_TYPES or is_wrapper(self._tensor):
             return None
-        what = f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes"
-        return f"{what}; for LoRA over it, adapters='separate' leaves it out"
+        return f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes; for LoRA, adapters='separate' leaves it out"
 
     def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         yield from parts_read(self._tensor, dtype)
@@ -227,22 +224,12 @@ def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torc
     if type(tensor) in PLAIN_TYPES:
         return reader.read(tensor, dtype)
     wrapper: Any = tensor
-    names, context = wrapper.__tensor_flatten__()
-    parts = {name: getattr(wrapper, name) for name in names}
-    read = {name: read_parts(reader, part, part.dtype) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
-    whole: torch.Tensor = type(wrapper).__tensor_unflatten__(read, context, wrapper.size(), wrapper.stride())
-    return whole
+    return rewrapped(wrapper, lambda part: reader.read(part, part.dtype))
 
 
 def parts_read(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
     """The plain tensors that `read_parts` reads, and the dtypes in which it does."""
-    if type(tensor) in PLAIN_TYPES:
-        yield tensor, dtype
-        return
-    wrapper: Any = tensor
-    for part in (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]):
-        if isinstance(part, torch.Tensor):
-            yield from parts_read(part, part.dtype)
+    return ((part, dtype if part is tensor else part.dtype) for _, part in parts_of(tensor, ""))
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:

@@ -68,9 +68,8 @@ class Adapter(abc.ABC):
     """The contract of every adapter.
 
     `owned()` yields EVERY tensor object through which the object reaches a storage, including aliases (tied weights, views of one buffer,
-    plain tensor attributes), because adoption by rebinding needs each of them. Its order is deterministic: two calls without a change in
-    between yield the same tensors in the same order. The order follows the object's own registration, so all ranks agree. The call creates
-    nothing (reading an optimizer's state must not create empty entries).
+    plain tensor attributes), because adoption by rebinding needs each of them. Its order follows the object's own registration, so two
+    calls agree, and all ranks. The call creates nothing (no empty entries in an optimizer's state).
     """
 
     kind: str
@@ -95,16 +94,14 @@ class Adapter(abc.ABC):
         return ()
 
     def unchanged(self) -> Seen | None:
-        """The tensors of the last `owned()`, in its order, if a quick check shows that they are the same and none is loose or wrapped.
-        None proves nothing."""
+        """The tensors of the last `owned()`, in order, if a quick check shows that they are the same, none loose or wrapped; else None."""
         return None
 
     def standing(self) -> object | None:
         """An object that stands for the last `owned()`, if nothing that comes with a training has come since: no gradient, no new entry of
         an optimizer's state. None proves nothing. It is equal to that of an earlier call if there was no walk between the two.
 
-        It is asked of an object that stays on the device, where it decides what is counted and no more: a few tensors are looked at, and
-        all of them when the object leaves.
+        Only a few tensors are looked at: it is asked of an object that stays on the device, where it decides what is counted.
         """
         return None
 
@@ -186,10 +183,8 @@ class Adapter(abc.ABC):
 class Steady:
     """The look of a module tree at the last walk. It keeps no tensor and no module alive.
 
-    Args:
-        modules: every module of the tree, in the order of the walk.
-        owned: the tensors that the walk found, none of which is loose or part of a wrapper.
-        containers: identities of module attributes that may come to contain tensors.
+    `owned` are the tensors that the walk found, none of which is loose or part of a wrapper, and `containers` the identities of module
+    attributes that may come to contain tensors.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
@@ -253,8 +248,7 @@ class Steady:
         return True
 
     def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
-        """How many attributes each module has beside `forward`, and the types of what lies under that name. And every parameter, buffer,
-        child and attribute of every module, in a fixed order.
+        """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
 
         No pass makes a container for each module: that would start the garbage collector.
         """
@@ -287,8 +281,7 @@ class SteadyState:
         self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
 
     def has_no_new_entries(self) -> bool:
-        """Whether the optimizers of the last walk have as many parameters and as many entries as then, and the first of each still has the
-        same state: steps make entries, and whoever loads state replaces all of them."""
+        """Whether they have as many parameters and entries as at the last walk, and the same in the first entry: a load replaces all."""
         optimizers = [alive() for alive in self._optimizers]
         return None not in optimizers and _counts(optimizers) == self._counts
 
@@ -327,8 +320,7 @@ def _are_tensors(kinds: Sequence[type]) -> Iterator[bool]:
 
 
 def _counts(optimizers: Sequence[Any]) -> list[int]:
-    """The identity of each optimizer and of all in the first entry of its state, how many entries that has, and how many parameters there
-    are in each group."""
+    """The identity of each optimizer and of all in its first entry, how many entries it has, and parameters in each group."""
     counts: list[int] = []
     for optimizer in optimizers:
         counts += (id(optimizer), len(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups))
@@ -356,11 +348,8 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
 
 
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
-    """The tensors with their present versions and addresses.
-
-    Args:
-        before: the versions at the last look of tensors that must not have a gradient or a graph. If one has, None is returned.
-    """
+    """The tensors with their present versions and addresses. With `before`, their versions at the last look: None if one has a gradient
+    or a graph."""
     seen = Seen(tensors, [], [])
     for start in range(0, len(tensors), _BLOCK):
         block = tensors[start : start + _BLOCK]

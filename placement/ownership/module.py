@@ -85,9 +85,8 @@ class ModuleAdapter(Adapter):
         self._on_device: set[str] = set()
         """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a name, a tensor on the CPU must move."""
         self.frameworks = frameworks_of(inner)
-        self.external = "the caller says so (external=True)" if external else None
-        if self.external is None:
-            self.external = next(filter(None, (each.external for each in self.frameworks)), None)
+        by_framework = next(filter(None, (each.external for each in self.frameworks)), None)
+        self.external = "the caller says so (external=True)" if external else by_framework
         if self.external is None:
             _refuse_parts(name, inner)
             for each in self.frameworks:
@@ -104,10 +103,7 @@ class ModuleAdapter(Adapter):
                 raise RegistrationError(f"{name!r}: {path!r} {problem}.")
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
-        """Whether CPU tensors stay on the CPU on purpose, because weights of the module are on the accelerator already.
-
-        Decided once, because after adoption every tensor of a module that was made on the CPU is on the accelerator.
-        """
+        """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator already. Decided before adoption."""
         weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
         return self.compute_device.type != "cpu" and any(weight.device == self.compute_device for weight in weights)
 
@@ -129,10 +125,7 @@ class ModuleAdapter(Adapter):
         """Every tensor object, module by module in the order of the tree: parameters with their gradients, buffers, attributes.
 
         A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live autograd graph are
-        marked as transient. Tensors without memory are left out.
-
-        Raises:
-            RegistrationError: a tensor that cannot be moved as bytes was added after registration.
+        transient. Tensors without memory are left out. RegistrationError: one was added that cannot be moved as bytes.
         """
         module, first, self._first = self._module(), self._first, []
         if first and not self.hands_back and self.unchanged() is not None:
@@ -167,14 +160,13 @@ class ModuleAdapter(Adapter):
         return [key for key in (alive() for alive in self._keys) if key is not None]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The distinct parameters as an optimizer has them. Sharded ones appear as wrappers, while `owned()` yields the tensors inside."""
+        """The distinct parameters as an optimizer has them: sharded ones as wrappers."""
         return [each for _, each in self.named_parameters()]
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the module that have a gradient now, including those that stay on the CPU."""
         parameters = [each for each in self.parameters() if each.grad is not None]
-        known = {id(each) for each in parameters}
-        return itertools.chain(parameters, (each for each in super().with_gradients() if id(each) not in known))
+        return iter({id(each): each for each in itertools.chain(parameters, super().with_gradients())}.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
@@ -230,7 +222,7 @@ class ModuleAdapter(Adapter):
     def _add_held(self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]) -> None:
         """Add the tensors in objects that modules hold (a cache, a mask) which are on the device, or share a storage of the module.
 
-        The object may be another's, too, so what cannot be moved is left and named, and nothing is refused.
+        The object may be another's, too, so what cannot be moved is left and named.
         """
         held = [each for path, value in values for each in nested_tensors(value, path, OBJECT_LEVELS) if id(each[1]) not in seen]
         transient = {owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(found)} if held else {}
@@ -331,7 +323,7 @@ class ModuleAdapter(Adapter):
 
 
 def _living(noted: Iterable[tuple[str, weakref.ref[torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((path, tensor) for path, tensor in ((path, alive()) for path, alive in noted) if tensor is not None)
+    return ((path, tensor) for path, alive in noted if (tensor := alive()) is not None)
 
 
 def _form_of(tensor: torch.Tensor) -> str:

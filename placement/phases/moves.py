@@ -71,7 +71,7 @@ def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ..
 
 def _path(handle: Handle, target: Node) -> list[Trigger]:
     if wanted := path(handle.node, target):
-        handle.require_sound(wanted[0])
+        handle.require(wanted[0])
     return [*wanted]
 
 
@@ -387,13 +387,12 @@ class Mover:
         """Make one state transition: do its work, commit it, record it."""
         began, source = time.monotonic(), handle.state
         with self._failing([(handle, trigger)]):
-            handle.machine.require(trigger)
-            handle.require_sound(trigger)
+            handle.require(trigger)
         if trigger in _MOVES and handle not in self._transition.moved:  # this is recovery, or the exchange of all has failed
             self._exchange([(handle, [trigger])])
         with self._failing([(handle, trigger)]):
             moved = self._work(handle, trigger)
-            handle.machine.fire(trigger)
+            handle.fire(trigger)
         self._record(handle, trigger, source, began, moved)
 
     def _work(self, handle: Handle, trigger: Trigger) -> MoveResult:

@@ -39,13 +39,8 @@ def published(
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
     one of adapters alone under each name that PEFT saves.
 
-    Reads no value, moves nothing and calls no collective. The order is the same on all ranks of a sharded module.
-
-    Args:
-        frameworks: those that have a part in the module (`frameworks_of`).
-
-    Raises:
-        ValueError: the module's adapters cannot be published in this way, or it has none; or it has no such names.
+    Reads no value, moves nothing and calls no collective. The order is the same on all ranks of a sharded module. `frameworks` are those
+    that have a part in it (`frameworks_of`). ValueError: the module has no such adapters or names, or they cannot be published so.
     """
     skeleton = Skeleton(Shown(root, frameworks))
     bare, weights = skeleton.copy(root), skeleton.weights
@@ -82,10 +77,9 @@ def _keep_dtypes(weights: Sequence[tuple[str, Weight]], names: set[str]) -> None
 
 
 def writable(root: torch.nn.Module, frameworks: Sequence[Framework]) -> dict[str, Weight]:
-    """The weights of a module by name, to write published values into. Includes the module's own names and all published names.
+    """The weights of a module by its own and all published names, to write published values into.
 
-    Raises:
-        ValueError: adapters are merged into the base weights; unmerging them later would change the values written there.
+    ValueError: adapters are merged into the base weights; unmerging them later would change the values written there.
     """
     skeleton = Skeleton(Shown(root, frameworks))
     bare = skeleton.copy(root)
@@ -100,11 +94,7 @@ def writable(root: torch.nn.Module, frameworks: Sequence[Framework]) -> dict[str
 
 
 def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str, Weight]]) -> None:
-    """Check that all weights can be published, before any is.
-
-    Raises:
-        RegistrationError: a weight cannot be published; the message says which, why, and what to do. All ranks raise it alike.
-    """
+    """Raise RegistrationError on all ranks alike if a weight cannot be published; it says which, why, and what to do."""
     with_own_export = [named for each in answering("with_own_export") for named in each.with_own_export]
     for part in root.modules() if with_own_export else ():
         if any(named.is_of(part) for named in with_own_export):
@@ -139,13 +129,9 @@ class Bucket(list[tuple[str, torch.Tensor]]):
     """Whether this is the last bucket of the publishing."""
 
     def __init__(self, number: int, adapters: Adapters, announced: Sequence[WeightInfo] = ()) -> None:
+        """Begin a bucket: its number in the publishing, from 0; the part of a PEFT model that is published; all weights of all buckets."""
         super().__init__()
-        self.announced = announced
-        """Every weight of the publishing, in all its buckets."""
-        self.number = number
-        """The bucket's number in the publishing, from 0."""
-        self.adapters = adapters
-        """The part of a PEFT model that is published."""
+        self.number, self.adapters, self.announced = number, adapters, announced
 
     def end(self) -> None:
         """Empty the bucket. Iterating over it raises an error from now on."""
@@ -174,18 +160,20 @@ def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: N
     seen: set[str] = set()
     for info in announced:
         try:
-            made = _transformed(transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            pieces += _transformed(transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"), seen)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"transform= cannot be run on {info.name!r} without values, on the meta device ({error}); weights_info() needs that, "
                 "weights() does not"
             ) from error
-        pieces += _named_once(made, seen)
     return [WeightInfo(name, tuple(piece.shape), piece.dtype) for name, piece in pieces]
 
 
-def _transformed(transform: Transform, name: str, value: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-    """The pieces that the user's function makes of one weight. Raises TypeError where it returns neither a tensor nor pairs."""
+def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
+    """The pieces that the user's function makes of one weight, whose names are added to those seen.
+
+    TypeError: it returns neither a tensor nor pairs. ValueError: a name was seen before.
+    """
     with torch.inference_mode(False), torch.no_grad():
         made = transform(name, value)
     pieces = [(name, made)] if isinstance(made, torch.Tensor) else made
@@ -193,15 +181,10 @@ def _transformed(transform: Transform, name: str, value: torch.Tensor) -> Sequen
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], torch.Tensor) for each in pieces
     ):
         raise TypeError(f"transform= must return a tensor, or a list of (name, tensor); for {name!r} it returned {made!r:.200}")
-    return pieces
-
-
-def _named_once(pieces: Sequence[tuple[str, torch.Tensor]], seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
-    """The pieces, whose names are added to those seen. Raises ValueError for one that was seen before."""
-    for name, _ in pieces:
-        if name in seen:
-            raise ValueError(f"transform= returned the name {name!r} twice: a receiver would take only one of the two")
-        seen.add(name)
+    for each, _ in pieces:
+        if each in seen:
+            raise ValueError(f"transform= returned the name {each!r} twice: a receiver would take only one of the two")
+        seen.add(each)
     return pieces
 
 
@@ -209,10 +192,9 @@ def weights(
     handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
-    bucket_bytes = _positive(bucket_bytes)
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
-    _require_syncing(handle)
+    bucket_bytes = _now(handle, bucket_bytes)
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
@@ -224,8 +206,7 @@ def weight_changes(
     handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
-    bucket_bytes = _positive(bucket_bytes)
-    _require_syncing(handle)
+    bucket_bytes = _now(handle, bucket_bytes)
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
@@ -245,10 +226,12 @@ def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, beg
     handle.published = publication.complete()
 
 
-def _positive(bucket_bytes: int | str) -> int:
+def _now(handle: Publisher, bucket_bytes: int | str) -> int:
+    """The bytes of a bucket, if the handle can be published now."""
     nbytes = bytes_of("bucket_bytes", bucket_bytes)
     if nbytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
+    _require_syncing(handle)
     return nbytes
 
 
@@ -325,7 +308,7 @@ def _buckets(
                     value = weight.whole(reader, info.dtype)
                 ahead.used(_nbytes(info))
                 try:
-                    pieces.extend(_named_once(_transformed(transform, info.name, value), seen))
+                    pieces.extend(_transformed(transform, info.name, value, seen))
                 except Exception:
                     _take_part(handle, reader, waiting, begun)
                     raise
@@ -381,12 +364,12 @@ def _times_begun(handle: Publisher) -> int:
 
 def _require_syncing(handle: Publisher, begun: int | None = None) -> None:
     if handle.state is not State.SYNCING:
-        advice = "with manager.phase('weight_sync')"
-        if handle.phase_now() == "weight_sync":
-            advice = (
-                f"the plan of this phase leaves it out (its role is {handle.role!r}). The shipped policies publish handles with the role "
-                "'actor', and if only= is given, only those that it names"
-            )
+        advice = (
+            "with manager.phase('weight_sync')"
+            if handle.phase_now() != "weight_sync"
+            else f"the plan of this phase leaves it out (its role is {handle.role!r}). The shipped policies publish handles with the role "
+            "'actor', and if only= is given, only those that it names"
+        )
         raise PhaseError(
             f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"
         )

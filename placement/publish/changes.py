@@ -130,16 +130,7 @@ class Publication:
         self._storage = storage
         self._weights = weights
         self._parts = [weight.part() for _, weight, _ in weights]
-        forms = [
-            Form(
-                name,
-                dtype,
-                None if part is None else part.offset,
-                tuple(weight.shape if part is None else part.tensor.shape),
-                _place(storage, part),
-            )
-            for (name, weight, dtype), part in zip(weights, self._parts, strict=True)
-        ]
+        forms = [_form(storage, name, weight, dtype, part) for (name, weight, dtype), part in zip(weights, self._parts, strict=True)]
         found = {r: _prints(storage, r) for r in storage.ranges if not r.transient and r.moving_in is None}
         self.published = Published(time.time_ns(), forms, {r: prints for r, prints in found.items() if prints is not None})
         self._last = last if last is not None and last.forms == forms else None
@@ -259,9 +250,12 @@ class Basis(NamedTuple):
 _NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
-def _place(storage: Storage, part: Part | None) -> tuple[Range, int] | None:
-    place = storage.object_ranges.find(part.tensor) if part is not None and isinstance(storage, ManagedStorage) else None
-    return None if place is None or part is None else (place[0], place[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
+def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None) -> Form:
+    if part is None:
+        return Form(name, dtype, None, tuple(weight.shape), None)
+    found = storage.object_ranges.find(part.tensor) if isinstance(storage, ManagedStorage) else None
+    place = None if found is None else (found[0], found[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
+    return Form(name, dtype, part.offset, tuple(part.tensor.shape), place)
 
 
 def _prints(storage: Storage, r: Range) -> torch.Tensor | None:

@@ -38,20 +38,14 @@ def _is_saved(module: object) -> bool:
 
 
 def _layers(module: Any) -> list[Any]:
-    """The layers with adapters at a place of the tree: the module itself and those nested in it (adapters of several kinds), outermost
-    first; or layers directly inside a wrapper of PEFT's.
-    """
+    """The layers with adapters at a place of the tree: the module and those nested in it, outermost first, or a wrapper's."""
     if _is_layer(module):
         return [module, *_layers(module._modules.get("base_layer"))]
     return [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)] if _is_saved(module) else []
 
 
 def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
-    """The base layer that PEFT leaves when it unloads the adapters of a copied layer.
-
-    Args:
-        merge: whether to merge the adapters into the base layer first.
-    """
+    """The base layer that PEFT leaves when it unloads the adapters of a copied layer, merged into it or not."""
     special = getattr(layer, "unload_and_optionally_merge_module", None)
     if special is not None:
         unloaded: torch.nn.Module = special(merge=merge, safe_merge=False, adapter_names=None)
@@ -71,9 +65,7 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
 def without_adapters(skeleton: Skeleton, root: torch.nn.Module, adapters: Adapters) -> tuple[torch.nn.Module, dict[int, Weight]]:
     """A root that the skeleton has copied, as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
 
-    Raises:
-        ValueError: `adapters` is "base", but adapters were merged into the base weights; or it is "merged", but the adapters are
-            prompts, which cannot be merged.
+    ValueError: `adapters` is "base", but they were merged into the base weights; or "merged", but they are prompts, which cannot be.
     """
     unload = _Unload(skeleton, adapters)
     return unload.of(root), unload.merged()

@@ -41,7 +41,7 @@ def is_guard(hook: object) -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: takes a guard's place in a copy of its module."""
+    """Take a guard's place in a copy of its module."""
 
 
 def _no_guard() -> Callable[..., None]:
@@ -85,32 +85,21 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
 
 def _advise(handle: Handle, advice: str, *phases: str) -> str:
     """The given advice, which names `phases`; for a caller who is in one of these phases already, why that did not help."""
-    phase, unneeded = handle.phase_now(), _unneeded(handle)
+    phase, why = handle.phase_now(), ""
+    if handle.kind == "module" and handle.role is None:
+        why = f"it was registered without role=, so it is loaded only to be trained. Register it with its role, one of {', '.join(ROLES)}"
+    elif handle.kind != "optimizer" and handle.role == "teacher":
+        why = (
+            "no phase that ships needs role 'teacher': give the manager one that does, "
+            'phases={"distill": ["actor", "teacher"]}, and open manager.phase("distill")'
+        )
     if phase not in phases:
-        return unneeded if unneeded and "log_prob" in phases else advice  # the policy knows by roles what log_prob needs
-    why = unneeded or (
-        "for 'train' and 'restore' the shipped policies load the modules that a registered optimizer steps, for other phases modules by "
-        "their roles"
-    )
+        return why if why and "log_prob" in phases else advice  # the policy knows by roles what log_prob needs
+    why = why or "'train' and 'restore' load the modules that a registered optimizer steps, other phases modules by their roles"
     return (
         f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {why}; only= leaves out all that it does not name, and "
         "done_with() offloads what it names until the phase ends"
     )
-
-
-def _unneeded(handle: Handle) -> str:
-    """Why no phase that ships loads the handle by its role, and what to do; empty where one does, and for optimizers."""
-    if handle.kind == "module" and handle.role is None:
-        return (
-            "it was registered without role=, so the shipped policies load it only to train it, where a registered optimizer steps it. "
-            f"Register it with its role, one of {', '.join(ROLES)}"
-        )
-    if handle.kind != "optimizer" and handle.role == "teacher":
-        return (
-            "no phase that ships needs role 'teacher': give the manager one that does, "
-            'phases={"distill": ["actor", "teacher"]}, and open manager.phase("distill")'
-        )
-    return ""
 
 
 _TRAINED_WITHOUT = (
@@ -342,9 +331,6 @@ class OwnMethodCall(MethodCall):
     Many of them only read or set numbers, and must go on working while the optimizer's state or what it steps is offloaded. So the method
     runs, but the first operation that would read or write a tensor of these raises before it runs, and what the method had set until then
     is undone.
-
-    Args:
-        handle: returns the optimizer's handle; None once it is gone.
     """
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str) -> None:
@@ -390,10 +376,8 @@ def _fields_of(obj: Any) -> Iterator[dict[Any, Any]]:
 class _Untouched(TorchDispatchMode):
     """Raises before an operation on tensors of some objects, unless it reads no value.
 
-    Args:
-        names: words for the objects, by identity of their storage.
-        stepped: the same for the storages (`_cdata`) of what is stepped. In training these may be read, but not written.
-        error: what to raise, with "{}" in place of such words.
+    `names` are words for the objects, by identity of their storage, and `stepped` by `_cdata` for what is stepped, which may be read, but
+    not written. The `error` has "{}" in place of such words.
     """
 
     def __init__(self, names: Mapping[int, str], stepped: Mapping[int, str], error: Exception) -> None:
@@ -440,9 +424,8 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
 
 
 def _install_zero_calls(owner: Callable[[], Handle | None], target: Any, hooks: list[Any]) -> None:
-    for name in ("zero_grad", "zero_grad_buffer"):  # the second: Megatron's
-        if callable(getattr(type(target), name, None)):
-            hooks.append(ZeroCall(owner, target, name))
+    names = ("zero_grad", "zero_grad_buffer")  # the second: Megatron's
+    hooks.extend(ZeroCall(owner, target, name) for name in names if callable(getattr(type(target), name, None)))
 
 
 def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[Any]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -70,16 +70,11 @@ def _edges(state: State, on_device: bool) -> list[tuple[Trigger, Node]]:
 def _all_paths() -> dict[tuple[Node, Node], tuple[Trigger, ...]]:
     nodes: list[Node] = [(s, True) for s in State if s is not State.CPU_OFFLOADED]
     nodes += [(State.CPU_OFFLOADED, False), (State.SYNCING, False), (State.TRAINING, False)]
-    paths: dict[tuple[Node, Node], tuple[Trigger, ...]] = {}
-    for start in nodes:
-        paths[start, start] = ()
-        frontier = deque([start])
-        while frontier:
-            here = frontier.popleft()
+    paths: dict[tuple[Node, Node], tuple[Trigger, ...]] = {(node, node): () for node in nodes}
+    for _ in nodes:  # each round finds the paths that are one trigger longer
+        for (start, here), taken in [*paths.items()]:
             for trigger, there in _edges(*here):
-                if (start, there) not in paths:
-                    paths[start, there] = (*paths[start, here], trigger)
-                    frontier.append(there)
+                paths.setdefault((start, there), (*taken, trigger))
     return paths
 
 
@@ -89,8 +84,7 @@ _PATHS = _all_paths()
 def path(source: Node, target: Node) -> tuple[Trigger, ...]:
     """The shortest sequence of triggers from one node to another. Every node can reach every other.
 
-    Raises:
-        ValueError: an argument is not a node (CPU_OFFLOADED on the device, GPU_RESIDENT off the device).
+    Raises ValueError: an argument is not a node (CPU_OFFLOADED on the device, GPU_RESIDENT off the device).
     """
     try:
         return _PATHS[source, target]
@@ -99,43 +93,6 @@ def path(source: Node, target: Node) -> tuple[Trigger, ...]:
 
 
 _STATES = {state.value: state for state in State}  # faster than the enum's own lookup, which counts in a phase transition of many handles
-
-
-class HandleMachine:
-    """The state machine of one handle. Only `fire` changes its state.
-
-    The object is the model that the package drives. It is never registered with the shared machine, which would add methods and a cycle.
-    """
-
-    __slots__ = ("_name", "_state")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._state = State.CPU_OFFLOADED.value
-
-    @property
-    def state(self) -> State:
-        return _STATES[self._state]
-
-    def require(self, trigger: Trigger) -> None:
-        """Refuse a trigger before its work begins.
-
-        Raises:
-            PhaseError: the table has no such transition from the present state.
-        """
-        if self._state not in _MACHINE.events[trigger.value].transitions:
-            raise PhaseError(f"{self._name!r} cannot {trigger} while it is {self.state}")
-
-    def fire(self, trigger: Trigger) -> None:
-        """Commit one state transition, whose work is done.
-
-        Raises:
-            PhaseError: see `require`.
-        """
-        try:
-            _MACHINE.events[trigger.value].trigger(self)
-        except MachineError as error:
-            raise PhaseError(f"{self._name!r} cannot {trigger} while it is {self.state}") from error
 
 
 def diagram() -> str:
@@ -173,7 +130,9 @@ class Handle:
         self.owners: tuple[Handle, ...] = ()
         """For an optimizer: the module handles whose parameters it steps."""
         self.counters = HandleCounters()
-        self.machine = HandleMachine(name)
+        self._state = State.CPU_OFFLOADED.value
+        """The state, which only `fire` changes. The handle is the model that the package drives. It is never registered with the shared
+        machine, which would add methods and a cycle."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()
@@ -213,7 +172,7 @@ class Handle:
     @property
     def state(self) -> State:
         """The state, which says what may be done with the object now."""
-        return self.machine.state
+        return _STATES[self._state]
 
     @property
     def holding(self) -> ManagedStorage | None:
@@ -274,10 +233,7 @@ class Handle:
 
     @property
     def gathers(self) -> str | None:
-        """Why the state dict can only be made with the values on the device; None if it can be made in every state.
-
-        An optimizer's needs them there if that of a module that it steps does.
-        """
+        """Why the state dict, or that of a module that is stepped, is made on the device alone; None if in every state."""
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
@@ -295,7 +251,7 @@ class Handle:
     @property
     def node(self) -> Node:
         """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
-        state = self.machine.state
+        state = self.state
         if state is State.SYNCING or state is State.TRAINING:
             return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
@@ -303,7 +259,7 @@ class Handle:
     @property
     def is_on_device(self) -> bool:
         """Whether the bytes are on the device, as the state says. An external handle's state says what may be done, not where they are."""
-        state = self.machine.state
+        state = self.state
         return state is State.GPU_RESIDENT or (state is not State.CPU_OFFLOADED and self.storage.on_device)
 
     def state_dict(self) -> Any:
@@ -314,17 +270,11 @@ class Handle:
         Raises:
             NotResidentError: there is no state: a `Lazy` is not built yet, or the object was garbage-collected.
         """
-        target = self.object
-        if target is None:
-            raise NotResidentError(
-                f"the object of {self.name!r} is gone: it was garbage-collected"
-                if self.is_gone
-                else f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device"
-            )
-        with without_modes():
-            if isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born():
-                with no_initial_step():
-                    return target.state_dict()
+        if (target := self.object) is None:
+            why = "is gone: it was garbage-collected" if self.is_gone else "is not built yet: no phase has wanted it on the device"
+            raise NotResidentError(f"the object of {self.name!r} {why}")
+        is_unborn = isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born()
+        with without_modes(), no_initial_step() if is_unborn else nullcontext():
             return target.state_dict()
 
     def weights_info(
@@ -467,18 +417,27 @@ class Handle:
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
         modules = [adapter for owner in self.owners for adapter in owner.module_adapters()]
-        if not modules:  # the owners' modules are gone, and the optimizer is still used
-            return 0
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
-        return sum(id(parameter) not in known for parameter in self.adapter.parameters())
+        # Without modules the owners' are gone, and the optimizer is still used.
+        return sum(id(parameter) not in known for parameter in self.adapter.parameters() if modules)
 
     def is_at(self, node: Node) -> bool:
         """Whether the handle is in a state, with the bytes on its side, and nothing has to be repaired."""
         return self.node == node and self.broken is None and self.storage.is_consistent_in(node[0])
 
-    def require_sound(self, trigger: Trigger) -> None:
+    def require(self, trigger: Trigger) -> None:
+        """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the handle is broken."""
+        if self._state not in _MACHINE.events[trigger.value].transitions:
+            raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
         if self.broken is not None:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
+
+    def fire(self, trigger: Trigger) -> None:
+        """Commit one state transition, whose work is done. PhaseError: the table has none such."""
+        try:
+            _MACHINE.events[trigger.value].trigger(self)
+        except MachineError as error:
+            raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}") from error
 
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""
@@ -497,11 +456,7 @@ class Handle:
         )
 
     def check_integrity(self) -> None:
-        """Compare the declared with the measured figures of this handle.
-
-        Raises:
-            IntegrityError: they disagree; the message has the numbers.
-        """
+        """Raise IntegrityError with the numbers if the declared and the measured figures of this handle disagree."""
         if self.broken is not None:
             return
         self.storage.check(self.name, self.state)

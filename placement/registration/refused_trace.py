@@ -22,10 +22,7 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
         self._message = message
 
     def remove_dynamo_frames(self) -> Any:
-        """The error that dynamo raises to the caller in place of this one.
-
-        Dynamo has attached its tracer to this one, and the position in the trace to its message.
-        """
+        """The error for the caller: to this one dynamo has attached its tracer, and to its message the position in the trace."""
         return NotResidentError(self._message)
 
     def __reduce__(self) -> tuple[type[NotResidentError], tuple[str]]:
@@ -34,13 +31,9 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
 
 @_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_while_compiling(key: str) -> None:
-    """Run a check. Dynamo calls this function instead of tracing it.
+    """Run a check. Dynamo calls this function instead of tracing it, and takes `key` for a constant because it is a string.
 
-    Args:
-        key: the check's key in `CHECKS`. It is a string because every version of dynamo takes a string for a constant.
-
-    Raises:
-        RefusedTrace: the check raised; the message is the same.
+    Raises RefusedTrace: the check raised; the message is the same.
     """
     try:
         CHECKS[key](None, ())

@@ -45,8 +45,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @contextlib.contextmanager
 def _collecting_later() -> Iterator[None]:
-    """The garbage collector waits. A registration makes some objects for each tensor, all of which stay: with 10,000 parameters, looking
-    at all objects of the process again and again would take longer than the registration itself."""
+    """The garbage collector waits: for 10,000 parameters it would take longer than the registration, all of whose objects stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,9 +92,7 @@ class Registry:
     ) -> Handle:
         """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values.
 
-        Args:
-            ranks: the ranks that share the host copy; None: it is this process's own.
-            masters: see `Manager.register`.
+        The `ranks` share the host copy; None: it is this process's own.
         """
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
@@ -122,35 +119,27 @@ class Registry:
         return handle
 
     def build(self, handle: Handle) -> None:
-        """Call a `Lazy`'s factory and adopt the object that it returns.
-
-        Raises:
-            RegistrationError: the factory raised, or returned an object that cannot be registered; the handle stays unbuilt.
-        """
+        """Call a `Lazy`'s factory and adopt what it returns. RegistrationError: that cannot be; the handle stays unbuilt."""
         assert handle.lazy is not None
         try:
             with callers_function_modes():
                 target = handle.lazy.factory()
         except Exception as error:
             raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
-        lazy, before = handle.lazy, (handle.kind, handle.role, handle.owners)
+        before = handle.kind, handle.role, handle.owners
         try:
             handle.built_object = target  # nobody else may hold the object
             with _collecting_later():
                 self._bind(handle, target, external=False)
-            handle.lazy = None
         except BaseException:
             self._unbind(handle)
             handle.detach()
             handle.kind, handle.role, handle.owners = before  # the object that could not be bound told others
-            handle.lazy = lazy
             raise
+        handle.lazy = None
 
     def remove(self, handle: Handle) -> None:
-        """Remove a handle. Its tensors get ordinary storage, on the device while resident, else on the host.
-
-        Idempotent: after a failure another call finishes the work.
-        """
+        """Remove a handle. Its tensors get ordinary storage, on the device while resident, else on the host. Idempotent."""
         self._unbind(handle)
         if self.handles.get(handle.name) is handle:
             del self.handles[handle.name]
@@ -239,10 +228,7 @@ class Registry:
         return cls(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
     def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
-        """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it.
-
-        Returns whether the size of all such state is known.
-        """
+        """Reserve host memory for state to be created, which an offload must not lack. Returns whether the size of all is known."""
         sizes = adapter.expected_sizes()
         parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         try:
@@ -269,8 +255,8 @@ class Registry:
                 copies.append(parameter)
             elif not adapter.is_stand_in(parameter):
                 advice = (
-                    "Register the modules first, then the optimizers that step them. If the optimizer steps copies of its own (float32 "
-                    "copies of the weights), register it with owner= of the module that they are copies of, and they move with it."
+                    "Register the modules first, then the optimizers that step them. An optimizer of copies of its own (float32 copies of "
+                    "the weights) is registered with owner= of the module that they are copies of, and they move with it."
                 )
             if advice is not None:
                 shape = tuple(parameter.shape)
@@ -293,10 +279,9 @@ class Registry:
 
 
 def _captured_collectives() -> str | None:
-    """A warning that CUDA graphs with collectives may hang after a handle has moved, and what to do; None if they cannot.
+    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory.
 
-    NCCL registers the buffers of a captured collective by the physical memory behind them, unless NCCL_GRAPH_REGISTER is 0. placement
-    cannot see what a graph has captured, so it warns whenever NCCL is in use.
+    placement cannot see what a graph has captured, so it warns whenever NCCL is in use. None if it is not.
     """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":

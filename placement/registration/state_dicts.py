@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +63,7 @@ class StateDictCall(MethodCall):
             is_part = bool(args) or kwargs.get("destination") is not None  # a call from an outer module's call, which does the rest
             found = method(*args, **kwargs)
             if is_part or is_reading() or not _is_offloaded(handle):  # else another thread has offloaded it: what was computed may be NaN
-                return found if is_part else _shown(handle, found, ManagedStorage.hand_out_once)
+                return found if is_part else shown(handle, found, ManagedStorage.hand_out_once)
         if any(frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR for frame, _ in traceback.walk_stack(None)):
             raise NotResidentError(
                 f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be given a state dict: load it inside "
@@ -78,7 +79,7 @@ class StateDictCall(MethodCall):
                     "copy, in host memory. If its code needs the values on the device, ask inside a phase that has it there."
                 )
             raise
-        found = _shown(handle, found, ManagedStorage.hand_out_once)
+        found = shown(handle, found, ManagedStorage.hand_out_once)
         _refuse_poison(handle, found)
         return found
 
@@ -88,9 +89,7 @@ class ZeroCall(StateDictCall):
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
-        if handle is None or not _is_offloaded(handle):
-            return method(*args, **kwargs)
-        with FromHostCopies():
+        with nullcontext() if handle is None or not _is_offloaded(handle) else FromHostCopies():
             return method(*args, **kwargs)
 
 
@@ -98,21 +97,14 @@ def _is_offloaded(handle: Handle) -> bool:
     return any(each.storage.is_on_host for each in (handle, *handle.owners))
 
 
-def shown(handle: Handle, live: Any) -> Any:
-    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes.
-
-    A module's dictionary is changed in place, another one is copied.
-
-    Raises:
-        BrokenHandleError: values of the handle are lost.
-    """
-    return _shown(handle, live, ManagedStorage.hand_out)
-
-
 _HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
 
 
-def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
+def shown(handle: Handle, found: Any, hand_out: _HandOut = ManagedStorage.hand_out) -> Any:
+    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes.
+
+    A module's dictionary is changed in place, another one is copied. Raises BrokenHandleError: values of the handle are lost.
+    """
     holding = handle.holding
     if holding is None:
         return found
@@ -182,9 +174,8 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
 
 def _host_copies(handle: Handle) -> list[torch.Tensor]:
     assert handle.adapter is not None
-    if not handle.storage.is_on_host:
-        return []
-    return [host for owned in handle.adapter.owned() if (host := handle.storage.over_host(owned.tensor)) is not None]
+    owned = handle.adapter.owned() if handle.storage.is_on_host else ()
+    return [host for each in owned if (host := handle.storage.over_host(each.tensor)) is not None]
 
 
 # --- reading the host copy

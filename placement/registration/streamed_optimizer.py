@@ -47,17 +47,14 @@ SteppedHandle = Any
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The means that a manager gives to the streamed steps of its optimizers.
-
-    Attributes:
-        bucket_bytes: device bytes of a bucket, before it is rounded to whole chunks.
-        lock: holds the manager's lock, so that nothing moves in another thread meanwhile. Refuses a graph capture.
-        note: called with the handle, the result and the seconds of each step.
-    """
+    """The means that a manager gives to the streamed steps of its optimizers."""
 
     bucket_bytes: int
+    """Device bytes of a bucket, before it is rounded to whole chunks."""
     lock: Callable[[], AbstractContextManager[None]]
+    """Holds the manager's lock, so that nothing moves in another thread meanwhile. Refuses a graph capture."""
     note: Callable[[SteppedHandle, Streamed, float], None]
+    """Called with the handle, the result and the seconds of each step."""
 
     def whole_chunks(self, device: Device) -> int:
         """Device bytes of a bucket in whole chunks of this device."""
@@ -65,11 +62,7 @@ class Streaming:
 
 
 class StreamedOptimizer:
-    """The streamed steps of one optimizer handle.
-
-    Args:
-        is_predictable: whether the size of the state that its steps will create is known, so that host memory could be reserved.
-    """
+    """The streamed steps of one optimizer handle. `is_predictable`: the size of the state that its steps will create is known."""
 
     def __init__(
         self, handle: SteppedHandle, holding: ManagedStorage, adapter: OptimizerAdapter, streaming: Streaming, *, is_predictable: bool
@@ -91,10 +84,9 @@ class StreamedOptimizer:
         """Whether a streamed step is under way. Only then a step may begin although the state is not on the device."""
         self.refusal = refusal(adapter.key_objects()[0])
         """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
-        if self.refusal is None and adapter.steps_copies:
-            self.refusal = "it steps copies of parameters, which its steps need as a whole; use optimizer_in='train' for it"
-        if self.refusal is None and not is_predictable:
-            self.refusal = "the size of the state that its steps will create cannot be predicted; use optimizer_in='train' for it"
+        if self.refusal is None and (adapter.steps_copies or not is_predictable):
+            why = "it steps copies of parameters, which it needs as a whole" if adapter.steps_copies else "its size cannot be predicted"
+            self.refusal = f"{why}; use optimizer_in='train' for it"
 
     @property
     def window_bytes(self) -> int:
@@ -117,20 +109,15 @@ class StreamedOptimizer:
         return self._window[2:]
 
     def begin(self) -> None:
-        """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy.
-
-        Raises:
-            PhaseError: its steps cannot be streamed now; the message says why, and what to do.
-        """
+        """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy. PhaseError: they cannot be now."""
         handle = self._handle()
         assert handle is not None
         self.is_running = self._has_stepped = False
-        for optimizer in self._adapter.optimizers():
-            if not self._is_installed:
-                self._refuse(replaced_step(optimizer))
-                self._tells_scheduler = "step" in vars(optimizer)
-                handle.guards.append(_StepCall(self, optimizer))
-                self._is_installed = True
+        for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
+            self._refuse(replaced_step(optimizer))
+            self._tells_scheduler = "step" in vars(optimizer)
+            handle.guards.append(_StepCall(self, optimizer))
+            self._is_installed = True
 
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step of the user's, with its hooks. Returns what the closure returned; None without one."""
@@ -165,12 +152,10 @@ class StreamedOptimizer:
                 with without_modes():
                     self.storage.nan_check.refuse_gradients(step.parameters)
             parts = [part for parameter in step.parameters for part in self._parts.of(optimizer, parameter)]
-
-            def step_some(first: int, last: int) -> None:
-                step.run([part.stepped for part in parts[first:last]])
-
-            pieces = [part.piece for part in parts]
-            streamed = StreamedStep(self.storage, pieces, self._bucket_bytes, self.window_bytes, step_some).run()
+            stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
+            streamed = StreamedStep(
+                self.storage, pieces, self._bucket_bytes, self.window_bytes, lambda first, last: step.run(stepped[first:last])
+            ).run()
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
         return loss
@@ -220,11 +205,7 @@ class StepPart(NamedTuple):
 
 
 class StepParts:
-    """Cuts the steps of one optimizer handle into parts.
-
-    Args:
-        bucket_bytes: device bytes of a bucket, in whole chunks.
-    """
+    """Cuts the steps of one optimizer handle into parts, whose state takes `bucket_bytes` on the device, in whole chunks."""
 
     def __init__(self, holding: ManagedStorage, adapter: OptimizerAdapter, bucket_bytes: int) -> None:
         self.storage = holding
@@ -269,10 +250,7 @@ class StepParts:
             yield from ((r, index) for index in range((address - base) // size, (address - base + nbytes - 1) // size + 1))
 
     def _slices(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
-        """Slices whose state takes a bucket each; empty if the parameter cannot be sliced.
-
-        They end where chunks of the state's first tensor end, so that neighbours share few chunks.
-        """
+        """Slices whose state takes a bucket each, and ends at a chunk's end; empty if the parameter cannot be sliced."""
         state = sorted(sliceable_state(optimizer, parameter), key=torch.Tensor.element_size, reverse=True)
         place = next(iter(self._between(state[0], state[0].data_ptr(), 1)), None) if state else None
         if place is None:

@@ -131,12 +131,6 @@ def _is_known(optimizer: Any) -> bool:
     if _is_guarded(optimizer):
         return True
     roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
-    return any(_holds(each, optimizer) for root in roots if root is not None for each in find(root)[0])
-
-
-def _holds(value: Any, optimizer: Any) -> bool:
-    for each in getattr(value, "__dict__", {}).values():
-        parts = each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,)
-        if any(part is optimizer for part in parts):
-            return True
-    return False
+    held = (value for root in roots for each in find(root)[0] for value in getattr(each, "__dict__", {}).values())
+    parts = (each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,) for each in held)
+    return any(part is optimizer for part in itertools.chain.from_iterable(parts))

@@ -32,10 +32,7 @@ _carriers: set[tuple[str, str]] = set()
 
 
 def set_carriers(classes: Iterable[tuple[str, str]]) -> None:
-    """Say which further classes (module and name) have their bytes in the tensor's own storage, as a plain tensor has.
-
-    What they keep beside it their framework finds.
-    """
+    """Say which further classes (module and name) have their bytes in the tensor's own storage. Their framework finds what is beside."""
     _carriers.clear()
     _carriers.update(classes)
     is_plain_type.cache_clear()
@@ -98,18 +95,12 @@ def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None
 
 
 def is_lazy_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are not those of its bytes, but their conjugates or negatives (`z.conj()`, `z.conj().imag`).
-
-    A tensor over the same bytes elsewhere, such as that of a state dict, would have other values.
-    """
+    """Whether a tensor's values are not those of its bytes, but their conjugates or negatives (`z.conj()`, `z.conj().imag`)."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no result inside a graph.
-
-    Torch raises where it is asked about one of several views that one call has made (`chunk`), once the memory was written in place.
-    """
+    """Whether a tensor is no result inside a graph. Torch raises for one of several views (`chunk`) once the memory was written."""
     try:
         return tensor.is_leaf
     except RuntimeError:
@@ -128,8 +119,7 @@ LAZY_VIEW = "is a lazily conjugated or negated view, so its bytes are not its va
 def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in `value`, through nested lists, tuples, deques and mappings of any depth, in their order.
 
-    Args:
-        levels: how many plain objects, one inside the other, are looked into as well (see `fields_of`).
+    Into `levels` plain objects, one inside the other, it looks as well (see `fields_of`).
     """
     stack: list[tuple[str, Any, int]] = [(name, value, levels)]
     visited: set[int] = set()
@@ -152,11 +142,8 @@ def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str
 
 
 def fields_of(obj: object) -> dict[str, Any]:
-    """The attributes of a plain object of somebody's own class, in `__dict__` or in slots. Empty for everything else.
-
-    Modules, optimizers and classes are no plain objects, nor is what torch or placement made (a mesh, a handle): their tensors are not
-    those of the object that refers to them.
-    """
+    """The attributes of a plain object of somebody's own class; none of modules, optimizers, classes, and what torch or placement made
+    (a mesh, a handle): their tensors are not those of the object that refers to them."""
     return attributes_of(obj) if has_fields(type(obj)) else {}
 
 
@@ -273,10 +260,7 @@ class Outline(NamedTuple):
 
 
 def restore(wrapper: torch.Tensor, outline: Outline) -> None:
-    """Restore a wrapper's metadata after its parts are restored (`half()` made it report another dtype).
-
-    The wrapper object, its parts and its gradient stay the same.
-    """
+    """Restore a wrapper's metadata after its parts (`half()` made it report another dtype). Object, parts and gradient stay the same."""
     if (wrapper.dtype, wrapper.size(), wrapper.stride()) == outline[:3]:
         return
     fresh = outline.around(wrapper)
@@ -325,11 +309,7 @@ def is_scaled(dtype: torch.dtype) -> bool:
 
 
 def dtype_of(given: object) -> torch.dtype | None:
-    """A dtype, or the one of this name: "bfloat16", "torch.bfloat16" or "bf16". None stays None.
-
-    Raises:
-        ValueError: it is neither a dtype nor the name of one.
-    """
+    """A dtype, or the one of this name: "bfloat16", "torch.bfloat16" or "bf16". None stays None. ValueError: it is neither."""
     if given is None or isinstance(given, torch.dtype):
         return given
     name = str(given).removeprefix("torch.")
@@ -359,13 +339,12 @@ def sparse_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.T
 
 
 def own_storages(tensor: torch.Tensor) -> None:
-    """Copy indices or values that lie in another object's storage. The tensor object stays the same.
+    """Copy indices or values that lie in another object's storage, which can then be moved. The tensor object stays the same.
 
     The backward pass of an embedding uses the user's tensor of tokens itself as indices. Moving its storage would take the tokens away.
-    After this call nothing else uses the storages, so they can be moved.
     """
     parts = (tensor._indices(), tensor._values())
-    shared = [_is_shared(part) for part in parts]
+    shared = [torch._C._storage_Use_Count(part.untyped_storage()._cdata) > _OF_ITS_OWN for part in parts]
     if any(shared):
         indices, values = (part.clone() if is_shared else part for part, is_shared in zip(parts, shared, strict=True))
         put_parts(tensor, indices, values)
@@ -380,11 +359,6 @@ def follow(owned: Iterable[Owned]) -> None:
     for tensor, parts in found.values():
         if len(parts) == 2 and parts["values"].untyped_storage()._cdata != tensor._values().untyped_storage()._cdata:
             put_parts(tensor, parts["indices"], parts["values"])
-
-
-def _is_shared(part: torch.Tensor) -> bool:
-    uses: int = torch._C._storage_Use_Count(part.untyped_storage()._cdata)
-    return uses > _OF_ITS_OWN
 
 
 def put_parts(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -413,17 +387,15 @@ def made_of(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -
 def problem_of_sparse(part: torch.Tensor, compute_device: torch.device) -> str | None:
     """Why a sparse tensor with this part cannot be moved; None where it can."""
     if part.is_cpu and compute_device.type != "cpu":
-        return (
-            f"is sparse and on the CPU, so it cannot follow its object to {compute_device}: move the object there before "
-            "registering, or drop it (a gradient: zero_grad first)"
-        )
+        what = f"is sparse and on the CPU, so it cannot follow its object to {compute_device}: move the object there before registering"
+        return f"{what}, or drop it (a gradient: zero_grad first)"
     return problem_of(part, compute_device)
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor of any layout. Bytes beside its values are not counted where torch does not show them."""
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return sum(part.nbytes for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if by_row or tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        names = ("crow_indices", "col_indices", "values") if by_row else ("ccol_indices", "row_indices", "values")
+        return sum(getattr(tensor, name)().nbytes for name in names)
     return tensor.numel() * tensor.element_size()

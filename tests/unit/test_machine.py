@@ -10,14 +10,14 @@ import pytest
 
 from placement import PhaseError, State, Trigger
 from placement.core.states import TRANSITIONS
-from placement.registration.handle import HandleMachine, diagram, path
+from placement.registration.handle import Handle, diagram, path
 
 CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
 
 
-def machine_in(state: State) -> HandleMachine:
+def machine_in(state: State) -> Handle:
     """A machine that was brought to a state by triggers alone."""
-    machine = HandleMachine("actor")
+    machine = Handle("actor", kind="module", role=None, readonly=False)
     on_device = state is not State.CPU_OFFLOADED
     for trigger in path((State.CPU_OFFLOADED, False), (state, on_device)):
         machine.require(trigger)
