@@ -31,10 +31,8 @@ from placement.tensors.plain import SEQUENCES, local_device, parts_of, rewrapped
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
-Path = tuple[str | int, ...]
-"""Keys of a checkpoint, from the outermost dict inwards."""
-_EXTRA = "_extra_state"
-"""The last part of torch's key of extra state, which a module saves beside its tensors (`get_extra_state`)."""
+Path = tuple[str | int, ...]  # keys of a checkpoint, from the outermost dict inwards
+_EXTRA = "_extra_state"  # the last part of torch's key of extra state, which a module saves beside its tensors (`get_extra_state`)
 
 
 class Shown(dict[str, Any]):
@@ -56,8 +54,7 @@ class Part(abc.ABC):
     """One handle as a `Stateful` of torch.distributed.checkpoint."""
 
     kind: ClassVar[str]
-    noun: ClassVar[str]
-    """The word for the part in the names of torch's state dict functions."""
+    noun: ClassVar[str]  # the word for the part in the names of torch's state dict functions
 
     def __init__(self, handle: Handle) -> None:
         if not hasattr(handle, "kind"):
@@ -276,8 +273,7 @@ def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
 
 # --- changes
 
-Change = AbstractContextManager[None]
-"""Checked values on their way into one handle."""
+Change = AbstractContextManager[None]  # checked values on their way into one handle
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors of a handle that are written in place, as a state dict shows them, and their new values."""
 

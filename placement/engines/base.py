@@ -151,8 +151,7 @@ class EngineAdapter(Adapter):
         self._name = name
         self._engine = weakref.ref(engine)
         self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
-        self._shares = False
-        """Whether a tensor was found in more than one of the modules."""
+        self._shares = False  # whether a tensor was found in more than one of the modules
         self._take([self._adapt(module) for module in engine.modules()])
 
     def _take(self, adapters: list[ModuleAdapter]) -> None:

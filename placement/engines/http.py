@@ -23,16 +23,14 @@ InFlight = Literal["wait", "abort"]
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
 """Sends a bucket to an engine. What it returns is what `TaggedEngine.receive` returns."""
 _MAX_BYTES = 16 << 20
-_SHOWN = 500
-"""The number of characters of an answer that a message quotes."""
+_SHOWN = 500  # the number of characters of an answer that a message quotes
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A server's answer to one request."""
 
-    request: str
-    """The request as it was sent: "POST http://host:port/sleep?level=1"."""
+    request: str  # the request as it was sent: "POST http://host:port/sleep?level=1"
     status: int
     body: bytes
 

@@ -22,8 +22,7 @@ from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
-_ENDED = "ended"
-"""Stands for the time at which a server was started that has ended."""
+_ENDED = "ended"  # stands for the time at which a server was started that has ended
 _POLL_SECONDS = 0.05
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
 

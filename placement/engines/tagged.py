@@ -31,10 +31,8 @@ _HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
 """Reason for stale weights whose base is complete: a sync of adapters alone can fill them."""
 _FREED_SHARE = 0.5
 """The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
-_FREED_SECONDS = 5.0
-"""How long to wait for the freed memory. An engine may answer before its last worker has given it back."""
-_PAUSE_SECONDS = (0.001, 0.1)
-"""Pause between two looks at the free memory: the first pause, and the longest."""
+_FREED_SECONDS = 5.0  # how long to wait for the freed memory. An engine may answer before its last worker has given it back.
+_PAUSE_SECONDS = (0.001, 0.1)  # pause between two looks at the free memory: the first pause, and the longest
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
@@ -63,8 +61,7 @@ class Residency(Storage):
         self._engine = engine
         self.tags = tags
         self.resident = frozenset(tags) - frozenset(offloaded)
-        self.doubt: str | None = None
-        """Why it is unknown what is on the device; None while it is known."""
+        self.doubt: str | None = None  # why it is unknown what is on the device; None while it is known
         self._given, self._by_memory = dict(given), by_memory
         self._measured: dict[frozenset[str], int] = {}
         self._free_bytes: Callable[[], int] = int
@@ -72,8 +69,7 @@ class Residency(Storage):
         """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
         self._is_taken = False
         self._has_mirror = False
-        self._told_mirror_bytes: int | None = None
-        """Its size as the engine itself told it at the last offload; None where it cannot."""
+        self._told_mirror_bytes: int | None = None  # its size as the engine itself told it at the last offload; None where it cannot
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:
@@ -340,8 +336,7 @@ class TaggedEngine(Engine):
             self, tuple(tags), offloaded=offloaded, keeps_weights=weights == "keep", given=given, by_memory=verify == "memory"
         )
         self._next_bucket = 0
-        self._skipped: list[str] = []
-        """The names of this sync that the engine says it did not take."""
+        self._skipped: list[str] = []  # the names of this sync that the engine says it did not take
 
     # --- what a subclass implements with its engine's calls
 

@@ -42,8 +42,7 @@ class Wrapper(NamedTuple):
     """A module class that only wraps another module, and so adds a level to its parameters' names."""
 
     cls: Named
-    inner: str
-    """The attribute name of the wrapped submodule."""
+    inner: str  # the attribute name of the wrapped submodule
 
 
 class Advised(NamedTuple):
@@ -170,8 +169,7 @@ class Framework:
     # --- about one module tree
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self.root: Callable[[], torch.nn.Module | None] = weakref.ref(root)
-        """Returns the root of the module tree; None once it is gone."""
+        self.root: Callable[[], torch.nn.Module | None] = weakref.ref(root)  # returns the root of the module tree; None once it is gone
 
     def parts(self, *classes: Named) -> Iterator[tuple[str, Any]]:
         """Path prefix ("" or "layer.") and module, for each part of the module tree that is of one of these classes."""

@@ -23,8 +23,7 @@ from placement.frameworks.megatron import Megatron, MegatronFSDPShards
 from placement.frameworks.pytorch import DDP, Accelerate, TorchWrappers
 from placement.tensors import plain
 
-GROUP = "placement.frameworks"
-"""The group of entry points. Each names a subclass of `Framework`."""
+GROUP = "placement.frameworks"  # the group of entry points. Each names a subclass of `Framework`.
 
 _SHIPPED: tuple[type[Framework], ...] = (
     FSDP2,

@@ -28,8 +28,7 @@ def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class Reader:
     """Reads the values of tensors from where they are now: from the device, or from the host copy."""
 
-    device: torch.device
-    """The device on which weights are published."""
+    device: torch.device  # the device on which weights are published
     over_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
     fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
@@ -61,10 +60,8 @@ class Reader:
 class Part(NamedTuple):
     """This rank's part of a weight: the whole of it, or a block."""
 
-    tensor: torch.Tensor
-    """A plain one, in the module's memory."""
-    offset: tuple[int, ...]
-    """Where the block begins in the full weight, in elements of each dimension."""
+    tensor: torch.Tensor  # a plain one, in the module's memory
+    offset: tuple[int, ...]  # where the block begins in the full weight, in elements of each dimension
 
 
 class Weight(abc.ABC):

@@ -42,8 +42,7 @@ _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _VALUES = operator.methodcaller("values")
 _ALIVE: Any = weakref.ref.__call__
-_FEW = 8
-"""The number of parameters that tell whether there are gradients."""
+_FEW = 8  # the number of parameters that tell whether there are gradients
 _BLOCK = 256
 """The number of tensors that are asked everything before the next ones, so that the processor's cache still has what was read of them."""
 
@@ -72,14 +71,12 @@ class Adapter(abc.ABC):
     calls agree, and all ranks. The call creates nothing (no empty entries in an optimizer's state).
     """
 
-    kind: str
-    """The kind: "module", "optimizer" or "engine"."""
+    kind: str  # the kind: "module", "optimizer" or "engine"
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
     external: str | None = None
     """Why the framework itself places the bytes, which placement then tracks but never moves; None when placement moves them."""
-    frameworks: Sequence[Framework] = ()
-    """The frameworks that have a part in the object's modules. Each is asked what it does with them."""
+    frameworks: Sequence[Framework] = ()  # the frameworks that have a part in the object's modules. Each is asked what it does with them.
 
     @abc.abstractmethod
     def owned(self) -> Iterator[Owned]:
@@ -203,8 +200,7 @@ class Steady:
         self._owned = list(map(place.__getitem__, map(id, owned)))
         self._others = sorted({*itertools.compress(itertools.count(), _are_tensors(self._types))}.difference(self._owned))
         self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
-        self._versions: list[int] = []
-        """The versions of the owned tensors at the last look."""
+        self._versions: list[int] = []  # the versions of the owned tensors at the last look
         self._watched: tuple[list[weakref.ref[torch.nn.Module]], list[str]] | None = None
         """The modules and names of a few parameters that are trained, spread over the tree."""
 
@@ -305,8 +301,7 @@ class SteadyState:
 
 
 _SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
-_WHERE_COUNTERS_ARE = ("fused", "capturable")
-"""Options of a parameter group that decide on which device torch keeps its counters."""
+_WHERE_COUNTERS_ARE = ("fused", "capturable")  # options of a parameter group that decide on which device torch keeps its counters
 
 
 def _places(identities: list[int]) -> dict[int, int]:

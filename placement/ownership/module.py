@@ -78,8 +78,7 @@ class ModuleAdapter(Adapter):
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
         """Identities of the containers and the objects in modules' attributes, which may come to hold tensors. From the last walk."""
-        self._nests = False
-        """Whether the last walk found a tensor in one of these."""
+        self._nests = False  # whether the last walk found a tensor in one of these
         self._first: list[Owned] = []  # what the constructor's walk has found, for the next one
         self._cpu_stays = False
         self._on_device: set[str] = set()

@@ -78,10 +78,8 @@ class OptimizerAdapter(Adapter):
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._lent_gradients: WeakIdSet[torch.Tensor] = WeakIdSet()
         """State tensors of the last walk that are the modules' gradients, or lie in their storages."""
-        self._unborn: tuple[Unborn, ...] = ()
-        """State still to be created, as far as the last `expected_sizes` could predict it."""
-        self._copies: WeakIdSet[torch.Tensor] = WeakIdSet()
-        """Stepped tensors that are no module's parameters (see `take_copies`)."""
+        self._unborn: tuple[Unborn, ...] = ()  # state still to be created, as far as the last `expected_sizes` could predict it
+        self._copies: WeakIdSet[torch.Tensor] = WeakIdSet()  # stepped tensors that are no module's parameters (see `take_copies`)
         self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)

@@ -28,19 +28,16 @@ _PARAMETERS = operator.itemgetter("params")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SHAPE = operator.attrgetter("shape")
 _DTYPE = operator.attrgetter("dtype")
-_NUMBERS = (int, float, str, type(None))
-"""Most values in a state or a group that are no tensors."""
+_NUMBERS = (int, float, str, type(None))  # most values in a state or a group that are no tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """An optimizer with a state of its own."""
 
-    path: str
-    """The path from the registered object to the optimizer: "" or "chained_optimizers.1."."""
+    path: str  # the path from the registered object to the optimizer: "" or "chained_optimizers.1."
     optimizer: Any
-    wraps: bool
-    """Whether it holds further optimizers, so that its step steps them, too."""
+    wraps: bool  # whether it holds further optimizers, so that its step steps them, too
 
     @property
     def is_hollow(self) -> bool:
@@ -204,11 +201,9 @@ class Unborn:
 
     def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[Form, Sequence[int]], stepped: Sequence[int]) -> None:
         self._optimizer = reference(optimizer)
-        self._by_parameter = dict(sizes)
-        """The sizes for each parameter in the groups that had no state when it was looked at."""
+        self._by_parameter = dict(sizes)  # the sizes for each parameter in the groups that had no state when it was looked at
         self._stepped = stepped
-        self._missing = list(sizes)
-        """The stepped parameters that had no state at the last look."""
+        self._missing = list(sizes)  # the stepped parameters that had no state at the last look
         self._num_entries = self._num_parameters = -1
         """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
 

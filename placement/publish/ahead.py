@@ -18,8 +18,7 @@ from placement.core.torch_modes import without_modes
 from placement.frameworks.weights import Reader, Weight
 
 Wanted = tuple[Weight, torch.dtype]
-_Target = tuple[torch.Tensor, torch.Tensor]
-"""A tensor of the module, and memory on the device for its value."""
+_Target = tuple[torch.Tensor, torch.Tensor]  # a tensor of the module, and memory on the device for its value
 
 
 @contextlib.contextmanager
@@ -43,8 +42,7 @@ class Ahead:
         self._reader = reader
         self._wanted = deque(wanted)
         self._bucket_bytes = bucket_bytes
-        self._groups: deque[int] = deque()
-        """The published bytes of each group that is not used up."""
+        self._groups: deque[int] = deque()  # the published bytes of each group that is not used up
         self._seen: set[int] = set()
         self._device: Any = torch.get_device_module(reader.device) if self._wanted and reader.device.type != "cpu" else None
         self._stream: Any = None if self._device is None else self._device.Stream(reader.device)

@@ -125,8 +125,7 @@ class Bucket(list[tuple[str, torch.Tensor]]):
     """A list of (published name, tensor). When the next bucket is asked for, the list is emptied, so that its memory can be reused."""
 
     _is_over = False
-    is_last = False
-    """Whether this is the last bucket of the publishing."""
+    is_last = False  # whether this is the last bucket of the publishing
 
     def __init__(self, number: int, adapters: Adapters, announced: Sequence[WeightInfo] = ()) -> None:
         """Begin a bucket: its number in the publishing, from 0; the part of a PEFT model that is published; all weights of all buckets."""
@@ -147,8 +146,7 @@ class Bucket(list[tuple[str, torch.Tensor]]):
         return list, (list(self),)  # a plain list, so that a receiving process need not import placement
 
 
-Publisher = Any
-"""A `Handle`, whose room is above this one."""
+Publisher = Any  # a `Handle`, whose room is above this one
 
 
 def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None) -> list[WeightInfo]:
@@ -291,8 +289,7 @@ def _buckets(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
     waiting = deque(zip(announced, found, strict=True))
-    pieces: deque[tuple[str, torch.Tensor]] = deque()
-    """The transformed pieces of one weight that are in no bucket yet."""
+    pieces: deque[tuple[str, torch.Tensor]] = deque()  # the transformed pieces of one weight that are in no bucket yet
     seen: set[str] = set()
     known = announced if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0

@@ -36,16 +36,12 @@ class WeightChange:
     """The change of one weight, or of this rank's part of it."""
 
     name: str
-    shape: tuple[int, ...]
-    """The shape of the full weight."""
-    offset: tuple[int, ...]
-    """Where this rank's part begins in the full weight, in elements of each dimension."""
-    part: tuple[int, ...]
-    """The shape of this rank's part."""
+    shape: tuple[int, ...]  # the shape of the full weight
+    offset: tuple[int, ...]  # where this rank's part begins in the full weight, in elements of each dimension
+    part: tuple[int, ...]  # the shape of this rank's part
     positions: torch.Tensor | None
     """Positions in the flattened part, ascending, int32 (int64 where the part is larger). None: `values` are all of the part."""
-    values: torch.Tensor
-    """The new values there, in the published dtype."""
+    values: torch.Tensor  # the new values there, in the published dtype
 
     @property
     def nbytes(self) -> int:
@@ -78,10 +74,8 @@ class Changes(list[WeightChange]):
 
     def __init__(self, base: int | None, version: int) -> None:
         super().__init__()
-        self.base = base
-        """The version that receivers must have; None: everything is whole, and they need none."""
-        self.version = version
-        """The version that receivers have when the last bucket is written."""
+        self.base = base  # the version that receivers must have; None: everything is whole, and they need none
+        self.version = version  # the version that receivers have when the last bucket is written
 
     @property
     def nbytes(self) -> int:
@@ -105,8 +99,7 @@ class Published:
 
     version: int
     forms: Sequence[Form]
-    prints: Mapping[Range, torch.Tensor]
-    """Fingerprints of the pages of each range, on the CPU."""
+    prints: Mapping[Range, torch.Tensor]  # fingerprints of the pages of each range, on the CPU
 
     def keep(self, storage: ManagedStorage) -> None:
         """Copy to the host copy what it lacks of this version, before training changes the values. Waits for the copies.
@@ -241,8 +234,7 @@ class Publication:
 class Basis(NamedTuple):
     """From where on a weight's changes have still to be found."""
 
-    piece: Piece | None
-    """The record up to then; None: nothing had changed."""
+    piece: Piece | None  # the record up to then; None: nothing had changed
     is_compared: bool
     """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
 

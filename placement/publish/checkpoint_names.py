@@ -45,8 +45,7 @@ def in_checkpoint(model: Any, weights: Sequence[tuple[str, Weight]]) -> list[tup
         model._weight_conversions = [each for each in found if not isinstance(each, loading.PrefixChange)]
     converters = [each.reverse_transform() for each in reversed(model._weight_conversions) if isinstance(each, loading.WeightConverter)]
     left_out = set(model._keys_to_ignore_on_save or ())
-    together: dict[str, dict[str, Weight]] = {}
-    """The weights that are converted together, and under "" those that are renamed at most."""
+    together: dict[str, dict[str, Weight]] = {}  # the weights that are converted together, and under "" those that are renamed at most
     for name, weight in sorted(weights, key=lambda each: loading.dot_natural_key(each[0])):
         if name not in left_out:
             renamed, pattern = loading.apply_converters(name, converters)

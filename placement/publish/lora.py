@@ -172,8 +172,7 @@ class _Merge(Computation):
     def __init__(self, shown: Shown, layers: Sequence[torch.nn.Module]) -> None:
         self.shown = shown
         self.layers = layers
-        self.wanted: list[str] = []
-        """Names of the parameters to publish from the merged layer."""
+        self.wanted: list[str] = []  # names of the parameters to publish from the merged layer
 
     def inputs(self) -> Iterator[Weight]:
         for part in (part for layer in self.layers for part in layer.modules()):

@@ -28,8 +28,7 @@ class Copier(abc.ABC):
         self.shown = shown
         self._copies: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.nn.Parameter] = {}
-        self.originals: dict[int, torch.nn.Module] = {}
-        """The original of each copied module, by the copy's identity."""
+        self.originals: dict[int, torch.nn.Module] = {}  # the original of each copied module, by the copy's identity
 
     @abc.abstractmethod
     def stand_in(self, weight: Weight) -> torch.Tensor:
@@ -104,8 +103,7 @@ class Skeleton(Copier):
 
     def __init__(self, shown: Shown) -> None:
         super().__init__(shown)
-        self.weights: dict[int, Weight] = {}
-        """The weights, by the key of their placeholder (see `key_of`)."""
+        self.weights: dict[int, Weight] = {}  # the weights, by the key of their placeholder (see `key_of`)
         self._places: dict[int, torch.Tensor] = {}
 
     def stand_in(self, weight: Weight) -> torch.Tensor:

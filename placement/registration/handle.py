@@ -119,48 +119,39 @@ class Handle:
     """One registered object. `Manager.register` makes and returns it. It is safe to read from any thread."""
 
     def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool) -> None:
-        self.name = name
-        """The name under which the object is registered."""
-        self.kind = kind
-        """The kind of the object: "module", "optimizer" or "engine"."""
+        self.name = name  # the name under which the object is registered
+        self.kind = kind  # the kind of the object: "module", "optimizer" or "engine"
         self.role = role
         """The purpose of the object, by which a policy knows what a phase needs; None if none was given. An optimizer has its owner's."""
-        self.readonly = readonly
-        """Whether the values never change."""
-        self.owners: tuple[Handle, ...] = ()
-        """For an optimizer: the module handles whose parameters it steps."""
+        self.readonly = readonly  # whether the values never change
+        self.owners: tuple[Handle, ...] = ()  # for an optimizer: the module handles whose parameters it steps
         self.counters = HandleCounters()
         self._state = State.CPU_OFFLOADED.value
         """The state, which only `fire` changes. The handle is the model that the package drives. It is never registered with the shared
         machine, which would add methods and a cycle."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
-        self.storage: Storage = NotBuilt()
-        """Says where the bytes are, whoever moves them."""
+        self.storage: Storage = NotBuilt()  # says where the bytes are, whoever moves them
         self.guards: list[Any] = []
         self.streamed: StreamedOptimizer | None = None
         """For an optimizer whose state placement moves: its steps that stream the state; None for other handles."""
-        self.published: Published | None = None
-        """The last complete publication of `weight_changes`."""
+        self.published: Published | None = None  # the last complete publication of `weight_changes`
         self.phase_now: Callable[[], str] = str
         self.call_deadline_seconds = 0.0
-        self.broken: str | None = None
-        """Why the handle can go neither forward nor back; None while it is sound."""
+        self.broken: str | None = None  # why the handle can go neither forward nor back; None while it is sound
         self.detached_at_registration = 0
         """For an optimizer: the number of parameters that were not its owners' own at registration (flat copies, other ranks')."""
         self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """For a module: the unregistered optimizers that have stepped its parameters."""
         self.stray_references = 0
-        self.stray_names = ""
-        """Names of the storages to which others held references at the last offload."""
+        self.stray_names = ""  # names of the storages to which others held references at the last offload
         self.drift_bytes = 0
         self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
         """The view of this handle that a policy was shown last, with the facts from which it was made."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
         self._object: weakref.ref[Any] | None = None
-        self._gathers: str | None = None
-        """The adapter's `gathers` when the object was attached."""
+        self._gathers: str | None = None  # the adapter's `gathers` when the object was attached
 
     # --- what users read
 

@@ -74,8 +74,7 @@ class Registry:
         self._when_gone = when_gone
         self._streaming = streaming
         self._settings = settings
-        self.admit: Callable[[Handle, Callable[[], int]], None]
-        """See `HostTier.admit`. Set by the manager's `Reconciler`."""
+        self.admit: Callable[[Handle, Callable[[], int]], None]  # see `HostTier.admit`. Set by the manager's `Reconciler`.
         self._has_warned = False
 
     def add(

@@ -82,8 +82,7 @@ class Replication:
     def __init__(self, group: Group | None) -> None:
         self._group = group
         self.vote = GroupVote(group)
-        self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()
-        """The ranks object of each replicated handle."""
+        self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()  # the ranks object of each replicated handle
         self._machine_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
         """Process groups made here, by the numbers of their ranks in the group."""
 

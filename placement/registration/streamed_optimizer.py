@@ -41,20 +41,17 @@ from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, first_chunks, window_of
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
-SteppedHandle = Any
-"""A `Handle`, whose module is above this one."""
+SteppedHandle = Any  # a `Handle`, whose module is above this one
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
     """The means that a manager gives to the streamed steps of its optimizers."""
 
-    bucket_bytes: int
-    """Device bytes of a bucket, before it is rounded to whole chunks."""
+    bucket_bytes: int  # device bytes of a bucket, before it is rounded to whole chunks
     lock: Callable[[], AbstractContextManager[None]]
     """Holds the manager's lock, so that nothing moves in another thread meanwhile. Refuses a graph capture."""
-    note: Callable[[SteppedHandle, Streamed, float], None]
-    """Called with the handle, the result and the seconds of each step."""
+    note: Callable[[SteppedHandle, Streamed, float], None]  # called with the handle, the result and the seconds of each step
 
     def whole_chunks(self, device: Device) -> int:
         """Device bytes of a bucket in whole chunks of this device."""
@@ -78,10 +75,8 @@ class StreamedOptimizer:
         self._has_stepped = True
         """Whether it has made a step since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one."""
         self._is_installed = False
-        self._tells_scheduler = False
-        """Whether a learning rate scheduler had replaced the method before."""
-        self.is_running = False
-        """Whether a streamed step is under way. Only then a step may begin although the state is not on the device."""
+        self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
+        self.is_running = False  # whether a streamed step is under way. Only then a step may begin although the state is not on the device.
         self.refusal = refusal(adapter.key_objects()[0])
         """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
         if self.refusal is None and (adapter.steps_copies or not is_predictable):
@@ -200,8 +195,7 @@ class StepPart(NamedTuple):
     """A part of a step."""
 
     stepped: torch.Tensor | ParameterSlice
-    piece: Piece
-    """Where its state is, and how much of it is still to be created."""
+    piece: Piece  # where its state is, and how much of it is still to be created
 
 
 class StepParts:

@@ -37,8 +37,7 @@ _WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
 class StepWatch:
     """Keeps the global step hook installed while a handle, a module's or an optimizer's, is registered."""
 
-    _hook: torch.utils.hooks.RemovableHandle | None = None
-    """The one hook for all handles."""
+    _hook: torch.utils.hooks.RemovableHandle | None = None  # the one hook for all handles
 
     def __init__(self, handle: Handle) -> None:
         self._handle = weakref.ref(handle)

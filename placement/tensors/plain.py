@@ -26,8 +26,7 @@ OBJECT_LEVELS = 3
 """How many objects, one inside the other, may lie between a module and a tensor: `EncoderDecoderCache`, `StaticCache`, a layer of it."""
 _SIMPLE = {type(None), bool, int, float, str, bytes}
 """The types of values without a tensor. Most containers (a configuration, a vocabulary) have nothing else."""
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""The short names of dtypes."""
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the short names of dtypes
 _carriers: set[tuple[str, str]] = set()
 
 
@@ -240,10 +239,8 @@ class Outline(NamedTuple):
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    context: Any
-    """The context of `__tensor_flatten__`."""
-    inner: Mapping[str, Outline]
-    """The outlines of parts that are wrappers themselves."""
+    context: Any  # the context of `__tensor_flatten__`
+    inner: Mapping[str, Outline]  # the outlines of parts that are wrappers themselves
 
     @classmethod
     def of(cls, wrapper: Any) -> Outline:
@@ -275,8 +272,7 @@ def restore(wrapper: torch.Tensor, outline: Outline) -> None:
 class Owned:
     """One tensor of an object."""
 
-    name: str
-    """The name as users would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"."""
+    name: str  # the name as users would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"
     tensor: torch.Tensor
     transient: bool = False
     """Whether the tensor comes and goes between phases (a gradient). Then it gets addresses of its own for one offload at a time."""

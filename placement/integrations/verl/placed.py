@@ -47,10 +47,8 @@ _joined: list[Group] = []
 """The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
 _POLICY = "colocated(stream_sync=True)"
 """The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
-_BUCKET_BYTES = 64 << 20
-"""Bytes of changes that are found together, and of weights that come from the host copy together."""
-rollouts: WeakIdSet[Any] = WeakIdSet()
-"""The rollouts that are handles: `ended()` of each is called when an engine begins a phase."""
+_BUCKET_BYTES = 64 << 20  # bytes of changes that are found together, and of weights that come from the host copy together
+rollouts: WeakIdSet[Any] = WeakIdSet()  # the rollouts that are handles: `ended()` of each is called when an engine begins a phase
 
 
 def manager() -> Manager:
@@ -159,8 +157,7 @@ class Publication(Iterator[tuple[Any, ...]]):
             self._hold.release(error)
 
 
-_publications: WeakIdSet[Publication] = WeakIdSet()
-"""Those of all engines of this process."""
+_publications: WeakIdSet[Publication] = WeakIdSet()  # those of all engines of this process
 
 
 def cut_off_all(weights: Any, error: BaseException) -> None:
@@ -205,14 +202,10 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     """
 
     _manager: Manager | None = None
-    _model_handle: Handle | None = None
-    """The module's handle; None while the engine is verl's own."""
-    _manual: Any = None
-    """The hold that `to` opened."""
-    _manual_parts: frozenset[str] = frozenset()
-    """The parts that `to` was asked to bring to the device: "model", "optimizer"."""
-    _records = False
-    """Whether delta syncs send what offloads have recorded; else verl compares with a copy of its own."""
+    _model_handle: Handle | None = None  # the module's handle; None while the engine is verl's own
+    _manual: Any = None  # the hold that `to` opened
+    _manual_parts: frozenset[str] = frozenset()  # the parts that `to` was asked to bring to the device: "model", "optimizer"
+    _records = False  # whether delta syncs send what offloads have recorded; else verl compares with a copy of its own
 
     # --- building
 

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 else:
     _Adapter = object
 
-_ASLEEP_SHARE = 0.5
-"""The share of its bytes that must be free again for the rollout to count as asleep."""
-_PATIENCE_SECONDS = 1.0
-"""The time for memory to show as free after the driver was told that the rollout sleeps."""
+_ASLEEP_SHARE = 0.5  # the share of its bytes that must be free again for the rollout to count as asleep
+_PATIENCE_SECONDS = 1.0  # the time for memory to show as free after the driver was told that the rollout sleeps
 _POLL_SECONDS = 0.01
 _LAST_SECONDS = 10.0
 """The time for an answer to the call that puts the rollout to sleep after a sync has failed: its server may wait for the rest of the
@@ -72,8 +70,7 @@ class ColocatedRollout(TaggedEngine):
         self.residency = _Record(self, tags, offloaded=tags, keeps_weights=weights == "keep", given={}, by_memory=True)
         self._wake, self._sleep, self._free_bytes = wake, sleep, free_bytes
         self._free_when_awake = 0
-        self.may_wake = False
-        """Whether verl has asked for it. A policy alone does not wake the rollout: verl's driver would not know."""
+        self.may_wake = False  # whether verl has asked for it. A policy alone does not wake the rollout: verl's driver would not know.
 
     def drain(self) -> None:
         """Nothing: verl's driver waits for the answers before it goes on."""
@@ -106,14 +103,11 @@ class ColocatedRollout(TaggedEngine):
 class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
     """Comes before one of verl's adapters among the bases of a class. Its methods are those of `verl.workers.rollout.base.BaseRollout`."""
 
-    _weights: Weights = "discard"
-    """Whether the weights survive the sleep."""
+    _weights: Weights = "discard"  # whether the weights survive the sleep
     _manager: Manager | None = None
     _colocated: ColocatedRollout | None = None
-    _open: Hold | None = None
-    """The phase in which the rollout is awake, or wakes."""
-    _seconds: float | None = None
-    """The time for verl's method to put the rollout to sleep. None: as long as it takes."""
+    _open: Hold | None = None  # the phase in which the rollout is awake, or wakes
+    _seconds: float | None = None  # the time for verl's method to put the rollout to sleep. None: as long as it takes.
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
