@@ -291,3 +291,18 @@ def test_nothing_else_changes(verify: str) -> None:
         assert (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) == (other.offloaded_bytes, other.skipped_bytes)
         assert (handle.counters.loaded_bytes, handle.counters.failures) == (other.loaded_bytes, other.failures)
         assert_same(handle.state_dict(), plain.manager.handles[name].state_dict())
+
+
+def test_zeroed_gradients_and_others_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    adam = torch.optim.AdamW(model.parameters())
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), verify="always")
+    manager.register("actor", model, role="actor")
+    manager.register("adam", adam)
+    for step in range(4):
+        with manager.phase("train"):
+            learn(model, adam, step)
+        if step % 2:
+            adam.zero_grad(set_to_none=False)
+    assert_nothing_resident(manager)

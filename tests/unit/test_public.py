@@ -70,7 +70,7 @@ of_torch = set(sys.modules)  # where cuda-bindings is installed, torch imports i
 import placement
 placement.Manager, placement.Engine, placement.WeightInfo  # loaded when they are first used
 optional = ("placement.policies", "placement.testing", "prometheus_client", "ray", "vllm", "sglang", "verl", "transformers", "cuda")
-optional += ("torch.distributed.checkpoint",)
+optional += ("torch.distributed.checkpoint", "accelerate", "deepspeed", "megatron", "torchao")
 print([name for name in optional if name in sys.modules and name not in of_torch])
 from placement.testing import SimulatedDevice
 manager = placement.Manager(device=SimulatedDevice(1 << 20))
