@@ -364,10 +364,10 @@ def test_ranks_of_each_machine_share_a_copy(three: Ranks, generation: int) -> No
 
 
 def test_a_group_that_nobody_can_tell_is_refused(three: Ranks, generation: int) -> None:
-    for rank, (sharded, unequal) in enumerate(three.run(part_worker.refused, generation)):
+    for sharded, unequal in three.run(part_worker.refused, generation):
         assert "0 replicate all of them" in sharded
-        of, came = (2, 1) if rank == 0 else (3, 2)
-        assert f"of the {of} ranks of its process group {came} register it" in unequal
+        # Rank 0 has another group than the others. All raise the reason of the rank that failed first.
+        assert any(f"of the {of} ranks of its process group {came} register it" in unequal for of, came in ((2, 1), (3, 2)))
 
 
 def test_weights_that_are_the_cast_of_shared_masters(ranks: Ranks, generation: int) -> None:
