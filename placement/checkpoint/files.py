@@ -271,9 +271,6 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
     return f". Damaged files: {', '.join(found)}" if found else ""
 
 
-# --- saves in another thread
-
-
 def _frozen(handle: Handle, values: Shown) -> Any:
     """A copy of a handle's state dict that does not change. Its tensors use the host copy, or new host memory where that has no place."""
     storages: dict[int, torch.UntypedStorage] = {}

@@ -101,7 +101,6 @@ class Part(abc.ABC):
             apply(self.prepare(given))
 
     def require_writable(self) -> None:
-        """Raise where the handle's values must not be written now."""
         handle = self.handle
         if handle.gathers is not None:
             raise CheckpointError(
@@ -270,8 +269,6 @@ def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
             "out here with only="
         )
 
-
-# --- changes
 
 Change = AbstractContextManager[None]  # checked values on their way into one handle
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -111,7 +111,6 @@ class TorchEngine(Engine):
 
 
 def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Weight]) -> None:
-    """Write all of a bucket, or nothing of it."""
     writes: list[tuple[str, Callable[[], object]]] = []
     name = ""
     try:
@@ -155,7 +154,6 @@ class EngineAdapter(Adapter):
         self._take([self._adapt(module) for module in engine.modules()])
 
     def _take(self, adapters: list[ModuleAdapter]) -> None:
-        """Be about these modules from now on."""
         self._adapters = adapters
         self.frameworks = [framework for adapter in adapters for framework in adapter.frameworks]
         reasons = [adapter.external for adapter in adapters]
@@ -214,7 +212,6 @@ class EngineAdapter(Adapter):
         return None if None in found else found
 
     def key_objects(self) -> Sequence[Any]:
-        """The modules and the engine itself."""
         engine = self._engine()
         return [*(key for adapter in self._adapters for key in adapter.key_objects()), *([] if engine is None else [engine])]
 

@@ -69,8 +69,7 @@ class SglangServer(ServedEngine, _Sglang):
         ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    _started: Any = None
-    """When the server that is registered was started, as it says itself."""
+    _started: Any = None  # when the server that is registered was started, as it says itself
 
     def register(self) -> None:
         """Read the settings with which the server was started. EngineError: it runs without its memory saver."""

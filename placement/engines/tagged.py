@@ -29,8 +29,7 @@ Weights = Literal["keep", "discard"]
 """The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
 _HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
 """Reason for stale weights whose base is complete: a sync of adapters alone can fill them."""
-_FREED_SHARE = 0.5
-"""The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
+_FREED_SHARE = 0.5  # of a tag's bytes, which the device must show free after an offload. Others may take memory meanwhile.
 _FREED_SECONDS = 5.0  # how long to wait for the freed memory. An engine may answer before its last worker has given it back.
 _PAUSE_SECONDS = (0.001, 0.1)  # pause between two looks at the free memory: the first pause, and the longest
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
@@ -98,7 +97,6 @@ class Residency(Storage):
         self._free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:
-        """Let the manager give the engine back, as it is now."""
         self._is_taken = False
 
     @property
@@ -433,7 +431,6 @@ class TaggedEngine(Engine):
                 self.weights_filled()
 
     def _check_all_filled(self) -> None:
-        """Raise EngineError if the engine says that it skipped names, or got nothing for some of its own."""
         told = {"it did not take": self._skipped, "no published weight fills": [*self.unfilled()]}
         more = {what: f" and {len(names) - 4} more" if names[4:] else "" for what, names in told.items()}
         if said := [f"{what} {', '.join(names[:4])}{more[what]}" for what, names in told.items() if names]:
@@ -477,11 +474,7 @@ class Follower(TaggedEngine):
     """
 
     def __init__(
-        self,
-        *,
-        tags: Sequence[str] = (WEIGHTS, KV_CACHE),
-        tag_bytes: Mapping[str, int | str] | None = None,
-        weights: Weights = "keep",
+        self, *, tags: Sequence[str] = (WEIGHTS, KV_CACHE), tag_bytes: Mapping[str, int | str] | None = None, weights: Weights = "keep"
     ) -> None:
         super().__init__(tags=tags, tag_bytes=tag_bytes, weights=weights, verify="answer")
 
@@ -503,5 +496,4 @@ class TaggedAdapter(Adapter):
         return iter(())
 
     def key_objects(self) -> Sequence[Any]:
-        """The engine itself."""
         return (self.engine,)

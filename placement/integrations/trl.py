@@ -78,8 +78,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
                 "use vLLM (use_vllm=True, vllm_mode='colocate', vllm_enable_sleep_mode=True)"
             )
 
-    # --- what is registered
-
     def _prepare_for_training(self, *args: Any, **keywords: Any) -> Any:
         """Register everything, once accelerate has wrapped the model and a checkpoint's optimizer state is loaded."""
         with self._alone("restore"):  # accelerate loads the optimizer's own state into it; a second train() may load a checkpoint
@@ -129,8 +127,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             self.vllm_generation._llm_weights_sleeping = bool(self._engine.residency.offloaded_tags)
             self._last_loaded_step = -1  # publish, whatever the engine has now
             self._engine = None
-
-    # --- a step
 
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train. The open phase ends here and not with each step: what the next step needs stays on the device."""
@@ -184,9 +180,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     @contextmanager
     def _turn(self, phase: str, only: list[str] | None = None) -> Iterator[Callable[[str], None]]:
         """Be in a phase of the present step, and give what switches to another. Outside `train()` nothing is placed, and nothing happens.
-
-        Where the step has gradients already, the phase goes inside its training phase: they are not dropped there.
-        """
+        Where the step has gradients already, the phase goes inside its training phase: they are not dropped there."""
         if not self._is_placed:
             yield lambda _: None
         elif self._turns.phase == "train":
@@ -202,8 +196,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             last, self._logged = self._logged, self.manager.snapshot()
             logs.update(self._logged.since(last))
         super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
-
-    # --- around the steps
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         is_inside = self._turns.phase == "train"  # a callback evaluates between two backward passes

@@ -133,7 +133,6 @@ class Bucket(list[tuple[str, torch.Tensor]]):
         self.number, self.adapters, self.announced = number, adapters, announced
 
     def end(self) -> None:
-        """Empty the bucket. Iterating over it raises an error from now on."""
         self.clear()
         self._is_over = True
 
@@ -168,10 +167,7 @@ def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: N
 
 
 def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
-    """The pieces that the user's function makes of one weight, whose names are added to those seen.
-
-    TypeError: it returns neither a tensor nor pairs. ValueError: a name was seen before.
-    """
+    """The pieces that the user's function makes of one weight, whose names are added to those seen. TypeError: they are no such pieces."""
     with torch.inference_mode(False), torch.no_grad():
         made = transform(name, value)
     pieces = [(name, made)] if isinstance(made, torch.Tensor) else made

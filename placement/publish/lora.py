@@ -59,9 +59,6 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
     return base
 
 
-# --- with the adapters merged in, and the base alone
-
-
 def without_adapters(skeleton: Skeleton, root: torch.nn.Module, adapters: Adapters) -> tuple[torch.nn.Module, dict[int, Weight]]:
     """A root that the skeleton has copied, as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
 
@@ -80,8 +77,6 @@ _AROUND = (
 
 
 class _Unload:
-    """Removes PEFT's models and layers from a skeleton."""
-
     def __init__(self, skeleton: Skeleton, adapters: Adapters) -> None:
         self._skeleton = skeleton
         self._adapters = adapters
@@ -205,18 +200,10 @@ class MergedWeight(ComputedWeight):
         return super().problem
 
 
-# --- the adapters alone
-
-
 def separate(skeleton: Skeleton, root: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them.
-
-    Args:
-        root: the root as the skeleton has copied it.
-
-    Raises:
-        ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a weight.
-    """
+    """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them. `root` is the
+    root as the skeleton has copied it. ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a
+    weight."""
     model: Any = next((part for part in root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
     if model is None:
         raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")
