@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_optimizer_state_dict
 
 from placement.checkpoint.parts import (
     Change,
@@ -22,7 +22,6 @@ from placement.checkpoint.parts import (
     Path,
     Read,
     Shown,
-    fqn,
     fresh,
     load_by_itself,
     mapped,
@@ -242,7 +241,8 @@ class Optimizer(Part):
                 module = adapter.key_objects()[-1]
                 prefix = (f"{owner.name}." if len(owners) > 1 else "") + (f"{index}." if len(adapters) > 1 else "")
                 for name, parameter in adapter.named_parameters():
-                    names.setdefault(id(parameter), prefix + fqn(module, name))
+                    (found,) = _get_fqns(module, name)  # without the prefixes of wrappers
+                    names.setdefault(id(parameter), prefix + found)
         return names
 
     def _optimizers(self) -> list[_Named]:

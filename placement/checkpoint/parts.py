@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
 from placement.core.states import State
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
 Path = tuple[str | int, ...]  # keys of a checkpoint, from the outermost dict inwards
-_EXTRA = "_extra_state"  # the last part of torch's key of extra state, which a module saves beside its tensors (`get_extra_state`)
 
 
 class Shown(dict[str, Any]):
@@ -234,7 +233,7 @@ class Model(Part):
 
 
 def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA
+    return key.rpartition(".")[2] == "_extra_state"  # which a module saves beside its tensors (`get_extra_state`)
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -250,12 +249,6 @@ def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
 def fresh(saved: Any) -> torch.Tensor | None:
     """New host memory for a saved tensor; None for another value."""
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu") if isinstance(saved, TensorStorageMetadata) else None
-
-
-def fqn(module: Any, name: str) -> str:
-    """A parameter's name in torch's state dicts of distributed models, without the prefixes of wrappers."""
-    (found,) = _get_fqns(module, name)
-    return str(found)
 
 
 def some(names: Mapping[str, Any]) -> str:
@@ -312,9 +305,7 @@ def replace_state(
     handle: Handle, copies: Copies, optimizer: Any, entries: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
 ) -> Iterator[None]:
     """A change of an optimizer's state that keeps its keys and tensors, places new state, and removes entries that were not saved.
-
-    `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state.
-    """
+    `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state."""
     state, before = optimizer.state, dict(optimizer.state)
     settings = {id(p): saved for group, saved in zip(optimizer.param_groups, groups, strict=True) for p in group["params"]}
     with write(handle, copies, lambda: _take_settings(optimizer, groups)):
@@ -367,17 +358,10 @@ def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
     return [(part.size(), part.dtype) for _, part in parts_of(tensor, "")]
 
 
-def bytes_of(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor, in host memory."""
-    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False) -> Any:
-    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them.
-
-    A tensor in an object (`is_inside`) is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages
-    hold. Objects inside that one are left as they are.
-    """
+    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them. A tensor
+    in an object (`is_inside`) is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages hold.
+    Objects inside that one are left as they are."""
     if isinstance(value, torch.Tensor):
         return rewrapped(change(value), torch.clone) if is_inside else change(value)
     if isinstance(value, Mapping):

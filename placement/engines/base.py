@@ -139,10 +139,8 @@ def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | Weig
 
 
 class EngineAdapter(Adapter):
-    """The adapter for an engine: it covers the tensors of the modules that the engine names now, which it may have replaced.
-
-    Raises RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
-    """
+    """The adapter for an engine: it covers the tensors of the modules that the engine names now, which it may have replaced. Raises
+    RegistrationError: a module is not supported, or a framework moves some of the modules but not the others."""
 
     kind = "engine"
 
@@ -179,9 +177,7 @@ class EngineAdapter(Adapter):
 
     def owned(self) -> Iterator[Owned]:
         """The tensors of the modules. While the engine is handed back, of those known already: a new one may be refused, and has no place.
-
-        Raises RegistrationError: a module cannot be moved, or only the old or the new modules are external.
-        """
+        Raises RegistrationError: a module cannot be moved, or only the old or the new modules are external."""
         if not self.hands_back and (modules := self._others()) is not None:
             was_external = self.external
             known = {id(key): adapter for adapter in self._adapters for key in adapter.key_objects()}

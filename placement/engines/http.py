@@ -94,7 +94,13 @@ class Server:
                 payload = None if body is None else json.dumps(body).encode()
                 headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
                 connection.request(method, self._prefix + target, body=payload, headers=headers)
-                return _answer(request, connection)
+                with connection.getresponse() as response:
+                    content = response.read(_MAX_BYTES + 1)
+                    if len(content) > _MAX_BYTES:
+                        raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
+                    if response.length:
+                        raise http.client.IncompleteRead(content, response.length)
+                return Answer(request, response.status, content)
 
         try:
             return BoundedCalls("placement-http", began + limit - time.monotonic())(exchange)
@@ -106,16 +112,6 @@ class Server:
         finally:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # a thread that still reads from it ends
-
-
-def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
-    with connection.getresponse() as response:
-        body = response.read(_MAX_BYTES + 1)
-        if len(body) > _MAX_BYTES:
-            raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
-        if response.length:
-            raise http.client.IncompleteRead(body, response.length)
-    return Answer(request, response.status, body)
 
 
 class ServedEngine(TaggedEngine):

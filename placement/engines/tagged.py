@@ -27,8 +27,7 @@ Verify = Literal["memory", "answer"]
 """How an offload is verified: by the device's free memory, or by the engine's answer (for an engine on other devices)."""
 Weights = Literal["keep", "discard"]
 """The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
-_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
-"""Reason for stale weights whose base is complete: a sync of adapters alone can fill them."""
+_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"  # the base is complete: adapters alone can fill the weights
 _FREED_SHARE = 0.5  # of a tag's bytes, which the device must show free after an offload. Others may take memory meanwhile.
 _FREED_SECONDS = 5.0  # how long to wait for the freed memory. An engine may answer before its last worker has given it back.
 _PAUSE_SECONDS = (0.001, 0.1)  # pause between two looks at the free memory: the first pause, and the longest
@@ -43,8 +42,7 @@ class Residency(Storage):
     """
 
     tags: tuple[str, ...] = ()
-    stale: str | None = None
-    """Why the weights are invalid and must be filled before use; None while they are valid."""
+    stale: str | None = None  # why the weights are invalid and must be filled before use; None while they are valid
     keeps_weights = True
 
     def __init__(
@@ -79,11 +77,9 @@ class Residency(Storage):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
-        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device.
-
-        An engine that was lost must have been restarted by now, with everything on the device. EngineError: it cannot be moved, differs
-        from this record, or is registered with another manager.
-        """
+        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device. An engine that was lost must have
+        been restarted by now, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered
+        with another manager."""
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
         lost = self.resident, self.stale, self.doubt
@@ -150,9 +146,7 @@ class Residency(Storage):
 
     def offload(self, tags: frozenset[str]) -> int:
         """Drain the engine and offload these tags. Returns the bytes copied to the host: the weights, if the engine keeps them.
-
-        EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: its effect is unknown.
-        """
+        EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: effect unknown."""
         if not (leaving := tags & self.resident):
             return 0
         try:
@@ -173,10 +167,8 @@ class Residency(Storage):
         return self._copied(leaving)
 
     def load(self, tags: frozenset[str]) -> int:
-        """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied.
-
-        EngineError: it refused a tag; those before are on the device. EngineLost: its effect is unknown.
-        """
+        """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied. EngineError: it
+        refused a tag; those before are on the device. EngineLost: its effect is unknown."""
         coming = tags - self.resident
         for tag in self._in_order(coming):
             before = self._free_bytes()

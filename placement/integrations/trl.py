@@ -34,14 +34,9 @@ _ACTOR, _OPTIMIZER, _REF, _ROLLOUT = "actor", "actor.optimizer", "ref", "rollout
 class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not followed by mypy
     """The part that both trainers share. It comes before TRL's trainer among the bases.
 
-    Args:
-        manager: the manager of this process. None: `Manager.from_settings()`, which reads the environment variables `PLACEMENT_*`.
-            If the trainer keeps `sync_ref_model`, a manager of yours needs the phase `sync_ref`: `Manager(phases=PHASES)`.
-        args, keywords: those of TRL's trainer.
-
-    Raises:
-        ValueError: FSDP, DeepSpeed or transformers' continuous batching is switched on, which is not covered; or `manager` lacks the
-            phase `sync_ref`.
+    `manager` is the manager of this process. None: `Manager.from_settings()`, which reads the environment variables `PLACEMENT_*`. If the
+    trainer keeps `sync_ref_model`, a manager of yours needs the phase `sync_ref`: `Manager(phases=PHASES)`. Raises ValueError: FSDP,
+    DeepSpeed or transformers' continuous batching is switched on, which is not covered; or `manager` lacks that phase.
     """
 
     def __init__(self, *args: Any, manager: Manager | None = None, **keywords: Any) -> None:

@@ -204,7 +204,7 @@ class Publication:
             return WeightChange(form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype))
         if basis is None:
             return WeightChange(form.name, shape, part.offset, form.part, None, new.read(part.tensor, dtype).contiguous().view(-1))
-        known = _NOTHING.to(new.device) if basis.piece is None else basis.piece.positions(new.device)
+        known = torch.empty(0, dtype=torch.int32, device=new.device) if basis.piece is None else basis.piece.positions(new.device)
         if not basis.is_compared:
             now = part.tensor.detach() if self._storage.on_device or not len(known) else self._on_host(part.tensor)
             assert now is not None  # it has a place in the range
@@ -228,9 +228,6 @@ class Basis(NamedTuple):
     piece: Piece | None  # the record up to then; None: nothing had changed
     is_compared: bool
     """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
-
-
-_NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None) -> Form:

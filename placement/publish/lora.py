@@ -59,15 +59,6 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
     return base
 
 
-def without_adapters(skeleton: Skeleton, root: torch.nn.Module, adapters: Adapters) -> tuple[torch.nn.Module, dict[int, Weight]]:
-    """A root that the skeleton has copied, as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
-
-    ValueError: `adapters` is "base", but they were merged into the base weights; or "merged", but they are prompts, which cannot be.
-    """
-    unload = _Unload(skeleton, adapters)
-    return unload.of(root), unload.merged()
-
-
 _AROUND = (
     ("tuners_utils", "BaseTuner"),
     ("adaption_prompt.model", "AdaptionPromptModel"),
@@ -76,7 +67,10 @@ _AROUND = (
 """PEFT's tuners that have the module without adapters in `model`."""
 
 
-class _Unload:
+class Unload:
+    """Removes PEFT's models and layers from a skeleton, as PEFT does when it unloads adapters. ValueError: `adapters` is "base", but they
+    were merged into the base weights; or "merged", but they are prompts, which cannot be."""
+
     def __init__(self, skeleton: Skeleton, adapters: Adapters) -> None:
         self._skeleton = skeleton
         self._adapters = adapters
@@ -85,6 +79,7 @@ class _Unload:
         """The model's own layers that adapt each weight, and its name there, by the weight's key, in PEFT's order of merging."""
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A module that the skeleton has copied, without adapters. Called before `merged`."""
         module = self._without_models(module)
         if id(module) not in self._visited:
             plain = self._without_layer(module)
@@ -95,6 +90,7 @@ class _Unload:
         return self._visited[id(module)]
 
     def merged(self) -> dict[int, Weight]:
+        """The weights into which adapters are merged, by the keys of their placeholders."""
         merges: dict[tuple[int, ...], _Merge] = {}
         found: dict[int, Weight] = {}
         for key, adapted in self._adapted.items():

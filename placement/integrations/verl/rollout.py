@@ -188,8 +188,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
                 hold.release(error)
 
 
-_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")
-"""The attributes of verl's adapter that are used here and are not those of `BaseRollout`."""
+_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")  # of verl's adapter, beside the attributes of `BaseRollout`
 
 
 class PlacedSglang(PlacedRollout):
