@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from placement.checkpoint.optimizer import Optimizer
-from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, bytes_of, under
+from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, under
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
@@ -271,9 +271,6 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
     return f". Damaged files: {', '.join(found)}" if found else ""
 
 
-# --- saves in another thread
-
-
 def _frozen(handle: Handle, values: Shown) -> Any:
     """A copy of a handle's state dict that does not change. Its tensors use the host copy, or new host memory where that has no place."""
     storages: dict[int, torch.UntypedStorage] = {}
@@ -340,7 +337,7 @@ def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
     digest = hashlib.blake2b(digest_size=16)
     for _, part in parts_of(tensor._local_tensor, ""):
         digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
-        digest.update(bytes_of(part).numpy().data)
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     mesh = tensor.device_mesh
     place = f"{mesh.get_coordinate()} {tuple(mesh.shape)} {tensor.placements} {tuple(tensor.shape)}"
     return _ranks(tensor), place, digest.digest()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_optimizer_state_dict
 
 from placement.checkpoint.parts import (
     Change,
@@ -22,7 +22,6 @@ from placement.checkpoint.parts import (
     Path,
     Read,
     Shown,
-    fqn,
     fresh,
     load_by_itself,
     mapped,
@@ -196,7 +195,6 @@ class Optimizer(Part):
         return replace_state(self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours)
 
     def _groups(self, given: Mapping[str, Any], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
-        """The saved parameter group of every parameter, by parameter name."""
         if not {"state", "param_groups"} <= set(given):
             raise self._error("a state dict of an optimizer", f"must have 'state' and 'param_groups', but this one has {some(given)}")
         saved = {name: group for group in given["param_groups"] for name in group["params"]}
@@ -212,8 +210,6 @@ class Optimizer(Part):
         if extra:
             raise self._error(f"parameter {min(extra)!r}", f"of the saved optimizer is unknown here ({len(extra)} parameters are)")
         return saved
-
-    # --- the optimizer's present state
 
     def _gathered(self, optimizer: Any) -> Shown:
         """The state dict that torch makes, for a framework that gathers flat parameters for it."""
@@ -245,14 +241,13 @@ class Optimizer(Part):
                 module = adapter.key_objects()[-1]
                 prefix = (f"{owner.name}." if len(owners) > 1 else "") + (f"{index}." if len(adapters) > 1 else "")
                 for name, parameter in adapter.named_parameters():
-                    names.setdefault(id(parameter), prefix + fqn(module, name))
+                    (found,) = _get_fqns(module, name)  # without the prefixes of wrappers
+                    names.setdefault(id(parameter), prefix + found)
         return names
 
     def _optimizers(self) -> list[_Named]:
-        """The optimizers that have state of their own and step only named parameters.
-
-        Several may step one parameter (a wrapper with slow weights): to all but the first it has a name that begins with theirs.
-        """
+        """The optimizers that have state of their own and step only named parameters. Several may step one parameter (a wrapper with slow
+        weights): to all but the first it has a name that begins with theirs."""
         names = self._names()
         found: list[_Named] = []
         taken: set[str] = set()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
 from placement.core.states import State
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
 Path = tuple[str | int, ...]  # keys of a checkpoint, from the outermost dict inwards
-_EXTRA = "_extra_state"  # the last part of torch's key of extra state, which a module saves beside its tensors (`get_extra_state`)
 
 
 class Shown(dict[str, Any]):
@@ -101,7 +100,6 @@ class Part(abc.ABC):
             apply(self.prepare(given))
 
     def require_writable(self) -> None:
-        """Raise where the handle's values must not be written now."""
         handle = self.handle
         if handle.gathers is not None:
             raise CheckpointError(
@@ -235,7 +233,7 @@ class Model(Part):
 
 
 def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA
+    return key.rpartition(".")[2] == "_extra_state"  # which a module saves beside its tensors (`get_extra_state`)
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -253,12 +251,6 @@ def fresh(saved: Any) -> torch.Tensor | None:
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu") if isinstance(saved, TensorStorageMetadata) else None
 
 
-def fqn(module: Any, name: str) -> str:
-    """A parameter's name in torch's state dicts of distributed models, without the prefixes of wrappers."""
-    (found,) = _get_fqns(module, name)
-    return str(found)
-
-
 def some(names: Mapping[str, Any]) -> str:
     return ", ".join(list(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "nothing"
 
@@ -270,8 +262,6 @@ def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
             "out here with only="
         )
 
-
-# --- changes
 
 Change = AbstractContextManager[None]  # checked values on their way into one handle
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -315,9 +305,7 @@ def replace_state(
     handle: Handle, copies: Copies, optimizer: Any, entries: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
 ) -> Iterator[None]:
     """A change of an optimizer's state that keeps its keys and tensors, places new state, and removes entries that were not saved.
-
-    `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state.
-    """
+    `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state."""
     state, before = optimizer.state, dict(optimizer.state)
     settings = {id(p): saved for group, saved in zip(optimizer.param_groups, groups, strict=True) for p in group["params"]}
     with write(handle, copies, lambda: _take_settings(optimizer, groups)):
@@ -370,17 +358,10 @@ def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
     return [(part.size(), part.dtype) for _, part in parts_of(tensor, "")]
 
 
-def bytes_of(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor, in host memory."""
-    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False) -> Any:
-    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them.
-
-    A tensor in an object (`is_inside`) is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages
-    hold. Objects inside that one are left as they are.
-    """
+    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them. A tensor
+    in an object (`is_inside`) is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages hold.
+    Objects inside that one are left as they are."""
     if isinstance(value, torch.Tensor):
         return rewrapped(change(value), torch.clone) if is_inside else change(value)
     if isinstance(value, Mapping):

@@ -111,7 +111,6 @@ class TorchEngine(Engine):
 
 
 def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Weight]) -> None:
-    """Write all of a bucket, or nothing of it."""
     writes: list[tuple[str, Callable[[], object]]] = []
     name = ""
     try:
@@ -140,10 +139,8 @@ def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | Weig
 
 
 class EngineAdapter(Adapter):
-    """The adapter for an engine: it covers the tensors of the modules that the engine names now, which it may have replaced.
-
-    Raises RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
-    """
+    """The adapter for an engine: it covers the tensors of the modules that the engine names now, which it may have replaced. Raises
+    RegistrationError: a module is not supported, or a framework moves some of the modules but not the others."""
 
     kind = "engine"
 
@@ -155,7 +152,6 @@ class EngineAdapter(Adapter):
         self._take([self._adapt(module) for module in engine.modules()])
 
     def _take(self, adapters: list[ModuleAdapter]) -> None:
-        """Be about these modules from now on."""
         self._adapters = adapters
         self.frameworks = [framework for adapter in adapters for framework in adapter.frameworks]
         reasons = [adapter.external for adapter in adapters]
@@ -181,9 +177,7 @@ class EngineAdapter(Adapter):
 
     def owned(self) -> Iterator[Owned]:
         """The tensors of the modules. While the engine is handed back, of those known already: a new one may be refused, and has no place.
-
-        Raises RegistrationError: a module cannot be moved, or only the old or the new modules are external.
-        """
+        Raises RegistrationError: a module cannot be moved, or only the old or the new modules are external."""
         if not self.hands_back and (modules := self._others()) is not None:
             was_external = self.external
             known = {id(key): adapter for adapter in self._adapters for key in adapter.key_objects()}
@@ -214,7 +208,6 @@ class EngineAdapter(Adapter):
         return None if None in found else found
 
     def key_objects(self) -> Sequence[Any]:
-        """The modules and the engine itself."""
         engine = self._engine()
         return [*(key for adapter in self._adapters for key in adapter.key_objects()), *([] if engine is None else [engine])]
 

@@ -28,8 +28,6 @@ _SHOWN = 500  # the number of characters of an answer that a message quotes
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer to one request."""
-
     request: str  # the request as it was sent: "POST http://host:port/sleep?level=1"
     status: int
     body: bytes
@@ -56,16 +54,8 @@ class Answer:
 
 
 class Server:
-    """An engine's server at a base URL.
-
-    Args:
-        url: "http://127.0.0.1:8000"; a path is kept as a prefix.
-        deadline_seconds: the limit for connecting, sending and reading the whole answer together.
-        api_key: sent as a bearer token; no message shows it.
-
-    Raises:
-        ValueError: `url` is not an http address.
-    """
+    """An engine's server at a base URL (a path is kept as a prefix). `deadline_seconds` is the limit for connecting, sending and reading
+    the whole answer together. `api_key` is sent as a bearer token, and no message shows it. Raises ValueError: `url` is no http address."""
 
     def __init__(self, url: str, *, deadline_seconds: float, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -78,15 +68,11 @@ class Server:
         self._headers = {"Accept": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
 
     def ask(self, method: str, path: str, *, query: Mapping[str, str | Iterable[str]] | None = None, body: Any = None) -> Answer:
-        """Send one request and read the whole answer, whatever its status.
+        """Send one request, with `body` as JSON unless it is None, and read the whole answer, whatever its status.
 
-        Args:
-            body: sent as JSON unless it is None.
-
-        Raises:
-            EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes nothing, was not answered.
-            EngineLost: no complete answer came within the deadline, so it is not known what the server did; or something is to be changed
-                and nobody listens there: the server has ended.
+        EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes nothing, was not answered. EngineLost: no
+        complete answer came within the deadline, so it is not known what the server did; or something is to be changed and nobody listens
+        there: the server has ended.
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
@@ -108,7 +94,13 @@ class Server:
                 payload = None if body is None else json.dumps(body).encode()
                 headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
                 connection.request(method, self._prefix + target, body=payload, headers=headers)
-                return _answer(request, connection)
+                with connection.getresponse() as response:
+                    content = response.read(_MAX_BYTES + 1)
+                    if len(content) > _MAX_BYTES:
+                        raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
+                    if response.length:
+                        raise http.client.IncompleteRead(content, response.length)
+                return Answer(request, response.status, content)
 
         try:
             return BoundedCalls("placement-http", began + limit - time.monotonic())(exchange)
@@ -122,22 +114,8 @@ class Server:
                 sock.shutdown(socket.SHUT_RDWR)  # a thread that still reads from it ends
 
 
-def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
-    with connection.getresponse() as response:
-        body = response.read(_MAX_BYTES + 1)
-        if len(body) > _MAX_BYTES:
-            raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
-        if response.length:
-            raise http.client.IncompleteRead(body, response.length)
-    return Answer(request, response.status, body)
-
-
 class ServedEngine(TaggedEngine):
-    """An engine behind an HTTP server.
-
-    Raises:
-        ValueError: `url` is not an http address, or an option does not fit.
-    """
+    """An engine behind an HTTP server. Raises ValueError: `url` is not an http address, or an option does not fit."""
 
     def __init__(
         self, url: str, *, send: Send | None = None, in_flight: InFlight = "wait", api_key: str | None = None, **options: Any
@@ -149,7 +127,6 @@ class ServedEngine(TaggedEngine):
         self._send, self._in_flight = send, in_flight
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
-        """Send a bucket of weights to the server. Raises EngineError: the engine was made without `send`."""
         if self._send is None:
             raise EngineError(
                 f"{self!r} was made without send=, which sends a bucket of weights to the server. If weights come another way, call "

@@ -9,6 +9,7 @@ needs `--enable-memory-saver`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
 import os
 from collections.abc import Collection, Sequence
@@ -69,8 +70,7 @@ class SglangServer(ServedEngine, _Sglang):
         ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    _started: Any = None
-    """When the server that is registered was started, as it says itself."""
+    _started: Any = None  # when the server that is registered was started, as it says itself
 
     def register(self) -> None:
         """Read the settings with which the server was started. EngineError: it runs without its memory saver."""
@@ -190,11 +190,14 @@ class SglangInProcess(_Sglang):
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:
             return self._send(bucket)
-        formats = _flattened_format() if all(type(tensor) in PLAIN_TYPES for _, tensor in bucket) else None
-        if formats is None:
+        flattened: Any = None
+        if all(type(tensor) in PLAIN_TYPES for _, tensor in bucket):
+            with contextlib.suppress(ImportError):  # this SGLang has no such format
+                serialize = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
+                flattened = importlib.import_module("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorBucket
+        if flattened is None:
             self._update(len(bucket), named_tensors=[*bucket])
             return None
-        flattened, serialize = formats
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in bucket:
             by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
@@ -219,13 +222,3 @@ class SglangInProcess(_Sglang):
             return getattr(self._engine, name)(**keywords)
         except Exception as error:
             raise EngineLost(f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; it is not known what it did") from error
-
-
-def _flattened_format() -> tuple[Any, Any] | None:
-    """SGLang's class of flattened buckets, and its serialiser. None: this SGLang has no such format."""
-    try:
-        bucket: Any = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
-        utils: Any = importlib.import_module("sglang.srt.utils")
-    except ImportError:
-        return None
-    return bucket.FlattenedTensorBucket, utils.MultiprocessingSerializer.serialize

@@ -27,10 +27,8 @@ Verify = Literal["memory", "answer"]
 """How an offload is verified: by the device's free memory, or by the engine's answer (for an engine on other devices)."""
 Weights = Literal["keep", "discard"]
 """The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
-_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
-"""Reason for stale weights whose base is complete: a sync of adapters alone can fill them."""
-_FREED_SHARE = 0.5
-"""The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
+_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"  # the base is complete: adapters alone can fill the weights
+_FREED_SHARE = 0.5  # of a tag's bytes, which the device must show free after an offload. Others may take memory meanwhile.
 _FREED_SECONDS = 5.0  # how long to wait for the freed memory. An engine may answer before its last worker has given it back.
 _PAUSE_SECONDS = (0.001, 0.1)  # pause between two looks at the free memory: the first pause, and the longest
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
@@ -44,8 +42,7 @@ class Residency(Storage):
     """
 
     tags: tuple[str, ...] = ()
-    stale: str | None = None
-    """Why the weights are invalid and must be filled before use; None while they are valid."""
+    stale: str | None = None  # why the weights are invalid and must be filled before use; None while they are valid
     keeps_weights = True
 
     def __init__(
@@ -80,11 +77,9 @@ class Residency(Storage):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
-        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device.
-
-        An engine that was lost must have been restarted by now, with everything on the device. EngineError: it cannot be moved, differs
-        from this record, or is registered with another manager.
-        """
+        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device. An engine that was lost must have
+        been restarted by now, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered
+        with another manager."""
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
         lost = self.resident, self.stale, self.doubt
@@ -98,7 +93,6 @@ class Residency(Storage):
         self._free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:
-        """Let the manager give the engine back, as it is now."""
         self._is_taken = False
 
     @property
@@ -152,9 +146,7 @@ class Residency(Storage):
 
     def offload(self, tags: frozenset[str]) -> int:
         """Drain the engine and offload these tags. Returns the bytes copied to the host: the weights, if the engine keeps them.
-
-        EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: its effect is unknown.
-        """
+        EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: effect unknown."""
         if not (leaving := tags & self.resident):
             return 0
         try:
@@ -175,10 +167,8 @@ class Residency(Storage):
         return self._copied(leaving)
 
     def load(self, tags: frozenset[str]) -> int:
-        """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied.
-
-        EngineError: it refused a tag; those before are on the device. EngineLost: its effect is unknown.
-        """
+        """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied. EngineError: it
+        refused a tag; those before are on the device. EngineLost: its effect is unknown."""
         coming = tags - self.resident
         for tag in self._in_order(coming):
             before = self._free_bytes()
@@ -433,7 +423,6 @@ class TaggedEngine(Engine):
                 self.weights_filled()
 
     def _check_all_filled(self) -> None:
-        """Raise EngineError if the engine says that it skipped names, or got nothing for some of its own."""
         told = {"it did not take": self._skipped, "no published weight fills": [*self.unfilled()]}
         more = {what: f" and {len(names) - 4} more" if names[4:] else "" for what, names in told.items()}
         if said := [f"{what} {', '.join(names[:4])}{more[what]}" for what, names in told.items() if names]:
@@ -477,11 +466,7 @@ class Follower(TaggedEngine):
     """
 
     def __init__(
-        self,
-        *,
-        tags: Sequence[str] = (WEIGHTS, KV_CACHE),
-        tag_bytes: Mapping[str, int | str] | None = None,
-        weights: Weights = "keep",
+        self, *, tags: Sequence[str] = (WEIGHTS, KV_CACHE), tag_bytes: Mapping[str, int | str] | None = None, weights: Weights = "keep"
     ) -> None:
         super().__init__(tags=tags, tag_bytes=tag_bytes, weights=weights, verify="answer")
 
@@ -503,5 +488,4 @@ class TaggedAdapter(Adapter):
         return iter(())
 
     def key_objects(self) -> Sequence[Any]:
-        """The engine itself."""
         return (self.engine,)

@@ -36,7 +36,6 @@ class _Vllm(TaggedEngine):
 
     @property
     def _level(self) -> int:
-        """The level of sleep that `weights` means."""
         return 1 if self.residency.keeps_weights else 2
 
     def register(self) -> None:
@@ -247,7 +246,7 @@ class VllmInProcess(_Vllm):
             raise EngineError(f"{self!r} has unfinished requests: step the engine until they are done, or abort them")
 
     def admit(self) -> None:
-        """Nothing to do: vLLM takes requests as soon as it is awake."""
+        """Nothing: vLLM takes requests as soon as it is awake."""
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:

@@ -52,8 +52,7 @@ class Worker:
     """Mixin for an actor class that sets `self.manager` in its `__init__`. `Fleet` calls the methods; they run like any other call."""
 
     manager: Manager
-    _entered = 0
-    """How many of the manager's phases the fleet has opened."""
+    _entered = 0  # how many of the manager's phases the fleet has opened
 
     def placement_join(self, address: tuple[str, int], rank: int, world_size: int, generation: int, deadline_seconds: float) -> None:
         """Change phase together with the other workers of the fleet from now on."""

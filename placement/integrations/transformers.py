@@ -167,8 +167,6 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         if frozen := [role for role in self._frozen if role in self.manager.handles]:
             self._around_frozen.to("frozen", only=frozen)
 
-    # --- the end
-
     def close(self, error: BaseException | None = None) -> None:
         """Leave the open phases and unregister what the callback has registered. Idempotent.
 

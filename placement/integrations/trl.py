@@ -34,14 +34,9 @@ _ACTOR, _OPTIMIZER, _REF, _ROLLOUT = "actor", "actor.optimizer", "ref", "rollout
 class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not followed by mypy
     """The part that both trainers share. It comes before TRL's trainer among the bases.
 
-    Args:
-        manager: the manager of this process. None: `Manager.from_settings()`, which reads the environment variables `PLACEMENT_*`.
-            If the trainer keeps `sync_ref_model`, a manager of yours needs the phase `sync_ref`: `Manager(phases=PHASES)`.
-        args, keywords: those of TRL's trainer.
-
-    Raises:
-        ValueError: FSDP, DeepSpeed or transformers' continuous batching is switched on, which is not covered; or `manager` lacks the
-            phase `sync_ref`.
+    `manager` is the manager of this process. None: `Manager.from_settings()`, which reads the environment variables `PLACEMENT_*`. If the
+    trainer keeps `sync_ref_model`, a manager of yours needs the phase `sync_ref`: `Manager(phases=PHASES)`. Raises ValueError: FSDP,
+    DeepSpeed or transformers' continuous batching is switched on, which is not covered; or `manager` lacks that phase.
     """
 
     def __init__(self, *args: Any, manager: Manager | None = None, **keywords: Any) -> None:
@@ -77,8 +72,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
                 "use_transformers_continuous_batching is not covered: it may cast the actor, which moves its tensors. Leave it out, or "
                 "use vLLM (use_vllm=True, vllm_mode='colocate', vllm_enable_sleep_mode=True)"
             )
-
-    # --- what is registered
 
     def _prepare_for_training(self, *args: Any, **keywords: Any) -> Any:
         """Register everything, once accelerate has wrapped the model and a checkpoint's optimizer state is loaded."""
@@ -129,8 +122,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             self.vllm_generation._llm_weights_sleeping = bool(self._engine.residency.offloaded_tags)
             self._last_loaded_step = -1  # publish, whatever the engine has now
             self._engine = None
-
-    # --- a step
 
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train. The open phase ends here and not with each step: what the next step needs stays on the device."""
@@ -184,9 +175,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     @contextmanager
     def _turn(self, phase: str, only: list[str] | None = None) -> Iterator[Callable[[str], None]]:
         """Be in a phase of the present step, and give what switches to another. Outside `train()` nothing is placed, and nothing happens.
-
-        Where the step has gradients already, the phase goes inside its training phase: they are not dropped there.
-        """
+        Where the step has gradients already, the phase goes inside its training phase: they are not dropped there."""
         if not self._is_placed:
             yield lambda _: None
         elif self._turns.phase == "train":
@@ -202,8 +191,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             last, self._logged = self._logged, self.manager.snapshot()
             logs.update(self._logged.since(last))
         super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
-
-    # --- around the steps
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         is_inside = self._turns.phase == "train"  # a callback evaluates between two backward passes

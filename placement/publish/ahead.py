@@ -29,13 +29,10 @@ def plainly() -> Iterator[None]:
 
 
 class Ahead:
-    """Copies the weights of one publishing to the device, in the order in which they are published.
+    """Copies the weights of one publishing to the device, in the order in which they are published, in groups of `bucket_bytes` published
+    bytes (one weight where that is larger). `Reader.fetched` gets what has been brought.
 
     Memory is taken on the caller's stream. The copies wait for what that stream has been given before: for whoever used the memory last.
-
-    Args:
-        reader: reads from the host copy; `Reader.fetched` gets what has been brought.
-        bucket_bytes: bytes of published weights in a group; one weight where that is larger.
     """
 
     def __init__(self, reader: Reader, wanted: Iterable[Wanted], bucket_bytes: int) -> None:
@@ -56,7 +53,6 @@ class Ahead:
             self._start(group)
 
     def used(self, nbytes: int) -> None:
-        """Note that so many published bytes have been handed out."""
         while self._groups and nbytes:
             part = min(nbytes, self._groups[0])
             nbytes -= part
@@ -65,7 +61,6 @@ class Ahead:
                 self._groups.popleft()
 
     def _take_group(self) -> list[_Target]:
-        """Take memory for what this rank has of the next weights."""
         group, nbytes = list[_Target](), 0
         while self._wanted:
             weight, dtype = self._wanted[0]

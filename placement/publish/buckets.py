@@ -45,8 +45,9 @@ def published(
     skeleton = Skeleton(Shown(root, frameworks))
     bare, weights = skeleton.copy(root), skeleton.weights
     if adapters != "separate" and "peft" in sys.modules:
-        bare, merged = lora.without_adapters(skeleton, bare, adapters)
-        weights = weights | merged
+        unload = lora.Unload(skeleton, adapters)
+        bare = unload.of(bare)
+        weights = weights | unload.merged()
     places = lora.separate(skeleton, bare) if adapters == "separate" else list(named_places(bare))
     first: dict[int, str] = {}
     for name, place in places:
@@ -77,18 +78,15 @@ def _keep_dtypes(weights: Sequence[tuple[str, Weight]], names: set[str]) -> None
 
 
 def writable(root: torch.nn.Module, frameworks: Sequence[Framework]) -> dict[str, Weight]:
-    """The weights of a module by its own and all published names, to write published values into.
-
-    ValueError: adapters are merged into the base weights; unmerging them later would change the values written there.
-    """
+    """The weights of a module by its own and all published names, to write published values into. ValueError: adapters are merged into
+    the base weights; unmerging them later would change the values written there."""
     skeleton = Skeleton(Shown(root, frameworks))
     bare = skeleton.copy(root)
     places = dict(named_places(bare))
     if "peft" in sys.modules and any(lora.has_adapters(part) for part in root.modules()):
         with suppress(ValueError):  # with several active adapters there are no published names for adapters alone
             places.update(lora.separate(skeleton, bare))
-        base, _ = lora.without_adapters(skeleton, bare, "base")
-        places.update(named_places(base))
+        places.update(named_places(lora.Unload(skeleton, "base").of(bare)))
     found = {name: weight_of(buffer) for name, buffer in root.named_buffers(remove_duplicate=False)}
     return found | {name: skeleton.weights[key_of(place)] for name, place in places.items()}
 
@@ -133,7 +131,6 @@ class Bucket(list[tuple[str, torch.Tensor]]):
         self.number, self.adapters, self.announced = number, adapters, announced
 
     def end(self) -> None:
-        """Empty the bucket. Iterating over it raises an error from now on."""
         self.clear()
         self._is_over = True
 
@@ -168,10 +165,7 @@ def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: N
 
 
 def _transformed(transform: Transform, name: str, value: torch.Tensor, seen: set[str]) -> Sequence[tuple[str, torch.Tensor]]:
-    """The pieces that the user's function makes of one weight, whose names are added to those seen.
-
-    TypeError: it returns neither a tensor nor pairs. ValueError: a name was seen before.
-    """
+    """The pieces that the user's function makes of one weight, whose names are added to those seen. TypeError: they are no such pieces."""
     with torch.inference_mode(False), torch.no_grad():
         made = transform(name, value)
     pieces = [(name, made)] if isinstance(made, torch.Tensor) else made
@@ -196,8 +190,8 @@ def weights(
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
-    announced = _announced(found, dtype)
-    return _buckets(handle, announced, [weight for _, weight in found], adapters, bucket_bytes, transform, _times_begun(handle))
+    described = [(info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
+    return _buckets(handle, described, adapters, bucket_bytes, transform, _times_begun(handle))
 
 
 def weight_changes(
@@ -208,9 +202,8 @@ def weight_changes(
     found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
-    infos = _announced(found, dtype)
     last = handle.published if handle.published is not None and handle.published.version == since else None
-    wanted = [(info.name, weight, info.dtype) for info, (_, weight) in zip(infos, found, strict=True)]
+    wanted = [(info.name, weight, info.dtype) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
     with plainly():
         publication = Publication(handle.storage, wanted, last)
     return _changes(handle, publication, bucket_bytes, _times_begun(handle))
@@ -280,18 +273,17 @@ def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> Weigh
 
 def _buckets(
     handle: Publisher,
-    announced: list[WeightInfo],
-    found: list[Weight],
+    found: list[tuple[WeightInfo, Weight]],
     adapters: Adapters,
     bucket_bytes: int,
     transform: Transform | None,
     begun: int,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
-    waiting = deque(zip(announced, found, strict=True))
+    waiting = deque(found)
     pieces: deque[tuple[str, torch.Tensor]] = deque()  # the transformed pieces of one weight that are in no bucket yet
     seen: set[str] = set()
-    known = announced if transform is None else ()
+    known = [info for info, _ in found] if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0
     reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
     ahead = Ahead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)

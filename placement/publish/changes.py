@@ -102,22 +102,15 @@ class Published:
     prints: Mapping[Range, torch.Tensor]  # fingerprints of the pages of each range, on the CPU
 
     def keep(self, storage: ManagedStorage) -> None:
-        """Copy to the host copy what it lacks of this version, before training changes the values. Waits for the copies.
-
-        An offload after the publication has done so already. This is for a model that stays on the device.
-        """
+        """Copy to the host copy what it lacks of this version, before training changes the values, where no offload has done so already.
+        Waits for the copies."""
         if not all(r.prints is not None and r.prints.cpu().equal(prints) for r, prints in self.prints.items()):
             mirror(storage)
 
 
 class Publication:
-    """One publication of changes.
-
-    Args:
-        storage: has the weights. Where the framework places them itself, every weight is published whole.
-        weights: name, weight and published dtype of everything to publish.
-        last: the last complete publication, if the receivers have its version.
-    """
+    """One publication of changes of `weights` (name, weight and published dtype of everything to publish) since `last`, the last complete
+    publication, if the receivers have its version. Where the framework places the weights itself, every weight is published whole."""
 
     def __init__(self, storage: Storage, weights: Sequence[tuple[str, Weight, torch.dtype]], last: Published | None) -> None:
         self._storage = storage
@@ -144,10 +137,8 @@ class Publication:
         return self.published
 
     def buckets(self, device: torch.device, bucket_bytes: int) -> Iterator[Changes]:
-        """The changes in buckets of at most `bucket_bytes`, or of one change where that is larger.
-
-        Until `complete`, nobody knows what the receivers have.
-        """
+        """The changes in buckets of at most `bucket_bytes`, or of one change where that is larger. Until `complete`, nobody knows what the
+        receivers have."""
         for r in self._storage.ranges:
             r.pages.record = None
         base = None if self._last is None or all(basis is None for basis in self._bases) else self._last.version
@@ -213,7 +204,7 @@ class Publication:
             return WeightChange(form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype))
         if basis is None:
             return WeightChange(form.name, shape, part.offset, form.part, None, new.read(part.tensor, dtype).contiguous().view(-1))
-        known = _NOTHING.to(new.device) if basis.piece is None else basis.piece.positions(new.device)
+        known = torch.empty(0, dtype=torch.int32, device=new.device) if basis.piece is None else basis.piece.positions(new.device)
         if not basis.is_compared:
             now = part.tensor.detach() if self._storage.on_device or not len(known) else self._on_host(part.tensor)
             assert now is not None  # it has a place in the range
@@ -237,9 +228,6 @@ class Basis(NamedTuple):
     piece: Piece | None  # the record up to then; None: nothing had changed
     is_compared: bool
     """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
-
-
-_NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None) -> Form:

@@ -59,18 +59,6 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
     return base
 
 
-# --- with the adapters merged in, and the base alone
-
-
-def without_adapters(skeleton: Skeleton, root: torch.nn.Module, adapters: Adapters) -> tuple[torch.nn.Module, dict[int, Weight]]:
-    """A root that the skeleton has copied, as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
-
-    ValueError: `adapters` is "base", but they were merged into the base weights; or "merged", but they are prompts, which cannot be.
-    """
-    unload = _Unload(skeleton, adapters)
-    return unload.of(root), unload.merged()
-
-
 _AROUND = (
     ("tuners_utils", "BaseTuner"),
     ("adaption_prompt.model", "AdaptionPromptModel"),
@@ -79,8 +67,9 @@ _AROUND = (
 """PEFT's tuners that have the module without adapters in `model`."""
 
 
-class _Unload:
-    """Removes PEFT's models and layers from a skeleton."""
+class Unload:
+    """Removes PEFT's models and layers from a skeleton, as PEFT does when it unloads adapters. ValueError: `adapters` is "base", but they
+    were merged into the base weights; or "merged", but they are prompts, which cannot be."""
 
     def __init__(self, skeleton: Skeleton, adapters: Adapters) -> None:
         self._skeleton = skeleton
@@ -90,6 +79,7 @@ class _Unload:
         """The model's own layers that adapt each weight, and its name there, by the weight's key, in PEFT's order of merging."""
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A module that the skeleton has copied, without adapters. Called before `merged`."""
         module = self._without_models(module)
         if id(module) not in self._visited:
             plain = self._without_layer(module)
@@ -100,6 +90,7 @@ class _Unload:
         return self._visited[id(module)]
 
     def merged(self) -> dict[int, Weight]:
+        """The weights into which adapters are merged, by the keys of their placeholders."""
         merges: dict[tuple[int, ...], _Merge] = {}
         found: dict[int, Weight] = {}
         for key, adapted in self._adapted.items():
@@ -205,18 +196,10 @@ class MergedWeight(ComputedWeight):
         return super().problem
 
 
-# --- the adapters alone
-
-
 def separate(skeleton: Skeleton, root: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them.
-
-    Args:
-        root: the root as the skeleton has copied it.
-
-    Raises:
-        ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a weight.
-    """
+    """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them. `root` is the
+    root as the skeleton has copied it. ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a
+    weight."""
     model: Any = next((part for part in root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
     if model is None:
         raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")

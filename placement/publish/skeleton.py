@@ -87,7 +87,6 @@ class Shown:
             self._of[id(part)] = list(found.items())
 
     def weight(self, tensor: torch.Tensor) -> Weight:
-        """The weight that a tensor shows."""
         tensor = self._instead.get(id(tensor), tensor)
         if id(tensor) not in self._weights:
             self._weights[id(tensor)] = weight_of(tensor)

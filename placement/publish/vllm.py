@@ -75,7 +75,6 @@ class VllmWeightSource:
         return [describe(info.name, info.dtype, info.shape) for info in infos]
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A fresh pass over the values."""
         pairs = itertools.chain.from_iterable(buckets.weights(self._handle, **self._options, bucket_bytes=self._bucket_bytes))
         if not torch.accelerator.is_available():
             return pairs

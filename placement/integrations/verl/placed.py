@@ -75,7 +75,6 @@ def manager() -> Manager:
 
 
 def current_manager() -> Manager | None:
-    """The manager of this process, if there is one already."""
     return _made[0] if _made else None
 
 
@@ -122,9 +121,6 @@ def _group() -> Group | None:
     return _joined[0]
 
 
-# --- weights on their way to a rollout
-
-
 class Publication(Iterator[tuple[Any, ...]]):
     """An engine's weights, from a generator, with the hold under which they are read. It ends like `Hold.around`, and if the sync fails."""
 
@@ -143,7 +139,6 @@ class Publication(Iterator[tuple[Any, ...]]):
         return next(self._around)
 
     def close(self) -> None:
-        """Give the rest of the weights up. Idempotent."""
         self._around.close()  # type: ignore[attr-defined] # the iterator of `Hold.around` has it
 
     def cut_off(self, error: BaseException) -> None:
@@ -207,8 +202,6 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     _manual_parts: frozenset[str] = frozenset()  # the parts that `to` was asked to bring to the device: "model", "optimizer"
     _records = False  # whether delta syncs send what offloads have recorded; else verl compares with a copy of its own
 
-    # --- building
-
     def initialize(self) -> None:
         self._end_manual()
         if self._is_left_to_verl:
@@ -223,7 +216,6 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     @property
     def _is_left_to_verl(self) -> bool:
-        """Whether the recipe offloads nothing of the engine."""
         config = self.engine_config
         return not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload)
 
@@ -286,8 +278,6 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         next_phase()
         return self._manager.hold(phase, only=[self._model_handle])
 
-    # --- phases
-
     def train_mode(self, disable_auto_offload: bool = False, **kwargs: Any) -> AbstractContextManager[None]:
         return self._mode("train", super().train_mode, disable_auto_offload, kwargs)
 
@@ -312,8 +302,6 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._hold("restore"):
             super().load_checkpoint(*args, **kwargs)
-
-    # --- publishing
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
         return self._published(partial(super().get_per_tensor_param, *args, **kwargs))
@@ -431,8 +419,6 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         finally:
             if hasattr(weights, "close"):
                 weights.close()  # verl undoes a LoRA merge at the end of its generator: while the model is still held
-
-    # --- by hand
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Hold the named parts on the device until `to("cpu")`, for callers that then pass `disable_auto_offload=True`."""

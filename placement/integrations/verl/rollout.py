@@ -48,15 +48,8 @@ class _Record(Residency):
 
 
 class ColocatedRollout(TaggedEngine):
-    """The engine behind a rollout that verl's driver puts to sleep.
-
-    Args:
-        wake: wakes one part.
-        sleep: puts these parts to sleep, which are all that are awake.
-        free_bytes: the free bytes of the device.
-        tags: the parts that the driver puts to sleep.
-        weights: whether they survive that.
-    """
+    """The engine behind a rollout that verl's driver puts to sleep. `wake` wakes one part; `sleep` puts these parts to sleep, which are all
+    that are awake; `free_bytes` are those of the device; `tags` are the parts that the driver puts to sleep."""
 
     def __init__(
         self,
@@ -143,7 +136,6 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         return WEIGHTS, KV_CACHE
 
     async def release_parts(self, tags: Collection[str]) -> None:
-        """Put these parts to sleep, which are all that are awake."""
         await super().release()
 
     async def resume(self, tags: list[str]) -> None:
@@ -166,7 +158,6 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             before.release()
 
     async def release(self) -> None:
-        """Put the rollout to sleep."""
         if self._open is None:
             await super().release()
         else:
@@ -197,8 +188,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
                 hold.release(error)
 
 
-_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")
-"""The attributes of verl's adapter that are used here and are not those of `BaseRollout`."""
+_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")  # of verl's adapter, beside the attributes of `BaseRollout`
 
 
 class PlacedSglang(PlacedRollout):
@@ -254,11 +244,8 @@ def __getattr__(attribute: str) -> Any:
 
 
 def _done(seconds: float | None, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
-    """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one.
-
-    It raises EngineError where the server refused it by an HTTP status below 500, so that nothing was done, else EngineLost, also where
-    `seconds` have passed.
-    """
+    """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one. EngineError: the server refused it by
+    an HTTP status below 500, so that nothing was done. EngineLost: another failure, or `seconds` have passed."""
     try:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, asyncio.wait_for(method(*arguments), seconds)).result()
