@@ -37,7 +37,7 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 34_310, "modules": 162}
+MOST_OF_ALL = {"lines": 34_130, "modules": 162}
 """What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
 
 640 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together, `registration.replication`
