@@ -265,9 +265,13 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
     """Details about files of a checkpoint that are missing, or shorter than the metadata says."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    sizes = {name: os.path.getsize(file) if os.path.exists(file := os.path.join(path, name)) else 0 for name in ends}
-    found = [f"{name} has {sizes[name]:,} of {end:,} bytes" for name, end in ends.items() if sizes[name] < end]
+        if (name := getattr(info, "relative_path", None)) is not None:
+            ends[name] = max(ends.get(name, 0), info.offset + info.length)
+    found = []
+    for name, end in ends.items():
+        size = os.path.getsize(file) if os.path.exists(file := os.path.join(path, name)) else None
+        if size is None or size < end:
+            found.append(f"{name} " + ("is missing" if size is None else f"ends after {size:,} of {end:,} bytes"))
     return f". Damaged files: {', '.join(found)}" if found else ""
 
 

@@ -78,7 +78,7 @@ class FSDP2(Framework):
 
     def follow_parameters(self) -> None:
         with torch.no_grad():
-            for _, each in self._parameters():
+            for each in (each for _, group in self._groups() for each in group.fsdp_params):
                 _follow(each)
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:

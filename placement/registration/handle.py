@@ -264,9 +264,10 @@ class Handle:
         if (target := self.object) is None:
             why = "is gone: it was garbage-collected" if self.is_gone else "is not built yet: no phase has wanted it on the device"
             raise NotResidentError(f"the object of {self.name!r} {why}")
-        is_unborn = isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born()
-        with without_modes(), no_initial_step() if is_unborn else nullcontext():
-            return target.state_dict()
+        with without_modes():
+            is_unborn = isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born()
+            with no_initial_step() if is_unborn else nullcontext():
+                return target.state_dict()
 
     def weights_info(
         self, *, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module", transform: Transform | None = None

@@ -37,8 +37,8 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 34_130, "modules": 162}
-"""What the product has in all. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
+MOST_OF_ALL = {"lines": 34_945, "modules": 168}
+"""What the product has in all, policies too. Who needs more changes the number here and says why; the way is down: 30,000 lines in 170 modules.
 
 640 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together, `registration.replication`
 which ranks they are.
@@ -85,7 +85,7 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
 
 
 def test_the_product_does_not_grow_unseen() -> None:
-    found = modules().values()
+    found = [*modules().values(), *(ROOT.parent / "policies").glob("*.py")]
     now = {"lines": sum(len(path.read_text().splitlines()) for path in found), "modules": len(found)}
     assert {what: count for what, count in now.items() if count > MOST_OF_ALL[what]} == {}
 
