@@ -49,7 +49,6 @@ class PlacedStorage:
         device.sync()
         for index in range(len(claims)):
             self.layout.move_in(index)
-            assert self.layout.is_in(index)
         self.layout.forget_adoptees()
         self.chunks: list[Chunk] = []
 
@@ -333,7 +332,6 @@ kept = torch.full((3_000_000,), 7.0, device="cuda")
 layout = range_layout.RangeLayout(device, [range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))])
 slab = device.host(layout.nbytes)
 layout.move_in(0)
-assert layout.is_in(0)
 assert bool(kept.isnan().all())
 chunk = device.create(layout.nbytes)
 device.map(layout.addresses, [chunk])
