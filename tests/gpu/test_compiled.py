@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 1024), nn.Linear(1024, 512)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):

@@ -107,7 +107,8 @@ def test_what_stays_on_the_device_has_no_host_memory_until_it_leaves() -> None:
     before = anonymous_bytes()
     job = Job(policy=Staying(), budget_bytes="1GiB", host_copies="while_needed")
     handles = [job.actor, job.manager.handles["adam"]]
-    for slab in [*(r.host for r in job.actor.storage.ranges), handles[1].storage.scanner.reserved]:
+    adam: Any = handles[1].storage
+    for slab in [*(r.host for r in job.actor.storage.ranges), adam.scanner.reserved]:
         slab.ready.wait()
     reserved = sum(each.host_bytes for each in handles)
     assert anonymous_bytes() - before > 0.9 * reserved > 0

@@ -79,7 +79,7 @@ def after_close() -> None:
         made.step(6, is_twice=False)
         made.manager.close()
         assert not made.engine.residency.resident
-        resume(made.engine)  # type: ignore[arg-type]
+        resume(made.engine)
         made.engine.assume(offloaded=[])
         models.assert_generated_by(made.module.to("cuda"), made.asked, generate(made.asked))
 

@@ -103,7 +103,7 @@ class Job:
             sent += 1
             if sent == buckets:
                 break
-        publishing.close()
+        del publishing
         return sent
 
     def roll_out(self) -> models.Tokens:
