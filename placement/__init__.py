@@ -25,7 +25,7 @@ from placement.core.errors import (
 from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy, State, Trigger, View
 
 if TYPE_CHECKING:
-    from placement import checkpoint, engines, forecasting, group, policies, testing
+    from placement import checkpoint, engines, errors, forecasting, group, integrations, policies, publish, testing
     from placement.core.settings import Settings
     from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.engines.base import Engine, TorchEngine
@@ -76,18 +76,24 @@ __all__ = [
     "WeightInfo",
     "checkpoint",
     "engines",
+    "errors",
     "forecast",
     "forecasting",
     "group",
+    "integrations",
     "policies",
+    "publish",
     "testing",
     "trace",
 ]
 
 
+_ROOMS = ("checkpoint", "engines", "errors", "forecasting", "group", "integrations", "policies", "publish", "ray", "testing")
+
 __getattr__ = _on_demand(
     __name__,
     {
+        **{room: room for room in _ROOMS},
         **dict.fromkeys(("Engine", "TorchEngine"), "engines.base"),
         **dict.fromkeys(("Handle", "Lazy"), "registration.handle"),
         **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "core.snapshot"),
@@ -96,14 +102,8 @@ __getattr__ = _on_demand(
         "Phase": "phases.phase",
         "Settings": "core.settings",
         "WeightInfo": "publish.buckets",
-        "checkpoint": "checkpoint",
-        "engines": "engines",
         "Forecast": "forecasting.description",
         "forecast": "forecasting.job",
-        "forecasting": "forecasting",
-        "group": "group",
-        "policies": "policies",
-        "testing": "testing",
         "trace": "observe.trace:write_trace",
     },
 )
