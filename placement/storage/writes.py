@@ -235,10 +235,9 @@ class WritesWhileOffloaded:
         scanner = self._scanner
         places = scanner.ranges.named_places()
         self._bring_back(born.relocated, places)
-        stay, transient = (
-            [c for c in adoptees if c.storage._cdata not in scanner.ranges.told or any(owned.name in places for owned in c.owned)]
-            for adoptees in (born.lasting, born.transient)
-        )
+        told = scanner.ranges.told
+        stay = [c for c in born.lasting if c.storage._cdata not in told or any(owned.name in places for owned in c.owned)]
+        transient = [c for c in born.transient if c.storage._cdata not in told]  # a graph's tensor in an attribute is told, not dropped
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
             gradients = [adoptee for adoptee in changes.gradients if any(owned.name in places for owned in adoptee.owned)]

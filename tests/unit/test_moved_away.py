@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.ao import quantization
+from torch.nn.utils import prune
 
 from placement import IntegrityError, RegistrationError, checkpoint
 from placement.devices import adoption
@@ -377,4 +378,18 @@ def test_weights_that_are_put_in_while_offloaded_are_taken_over() -> None:
     worker.net[2] = fresh
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net[2].state_dict()), dict(wanted))
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() -> None:
+    """Pruning, and the older weight norm, put a tensor with a graph under the parameter's name: no gradient, so it is not dropped."""
+    worker = trained()
+    address = worker.net[0].weight.data_ptr()
+    prune.random_unstructured(worker.net[0], "weight", 0.5)
+    with pytest.raises(IntegrityError, match=r"^0\.weight of .* were computed"), worker.manager.phase("train"):
+        pass
+    with worker.manager.phase("train"):
+        assert worker.net[0].weight_orig.data_ptr() == address
+        learn(worker.net, worker.adam)
+        assert not worker.net[0].weight.isnan().any()
     assert_nothing_resident(worker.manager)
