@@ -134,33 +134,35 @@ class Arrivals:
         return served, created
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Exchange:
-    """The moves of one phase transition."""
+    """The moves of one phase transition, made at its beginning and dropped at its end."""
 
     device: Device
     chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
-    room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
-    releases_at_once: bool  # give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
-    dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
-    staying: Mapping[ManagedStorage, int]  # device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves
-    while_copying: Callable[[], object]  # called once, if any storage leaves. The link has work by then, unless memory is put aside first.
-    calls_since_seconds: float  # from when on calls of what leaves have been waited for, see `CallGuard.wait`
-    is_together: bool = False  # whether all ranks make these moves, in the same change of the group
+    dropping: Collection[ManagedStorage] = ()  # storages whose gradients are dropped when they leave TRAINING, instead of saved
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
+    """Device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves."""
+    while_copying: Callable[[], object] = nothing
+    """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
+    is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
+    began_seconds: float = field(default_factory=time.monotonic)  # from when on calls of what leaves are waited for, see `CallGuard.wait`
 
-    def __post_init__(self) -> None:
-        self._arrivals = Arrivals(self.device, self.chunk_pool)
-        self._arrived_early: dict[ManagedStorage, int] = {}  # bytes that came before they were waited for, by storage
-
-    def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
+    def run(
+        self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage], *, releases_at_once: bool = False
+    ) -> dict[ManagedStorage, MoveResult]:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
         are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
         waits for them. After an error every storage is settled on one side or the other.
+        `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
         Raises DeviceMemoryError, HostMemoryError: no memory.
         Raises IntegrityError: the bytes that arrived are not those that were sent.
         Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
         began = time.monotonic()
+        self._arrivals, self._releases_at_once = Arrivals(self.device, self.chunk_pool), releases_at_once
+        # Device bytes that may be taken from the driver before any chunk was given up.
+        self._room_bytes = min(self.device.memory().free_bytes, self.chunk_pool.room_bytes) if leaving and coming else 0
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
             holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
@@ -170,7 +172,7 @@ class Exchange:
         for holding in out:
             holding.scanner.moves_together = self.is_together
         try:
-            self._begin(out, into)
+            early = self._begin(out, into)
             moving = [Leaving(each, aside_bytes=self._aside_bytes(each)) for each in out]
             for each in moving:
                 each.dropped = each.holding.gradients.ranges(each.holding.ranges) if each.holding in self.dropping else None
@@ -187,7 +189,7 @@ class Exchange:
                 self._let_stay(moving)
                 self._open_window()
             self._move_out(moving, parts)
-            moved = self._commit_offloads(moving) | self._load(into)
+            moved = self._commit_offloads(moving) | self._load(into, early)
         except BaseException as error:
             if any(holding.on_device for holding in out):  # copies to new slabs may be under way: this frame and the traceback hold these
                 with contextlib.suppress(Exception):
@@ -227,9 +229,10 @@ class Exchange:
         if leaving and (not self.staying or any(each.fresh for each in leaving)):
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
-    def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
+    def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, int]:
+        """Returns the bytes of what comes that are there already, by storage."""
         for holding in leaving:  # before the device is waited for: a call starts kernels until its end
-            holding.end_calls(self.calls_since_seconds)
+            holding.end_calls(self.began_seconds)
         if leaving:
             self.device.sync()
         for holding in coming:
@@ -241,7 +244,7 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
-        self._arrived_early = {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
+        return {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied. If
@@ -267,7 +270,7 @@ class Exchange:
 
     def _open_window(self) -> None:
         """Start the first copies to the device, into memory that the driver has free."""
-        self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
+        self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
@@ -279,7 +282,7 @@ class Exchange:
                 r.pages.wait(indices)
                 self.verifier.check_host(leaving.holding, (r, compared.start, compared.stop), leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
-            if self.releases_at_once and not self._arrivals:
+            if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
@@ -295,8 +298,7 @@ class Exchange:
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
         if self.verifier is not None:
             leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
-        for r in ranges:
-            yield from self._enqueue_range(leaving, r, holds_back=holds_back)
+        return itertools.chain(*[self._enqueue_range(leaving, r, holds_back=holds_back) for r in ranges])
 
     def _enqueue_range(self, leaving: Leaving, r: Range, *, holds_back: bool) -> Iterator[None]:
         holding, pages = leaving.holding, r.pages
@@ -397,7 +399,7 @@ class Exchange:
             self.device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 
-    def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
+    def _load(self, holdings: Sequence[ManagedStorage], early: Mapping[ManagedStorage, int]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:
             self._arrivals.bring_more()
             interrupts.check()
@@ -410,5 +412,5 @@ class Exchange:
         for holding in complete:
             holding.commit_load()
             holding.make_consistent(self.chunk_pool)
-        brought, early = self._arrivals.brought_bytes, self._arrived_early
+        brought = self._arrivals.brought_bytes
         return {holding: MoveResult(copied_bytes=brought[holding], prefetched_bytes=early[holding]) for holding in holdings}
