@@ -13,12 +13,12 @@ words, so all of them gather or none does. A rank that has left, or whose collec
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from placement.core.errors import HostMemoryError
+from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
@@ -31,7 +31,6 @@ from placement.storage.shared.scanner import SharedScanner
 from placement.storage.state_dicts import are_only_read
 
 _REASONS = {ALONE: "rank {} takes part no longer, and has logged why", LEFT: "rank {} has unregistered it"}
-_logger = logging.getLogger("placement")
 
 
 class ReplicatedStorage(ManagedStorage):
@@ -144,7 +143,7 @@ class ReplicatedStorage(ManagedStorage):
             r.pages.together = r.copy
             return changed
         if r.is_shared and changed:
-            _logger.warning("%r has %s bytes of host memory on this rank alone now: %s", self.name, f"{r.nbytes:,}", refusal.reason)
+            logger.warning("%r has %s bytes of host memory on this rank alone now: %s", self.name, f"{r.nbytes:,}", refusal.reason)
             self._make_own(r)
         if refusal.is_final and not r.is_shared:
             r.leave(refusal.reason)
@@ -232,7 +231,7 @@ class ReplicatedStorage(ManagedStorage):
             r.alone = reason
             if r.copy is not None:
                 r.copy.loads[r.shares.rank] = ALONE
-            _logger.warning("%r is loaded by each rank alone from now on, at the speed of its own link: %s", self.name, reason)
+            logger.warning("%r is loaded by each rank alone from now on, at the speed of its own link: %s", self.name, reason)
 
     def _prepare_nothing(self) -> None:
         """So that a rank that has not looked yet does not wait for this one."""

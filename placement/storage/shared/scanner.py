@@ -178,7 +178,7 @@ class SharedScanner(StorageScanner):
                         "one machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
                     ) from error
             slab = device.shared_host(file, nbytes, spans_of(shares.rank, nbytes, device.chunk_bytes, shares), extra_bytes)
-            copy = SharedCopy(slab, shares, lambda: ranks.change, lambda: ranks.change_is_over)
+            copy = SharedCopy(slab, shares, lambda: ranks.change, lambda: bool(ranks.group.is_decided))
             ranks.exchange_texts(f"mapping of {what}", "done")
         copy.watch()
         return copy

@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 
-logger = logging.getLogger("placement")
+from placement.core.journal import logger
 
 
 def _signed(value: int) -> int:
