@@ -119,7 +119,7 @@ class OpenPhases:
     # --- where everything belongs
 
     def base_plan(self) -> Plan:
-        """The plan that applies now, kept handles included: that of the innermost open phase, or the idle plan outside every phase."""
+        """The plan that applies now, kept handles included."""
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
@@ -164,11 +164,6 @@ class OpenPhases:
         for each in self.all:
             each.kept.discard(name)
             each.plan = each.plan.without(name)
-
-
-def _without_inference_mode() -> AbstractContextManager[object]:
-    """Context manager in which inference mode is off. torch's own costs two microseconds even where the mode is off already."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 class TransitionLock:
@@ -241,7 +236,7 @@ class TransitionLock:
                 "phases cannot change while a graph is being captured: moving memory would become part of it",
             )
             try:
-                with without_modes(), _without_inference_mode(), torch.no_grad():
+                with without_modes(), torch.inference_mode(False), torch.no_grad():
                     self._sweep()
                     yield
             finally:

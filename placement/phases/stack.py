@@ -147,8 +147,10 @@ class PhaseStack:
             phases = self.phases
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 return
-            if error is not None:
-                self._leave_inner(phase)
+            if error is not None and phase in phases.all:
+                for inner in phases.inside(phase):  # the exception passes through them: their own `with` statements leave them no more
+                    inner.is_abandoned |= not inner.in_any_order
+                self._sweep_abandoned()
             phases.require_leavable(phase)
             stalled, others = self.reconciler.stopwatch(), phases.without(phase)
             left_to = innermost(others) or IDLE
@@ -179,14 +181,11 @@ class PhaseStack:
                 self._journal.enter_phase(phases.name, phases.only)
                 self._journal.stall_seconds[phase.name] += stalled()
             self._sweep_abandoned()
-            _raise_after(phase.name, failures, error)
-
-    def _leave_inner(self, phase: OpenPhase) -> None:
-        """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""
-        if phase in self.phases.all:
-            for inner in self.phases.inside(phase):
-                inner.is_abandoned |= not inner.in_any_order
-            self._sweep_abandoned()
+            if error is not None:
+                _note(error, failures)
+            elif failures:
+                failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
+                _raise_all(failures)
 
     def _is_around_others(self, phase: OpenPhase) -> bool:
         """Whether a closed generator's phase has phases of the generator's caller open inside. It then ends with the last of these."""
@@ -220,15 +219,6 @@ class PhaseStack:
             finally:
                 self._journal.stall_seconds[phase.name] += stalled()
 
-    def give_up_early(self) -> None:
-        """Return the memory of all pages aside to the driver, because torch's allocator has found none. Any thread may call this.
-
-        Does nothing while a phase transition is under way. The open phase gets less room for pages aside from now on.
-        """
-        with self.lock.if_free() as is_free:
-            if is_free:
-                self.reconciler.prefetcher.give_up(self.phases.name)
-
     def _finish(self, phase: OpenPhase) -> None:
         self.reconciler.measure()
         self._planner.over(phase.name)
@@ -254,10 +244,8 @@ class PhaseStack:
         return handle
 
     def join(self, handle: Handle, agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle; None: nobody.
-
-        Raises the error that stopped the move. The plans of the open phases are then as before, without the handle.
-        """
+        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle. If the move fails,
+        the plans of the open phases are as before."""
         phases = self.phases
         plans = [each.plan for each in phases.all]
         try:
@@ -271,9 +259,7 @@ class PhaseStack:
 
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
-
-        Raises IntegrityError: one was written while it was offloaded, in a way that is lost; DeviceMemoryError: they do not fit the budget.
-        """
+        Raises IntegrityError: one was written while it was offloaded; DeviceMemoryError: they do not fit the budget."""
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
             raise written
@@ -328,8 +314,7 @@ class PhaseStack:
     # --- outside every phase
 
     def rejoin(self, group: Group) -> None:
-        """See `Manager.rejoin`. Raises PhaseError: a phase is open. Raises Exception: a handle could not be moved where it belongs. The old
-        group stays in use."""
+        """See `Manager.rejoin`."""
         if self.phases.all:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
         if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):
@@ -338,11 +323,7 @@ class PhaseStack:
         self._planner.least = None
 
     def close(self, on_device: tuple[str, ...] = ()) -> None:
-        """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an error.
-
-        The handles of `on_device` are loaded first. Raises PhaseError: a phase is open, or no handle has such a name; DeviceMemoryError:
-        they do not fit; else the first error of a handle that could not be handed back. All others were.
-        """
+        """See `Manager.close`. It can be repeated after an error, before which all handles were handed back that could be."""
         if self.lock.is_closed:
             return
         self.is_closing = True
@@ -381,20 +362,14 @@ class PhaseStack:
 
     def _sweep_abandoned(self) -> None:
         phases = self.phases
-        while (gone := self._abandoned()) is not None:
+        while gone := [each for each in phases.all if each.is_abandoned and (each.in_any_order or each is phases.all[-1])]:
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
-            failures = self.reconciler.retreat(phases.plan_after(gone)[0], innermost(phases.without(gone)) or IDLE)
-            self._vote.abandoned(gone.name)
-            phases.all = phases.without(gone)  # last, so that after an interrupt the next phase transition does all of this again
+            failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE)
+            self._vote.abandoned(gone[0].name)
+            phases.all = phases.without(gone[0])  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(phases.name, phases.only)
             for failure in failures:
-                logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
-
-    def _abandoned(self) -> OpenPhase | None:
-        for each in self.phases.all:
-            if each.is_abandoned and (each.in_any_order or each is self.phases.all[-1]):
-                return each
-        return None
+                logger.error("leaving abandoned phase %s: %s", gone[0].name, str(failure))
 
 
 def _note(error: BaseException, failures: list[Exception]) -> None:
@@ -410,19 +385,14 @@ def _raise_all(failures: list[Exception]) -> None:
     raise first
 
 
-def _raise_after(name: str, failures: list[Exception], error: BaseException | None) -> None:
-    """Report the failures of leaving phase `name`: as notes on the user's exception `error`, or by raising if there is none."""
-    if error is not None:
-        _note(error, failures)
-    elif failures:
-        failures[0].add_note(f"placement: while leaving phase {name!r}")
-        _raise_all(failures)
-
-
 def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
-    """See `PhaseStack.give_up_early`. Torch's allocator calls this, and an exception would take the place of its own."""
-    if (living := stack()) is not None:
-        try:
-            living.give_up_early()
-        except Exception as error:
-            logger.warning("pages aside could not be given up: %s", str(error))
+    """Return the memory of all pages aside to the driver: torch's allocator, which has found none, calls this in any thread. While a phase
+    transition is under way, nothing is done. The open phase gets less room for pages aside from now on."""
+    if (living := stack()) is None:
+        return
+    try:
+        with living.lock.if_free() as is_free:
+            if is_free:
+                living.reconciler.prefetcher.give_up(living.phases.name)
+    except Exception as error:  # it would take the place of the allocator's own
+        logger.warning("pages aside could not be given up: %s", str(error))
