@@ -115,18 +115,14 @@ class Mover:
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
-        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they
-        need to the driver. A failure does not bring engines back; the retreat that follows does.
+        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they need
+        to the driver. A failure does not bring engines back; the retreat that follows does. Where a handle's memory could not be got back,
+        it is in its target state, complete.
 
-        Args:
-            room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
-            agree: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank
-                have left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
-            go_on: tells the group of each further stage.
-
-        Raises:
-            Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
-                back, in its target state.
+        `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
+        `agree`: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank have
+        left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
+        `go_on`: tells the group of each further stage.
         """
         # A broken handle fails only phase transitions that must move it.
         if errors := [error for error in self._settle_all(handles.values()) if not isinstance(error, BrokenHandleError)]:
@@ -423,8 +419,7 @@ class Mover:
         return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
 
     def _make_consistent(self, handle: Handle) -> None:
-        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes. Raises BrokenHandleError:
-        the device failed meanwhile. The next phase transition tries again."""
+        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes."""
         holding, residency = handle.holding, handle.residency
         if residency is not None:
             handle.broken = residency.doubt

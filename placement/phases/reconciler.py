@@ -262,11 +262,9 @@ class Reconciler:
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
     def _without_what_others_lack(self, wanted: PhaseRequest, plan: Plan) -> Plan:
-        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams.
-
-        A policy that keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, has given
-        up a handle, missed a step or has larger handles.
-        """
+        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams. A policy that
+        keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, or has larger
+        handles."""
         if not self._vote.compares_plans:
             return plan
         chosen = still_meant(wanted.only, self._handles)

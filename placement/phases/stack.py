@@ -125,8 +125,8 @@ class PhaseStack:
         self._planner.history.began(wanted.name)
 
     def _recover(self, error: BaseException, plan: Plan) -> None:
-        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
-        Raises GroupError: every rank of the group raises it in place of `error`."""
+        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the
+        group."""
         self._journal.enter_phase(self.phases.name, self.phases.only)
         plan = self.phases.with_kept(plan)
         if isinstance(error, CoordinatorLost):
@@ -258,8 +258,7 @@ class PhaseStack:
             raise
 
     def bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
-        Raises IntegrityError: one was written while it was offloaded; DeviceMemoryError: they do not fit the budget."""
+        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
             raise written

@@ -82,10 +82,7 @@ _PATHS = _all_paths()
 
 
 def path(source: Node, target: Node) -> tuple[Trigger, ...]:
-    """The shortest sequence of triggers from one node to another. Every node can reach every other.
-
-    Raises ValueError: an argument is not a node (CPU_OFFLOADED on the device, GPU_RESIDENT off the device).
-    """
+    """The shortest sequence of triggers from one node to another. Every node can reach every other."""
     try:
         return _PATHS[source, target]
     except KeyError:

@@ -88,10 +88,8 @@ class Registry:
         ranks: Ranks | None = None,
         masters: Any = None,
     ) -> Handle:
-        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values.
-
-        The `ranks` share the host copy; None: it is this process's own.
-        """
+        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values. The `ranks` share the
+        host copy."""
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
@@ -277,10 +275,8 @@ class Registry:
 
 
 def _captured_collectives() -> str | None:
-    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory.
-
-    placement cannot see what a graph has captured, so it warns whenever NCCL is in use. None if it is not.
-    """
+    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory. What
+    a graph has captured cannot be seen, so the warning comes whenever NCCL is in use."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None

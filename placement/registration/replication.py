@@ -48,14 +48,8 @@ class Replication:
 
     @contextmanager
     def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[Ranks | None]:
-        """Register an object in the body while every other rank does the same. If one rank fails, all fail.
-
-        Yields the ranks that share the host copy; None in a group of one rank.
-
-        Raises:
-            RegistrationError: the object cannot be replicated, or another rank could not register it.
-            CoordinatorLost: the group cannot be reached.
-        """
+        """Register an object in the body while every other rank does the same. If one rank fails, all fail. Yields the ranks that share the
+        host copy; None in a group of one rank."""
         if self._group is None:
             raise RegistrationError(
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
@@ -118,11 +112,7 @@ class Replication:
 
 
 def _group_of(name: str, target: Any) -> Any:
-    """The process group whose ranks have the same values of a module or an optimizer, as that says itself; else the default one.
-
-    Raises:
-        RegistrationError: no ranks have the same, or it cannot be told which.
-    """
+    """The process group whose ranks have the same values of a module or an optimizer, as that says itself; else the default one."""
     if isinstance(target, torch.nn.parallel.DistributedDataParallel):
         return target.process_group
     if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):  # Megatron-Core's own

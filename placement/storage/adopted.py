@@ -278,8 +278,7 @@ class AdoptedStorage(Storage):
         return host
 
     def before_shown(self) -> None:
-        """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`.
-        Raises HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`."""
+        """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`."""
         if not are_only_read.get():
             self.note_change()
 

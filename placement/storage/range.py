@@ -168,8 +168,7 @@ class Range:
         return self.host
 
     def claim(self) -> None:
-        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
-        Raises HostMemoryError, IntegrityError: see `slab`."""
+        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()

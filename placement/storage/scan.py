@@ -372,8 +372,7 @@ class StorageScanner:
         return 0 if self.reserved is None else self.reserved.held_bytes
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
-        Raises HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses."""
+        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them."""
         if sizes:
             nbytes = self.host_bytes_for(sizes, parts)
             self._reserved_addresses = self._device.reserve(nbytes)

@@ -29,8 +29,7 @@ class Unadoption:
         self._homes: dict[int, torch.UntypedStorage] = {}  # the new memory of storages, by their old addresses
 
     def run(self) -> None:
-        """Move everything out. The ranges stay, empty. Idempotent, so that a call that failed can be repeated.
-        Raises torch.OutOfMemoryError: no memory for a storage. Storages that left before it stay outside."""
+        """Move everything out. The ranges stay, empty. Idempotent: where memory lacks, it can be repeated."""
         scanner = self._scanner
         scanner.state_dict_tensors.leave()
         for r in scanner.ranges.all:  # first, because a registration that broke off may have tensors to point to other storages

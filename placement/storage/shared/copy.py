@@ -131,8 +131,7 @@ class Ranks:
         return self.parted
 
     def gather(self, out: torch.Tensor) -> None:
-        """All-gather in place, on the current stream. `out` has the parts of all ranks, in rank order; this rank's is filled in.
-        Raises RuntimeError: the collective failed."""
+        """All-gather in place, on the current stream. `out` has the parts of all ranks, in rank order; this rank's is filled in."""
         # Not torch.distributed.all_gather_into_tensor: it takes no deadline, and torch 2.13 has renamed it.
         part = out.numel() // self.shares.world_size
         work = self._process_group._allgather_base(out, out[self.shares.rank * part :][:part], self._options)

@@ -155,10 +155,7 @@ class Exchange:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
         are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
         waits for them. After an error every storage is settled on one side or the other.
-        `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
-        Raises DeviceMemoryError, HostMemoryError: no memory.
-        Raises IntegrityError: the bytes that arrived are not those that were sent.
-        Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
+        `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver."""
         began = time.monotonic()
         self._arrivals, self._releases_at_once = Arrivals(self.device, self.chunk_pool), releases_at_once
         # Device bytes that may be taken from the driver before any chunk was given up.
