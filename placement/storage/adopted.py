@@ -166,11 +166,10 @@ class AdoptedStorage(Storage):
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
-        if self.scanner.stands():  # a policy that never offloads asks often
-            return
-        self._unadopted_bytes = self.scanner.unadopted_bytes()
-        self.look_at_unborn()
-        self.look_at_framework_memory()
+        if (unadopted_bytes := self.scanner.unadopted_bytes()) is not None:
+            self._unadopted_bytes = unadopted_bytes
+            self.look_at_unborn()
+            self.look_at_framework_memory()
 
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""

@@ -144,7 +144,7 @@ class ReplicatedStorage(ManagedStorage):
             return changed
         if r.is_shared and changed:
             logger.warning("%r has %s bytes of host memory on this rank alone now: %s", self.name, f"{r.nbytes:,}", refusal.reason)
-            self._make_own(r)
+            self.make_host_copy_own(r)
         if refusal.is_final and not r.is_shared:
             r.leave(refusal.reason)
         return changed
@@ -176,27 +176,24 @@ class ReplicatedStorage(ManagedStorage):
             for r in self._shared_ranges():
                 if r.is_shared and not r.is_frozen:
                     r.pages.wait(range(len(r.chunk_sizes)))
-                    self._make_own(r)
+                    self.make_host_copy_own(r)
 
     def before_shown(self) -> None:
         super().before_shown()
         for r in () if are_only_read.get() else self._shared_ranges():
             if r.is_shared and not r.is_frozen and not self.on_device:
                 try:
-                    self._make_own(r)
+                    self.make_host_copy_own(r)
                 except HostMemoryError as error:
                     error.add_note(f"placement: ranks share {self.name!r}, and this one needs its own to write there; load it first")
                     raise
 
     def make_host_copy_own(self, r: Range) -> None:
         if isinstance(r, SharedRange) and r.is_shared:
-            self._make_own(r)
-
-    def _make_own(self, r: SharedRange) -> None:
-        prints, own = r.prints, self.device.host(r.nbytes)
-        own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
-        self._use(r, own)
-        r.prints = prints
+            prints, own = r.prints, self.device.host(r.nbytes)
+            own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
+            self._use(r, own)
+            r.prints = prints
 
     def _use(self, r: SharedRange, slab: HostSlab) -> None:
         r.pages.host, r.pages.prints = slab, None
@@ -208,7 +205,7 @@ class ReplicatedStorage(ManagedStorage):
         held = r.pages.at(Behind.OWN)
         prints = None if r.prints is None else r.prints.cpu()
         if not self.readonly and (prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)):
-            self._make_own(r)
+            self.make_host_copy_own(r)
             r.pages.note_changed(held)
         else:
             r.pages.note_clean(held)

@@ -69,13 +69,6 @@ def known_aliases(storages: Sequence[int]) -> list[int]:
     return total
 
 
-def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
-    """Note those of an object's tensors that lie in storages of other objects, because the object is about to leave placement."""
-    for tensor in tensors:
-        if RANGES.owner_of(tensor.untyped_storage().data_ptr()) is not None:
-            BORROWED.add(tensor)
-
-
 def lent_gradients() -> set[int]:
     """The storages (`_cdata`) of gradients that are also state of a registered optimizer now: see `Adapter.lent_gradients`."""
     return set().union(*(scanner.lent_gradients() for scanner in _SCANNERS))
@@ -313,12 +306,11 @@ class StorageScanner:
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
-    def stands(self) -> bool:
-        """Whether nothing that comes with a training has come since the last `unadopted_bytes`, see `Adapter.standing`."""
-        return (standing := self.adapter.standing()) is not None and self._stood == (self.ranges.all, standing)
-
-    def unadopted_bytes(self) -> int:
-        """Bytes of the object's storages in torch's own memory."""
+    def unadopted_bytes(self) -> int | None:
+        """Bytes of the object's storages in torch's own memory. None where nothing that comes with a training has come since the last call,
+        see `Adapter.standing`: a policy that never offloads asks often."""
+        if (standing := self.adapter.standing()) is not None and self._stood == (self.ranges.all, standing):
+            return None
         new = self.rescan()
         self._stood = self.ranges.all, self.adapter.standing()
         return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)}.values())

@@ -93,10 +93,10 @@ class Arrivals:
             for index in r.pages.without_memory():
                 (self._full if r.chunk_sizes[index] == self._device.chunk_bytes else self._tails).append((holding, r, index))
 
-    def window(self, room_bytes: int) -> int:
-        """How many of the first `WINDOW` waiting pages fit into `room_bytes`, the room beside everything that leaves."""
+    def open_window(self, room_bytes: int) -> None:
+        """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
         sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
-        return sum(nbytes <= room_bytes for nbytes in sizes)
+        self.fill(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
@@ -184,7 +184,7 @@ class Exchange:
                 self._arrivals.expect(holding, holding.adopt_from_elsewhere())
             if stays:
                 self._let_stay(moving)
-                self._open_window()
+                self._arrivals.open_window(self._room_bytes)
             self._move_out(moving, parts)
             moved = self._commit_offloads(moving) | self._load(into, early)
         except BaseException as error:
@@ -253,7 +253,7 @@ class Exchange:
             self._arrivals.bring_more()
             self._arrivals.bring_more()
         elif not remaps_first:
-            self._open_window()
+            self._arrivals.open_window(self._room_bytes)
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
             for each, part in zip(leaving, parts, strict=True):
@@ -264,10 +264,6 @@ class Exchange:
         if leaving:
             self.while_copying()
         return parts
-
-    def _open_window(self) -> None:
-        """Start the first copies to the device, into memory that the driver has free."""
-        self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
