@@ -121,13 +121,6 @@ class Reconciler:
         self._journal.decisions.update(decisions)
         return Decision(name, plan, room_bytes, stays)
 
-    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the plan of the open phase `name` wants it, all or nothing."""
-        if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
-            self._registry.build(handle)
-        self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
-        self.carry_out(self.decide_within(plan, name, kept), agree)
-
     def decide_within(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> Decision:
         """Check a plan that is to be carried out while the phase `name` is and stays open. Nothing has moved."""
         self.measure()

@@ -125,18 +125,12 @@ class PhaseStack:
         self._planner.history.began(wanted.name)
 
     def _recover(self, error: BaseException, plan: Plan) -> None:
-        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the
-        group."""
+        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps)."""
         self._journal.enter_phase(self.phases.name, self.phases.only)
         plan = self.phases.with_kept(plan)
         if isinstance(error, CoordinatorLost):
             return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
         _note(error, self.reconciler.retreat(plan, self.phases.name))
-        if (told := self._vote.failed(error)) is not None:
-            try:
-                raise told from error
-            finally:
-                del told  # its traceback has this frame: a cycle would keep the tensors of all frames until they are collected
 
     # --- leaving
 
@@ -169,12 +163,9 @@ class PhaseStack:
                     is_together=self._vote.all_leave(error),
                     vote=lambda found: self._vote.left(action, plan, refused + found, error),
                 )
-            except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
-                try:
-                    self._expire_keeps()
-                    self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
-                finally:
-                    self._vote.failed(stopped)
+            except BaseException:  # an interrupt while leaving: finish leaving, then raise it
+                self._expire_keeps()
+                self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
                 raise
             finally:
                 phases.all = others
@@ -250,7 +241,11 @@ class PhaseStack:
         plans = [each.plan for each in phases.all]
         try:
             phases.extend(handle)
-            self.reconciler.join(handle, phases.base_plan(), phases.name, phases.kept, agree)
+            plan = phases.base_plan()
+            if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+                self.registry.build(handle)
+            self.reconciler.writes.look(wait=False)  # before an owner is loaded over them; the next phase transition raises them
+            self.reconciler.carry_out(self.reconciler.decide_within(plan, phases.name, phases.kept), agree)
             interrupts.check()
         except BaseException:
             for each, plan in zip(phases.all, plans, strict=True):

@@ -76,7 +76,7 @@ class _Guard:
 
 def is_off(handle: Handle) -> bool:
     """Whether the object is offloaded, so that its tensors read poison."""
-    return handle.storage.is_offloaded
+    return (holding := handle.holding) is not None and not holding.on_device
 
 
 def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
@@ -333,7 +333,7 @@ class OwnMethodCall(MethodCall):
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
         known = () if handle is None or is_reading() else (handle, *handle.owners)
-        unusable = next((each for each in known if each.storage.is_offloaded or each.state is State.SYNCING), None)
+        unusable = next((each for each in known if is_off(each) or each.state is State.SYNCING), None)
         if handle is None or unusable is None:
             return method(*args, **kwargs)
         assert isinstance(handle.adapter, OptimizerAdapter)
@@ -459,7 +459,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for each in earlier:  # replaced by `calls`, the one guard of all modules of the handle
             each.remove()
             hooks.remove(each)
-        if holding.is_offloaded:
+        if not holding.on_device:
             calls.refuse()
 
 

@@ -63,9 +63,6 @@ class Replication:
         except GroupError as told:
             self.vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
-        except BaseException as error:
-            self.vote.failed(error)
-            raise
 
     def _ranks(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Ranks | None:
         group = self._group

@@ -97,10 +97,6 @@ class AdoptedStorage(Storage):
         return self.object_ranges.all
 
     @property
-    def is_offloaded(self) -> bool:
-        return not self.on_device
-
-    @property
     def can_prefetch(self) -> bool:
         return True
 

@@ -42,11 +42,6 @@ class Storage(abc.ABC):
         """Whether the bytes on the device are the authoritative ones; for an engine, whether any of its tags is on the device."""
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether the host copy is authoritative. Then the object's tensors read poison."""
-        return False
-
-    @property
     def is_on_host(self) -> bool:
         """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
         return False
