@@ -85,52 +85,38 @@ class PhaseStack:
             self.reconciler.measure()  # others may have freed or taken memory since the last phase transition
             if not phases.all:
                 self._planner.over(IDLE)
-            wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
-            self._journal.enter_phase(phase.name, phase.only)
-            try:
-                decision = self.reconciler.decide(describe("enter", phase.name, phase.only), wanted)
-                self.reconciler.carry_out(decision, self._vote.agreement)
-                interrupts.check()  # the last look: from here on the phase is open
-            except BaseException as error:
-                self._recover(error, back)
-                raise
-            phases.all = (*phases.all, phase)
-            self._begin(phase, wanted, decision.plan)
+            self._change(phase, "enter", PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept), back)
             self._journal.stall_seconds[phase.name] += stalled()
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
-            stalled, around, kept = self.reconciler.stopwatch(), phases.all[:-1], phases.kept
+            stalled, around = self.reconciler.stopwatch(), phases.all[:-1]
             enclosing = None if only is None else phases.plan_of(around)
             self._finish(phase)
-            phases.kept |= self._worth_keeping(phase)
-            wanted = PhaseRequest(name, only, enclosing, around, phases.kept)
-            self._journal.enter_phase(name, only)
-            try:
-                decision = self.reconciler.decide(describe("switch to", name, only), wanted)
-                self.reconciler.carry_out(decision, self._vote.agreement)
-                interrupts.check()
-            except BaseException as error:
-                phases.kept = kept
-                self._recover(error, phase.plan)
-                raise
-            self._begin(phase, wanted, decision.plan)
+            kept = phases.kept | self._worth_keeping(phase)
+            self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan)
             self._journal.stall_seconds[name] += stalled()
 
-    def _begin(self, phase: OpenPhase, wanted: PhaseRequest, plan: Plan) -> None:
-        self._expire_keeps(plan)
-        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
+    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
+        """Begin the wanted phase. If that fails, every handle goes to where it was before (`back` and the keeps)."""
+        phases = self.phases
+        self._journal.enter_phase(wanted.name, wanted.only)
+        try:
+            decision = self.reconciler.decide(describe(verb, wanted.name, wanted.only), wanted)
+            self.reconciler.carry_out(decision, self._vote.agreement)
+            interrupts.check()  # the last look: from here on the phase is open
+        except BaseException as error:
+            self._journal.enter_phase(phases.name, phases.only)
+            # Not where the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on.
+            if not isinstance(error, CoordinatorLost):
+                _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
+            raise
+        phases.all, phases.kept = (*wanted.around, phase), wanted.kept
+        self._expire_keeps(decision.plan)
+        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, decision.plan, set()
         self._planner.history.began(wanted.name)
-
-    def _recover(self, error: BaseException, plan: Plan) -> None:
-        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps)."""
-        self._journal.enter_phase(self.phases.name, self.phases.only)
-        plan = self.phases.with_kept(plan)
-        if isinstance(error, CoordinatorLost):
-            return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
-        _note(error, self.reconciler.retreat(plan, self.phases.name))
 
     # --- leaving
 

@@ -170,11 +170,12 @@ class Exchange:
             holding.scanner.moves_together = self.is_together
         try:
             early = self._begin(out, into)
-            moving = [Leaving(each, aside_bytes=self._aside_bytes(each)) for each in out]
-            for each in moving:
-                each.dropped = each.holding.gradients.ranges(each.holding.ranges) if each.holding in self.dropping else None
+            dropped = {each: each.gradients.ranges(each.ranges) for each in out if each in self.dropping}
+            moving = [Leaving(each, aside_bytes=self._aside_bytes(each), dropped=dropped.get(each)) for each in out]
             stays = any(each.aside_bytes for each in moving)
-            parts = self._start(moving, remaps_first=stays)
+            parts = self._start(moving, remaps_first=stays) if moving else []
+            for _ in range(0 if moving else 2):  # two bursts keep the link busy while every tensor is looked at
+                self._arrivals.bring_more()
             # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
             # which a state dict gave the object, and they must be taken in first.
             for each in moving:
@@ -249,10 +250,7 @@ class Exchange:
         parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
             next(part, None)
-        if not leaving:  # two bursts keep the link busy while every tensor is looked at
-            self._arrivals.bring_more()
-            self._arrivals.bring_more()
-        elif not remaps_first:
+        if not remaps_first:
             self._arrivals.open_window(self._room_bytes)
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
@@ -261,8 +259,7 @@ class Exchange:
                 if remaps_first or self._arrivals or not each.is_compared:
                     for _ in part:
                         pass
-        if leaving:
-            self.while_copying()
+        self.while_copying()
         return parts
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
