@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,6 @@ from placement.devices.base import Device
 from placement.group.vote import GroupVote
 from placement.planning.planner import Planner, still_meant, with_kept
 from placement.registration.handle import Handle
-
-_NOTHING = nullcontext()
 
 
 def here() -> Any:
@@ -178,9 +176,10 @@ class TransitionLock:
         self.pid = os.getpid()
         self.is_closed = False
 
+    @contextmanager
     def attempt(
         self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
         `vote`: tells the group; None: the vote with which phases are entered and left.
         `begins`: a phase is about to begin.
@@ -188,11 +187,8 @@ class TransitionLock:
         `error`: the user's exception with which a phase is left, if any."""
         vote = self._vote if vote is None else vote
         if vote.is_alone or os.getpid() != self.pid:  # a forked child is not a rank
-            return _NOTHING
-        return self._attempt(vote, begins, own, error)
-
-    @contextmanager
-    def _attempt(self, vote: GroupVote, begins: bool, own: bool, error: BaseException | None) -> Iterator[None]:
+            yield
+            return
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
