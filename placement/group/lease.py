@@ -103,10 +103,8 @@ class Ledger:
         return _LEDGERS.setdefault((where, gpu), cls(where, gpu))
 
     def claims(self) -> list[Claim]:
-        """Every living claim, including this process's own, by slot. Takes no lock and waits for nobody.
-
-        A claim that changes meanwhile may be seen old, new, or in part. While this process has the `turn`, no claim grows.
-        """
+        """Every living claim, this process's own included, by slot. Takes no lock: a claim that changes meanwhile may be seen old, new, or
+        in part. While this process has the `turn`, no claim grows."""
         found = []
         for slot in range(MAX_CLAIMS):
             kind, _, start, length, pid = self._lock(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, (slot + 1) * _SPAN, _SPAN)
@@ -129,10 +127,8 @@ class Ledger:
                 self._lock(fcntl.F_SETLK, fcntl.F_UNLCK, 0, 1)
 
     def join(self, note: Note, held_bytes: int = 0) -> int:
-        """Make a claim, or find this process's claim with the same token. Call it in a `turn`. Returns the claim's slot.
-
-        Where the file was removed, or the lock on it was lost, the claim is made again, for as many bytes as it held.
-        """
+        """Make a claim, or find this process's claim with the same token. Call it in a `turn`. Returns the claim's slot. Where the file was
+        removed, or the lock on it was lost, the claim is made again, for as many bytes as it held."""
         if self.hold(note.token, held_bytes):
             return self._slots[note.token]
         taken = {claim.slot for claim in self.claims()} | {*self._slots.values()}
@@ -145,10 +141,8 @@ class Ledger:
         raise PlacementError(f"{self.path} has {MAX_CLAIMS} claims already, the most that a GPU can have; end some of its processes")
 
     def hold(self, token: str, held_bytes: int) -> bool:
-        """Set the number of bytes of a claim. A larger number only in a `turn`, when the bytes are free.
-
-        Returns False where the claim has to `join` again: the file was removed, or another process has its slot.
-        """
+        """Set the number of bytes of a claim. A larger number only in a `turn`, when the bytes are free. Returns False where the claim has
+        to `join` again: the file was removed, or another process has its slot."""
         if token not in self._slots or self._is_gone():
             return False
         start = (self._slots[token] + 1) * _SPAN

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import logging
 import math
 import secrets
 import time
@@ -43,6 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
+from placement.core.journal import logger
 from placement.core.states import Plan
 
 DEADLINE_SECONDS = 600.0  # the default deadline: as long as torch's collectives wait for NCCL
@@ -54,7 +54,6 @@ _ANOTHER_PLAN = "has another plan"
 _ABOUT_PLANS = ". Begin the step again. If that does not help, the ranks' policies, settings or registrations differ"
 _RESTARTED = "was restarted, and knows nothing of what the others hold"
 _REJOIN = "make the group anew on all ranks, with a new generation, and pass it to manager.rejoin(group)"
-_logger = logging.getLogger("placement")
 
 Stage = Literal["engines left", "moved", "engines loaded"]
 """How far a phase transition has come. Only ranks whose engines move have a first and a last stage."""
@@ -253,7 +252,7 @@ class Group:
                 decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
                 if not (catches_up and decision.is_late and self.rank in decision.failures):
                     raise self._end(decision)
-                _logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
+                logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
                 self._enter_next_epoch()
 
     def exchange_texts(self, what: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:

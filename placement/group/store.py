@@ -23,15 +23,8 @@ _T = TypeVar("_T")
 
 class StoreBoard(Board):
     """A `torch.distributed.Store` as a board. It uses a connection of its own, so its calls and those of others do not wait for each other.
-
-    Args:
-        store: TCPStore, FileStore, HashStore, or a PrefixStore over one. Its timeout is not changed.
-        answer_seconds: the limit of one call; after a longer one the board counts as lost.
-        looks_per_second: how often, in the long run, to look for an awaited value.
-
-    Raises:
-        BoardLost: the store does not answer.
-    """
+    `answer_seconds`: the limit of one call; after a longer one the board counts as lost.
+    `looks_per_second`: how often, in the long run, to look for an awaited value."""
 
     def __init__(self, store: Store, *, answer_seconds: float = _ANSWER_SECONDS, looks_per_second: float = 100.0) -> None:
         self._calls = BoundedCalls("placement-store", answer_seconds)

@@ -43,8 +43,7 @@ class _Epoch:
 
 
 class GroupVote:
-    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome. Raises
-    ValueError: `group` is not a group."""
+    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = None if group is None else checked(group)
@@ -67,9 +66,7 @@ class GroupVote:
     @contextlib.contextmanager
     def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
         """Context of one phase transition. `failed` ends its epoch once, however often it is called inside.
-
-        `catches_up` says that the first phase is entered; `error` is the exception with which a phase is left, if any.
-        """
+        `catches_up`: the first phase is entered. `error`: the exception with which a phase is left, if any."""
         self._epoch = _Epoch(catches_up=catches_up, is_over=error is not None and self._is_told(error))
         try:
             yield
@@ -79,14 +76,9 @@ class GroupVote:
     def propose(
         self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
     ) -> Basis | None:
-        """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed.
-
-        Returns what all ranks base their plans on; None without a group.
-
-        Args:
-            ask_budget: returns this rank's budget in bytes.
-            ask_placing: returns the bytes of each handle and where they are; None: as told the last time.
-        """
+        """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed. Returns what all
+        ranks base their plans on; None without a group.
+        `ask_placing`: returns the bytes of each handle and where they are; None: as told the last time."""
         if self._group is None:
             return None
         if ask_placing is not None:
@@ -112,9 +104,7 @@ class GroupVote:
 
     def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
         """The handles that stay on every rank's device, and those that any rank streams.
-
-        `staying` has the handles that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has "".
-        """
+        `staying`: those that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has ""."""
         assert self._group is not None
         with self._hearing():
             told = self._group.exchange_texts("plan", json.dumps([sorted(staying), sorted(streamed)]))
@@ -129,10 +119,8 @@ class GroupVote:
             return self._group.agree(plan, stage, lacks_engines)
 
     def failed(self, error: BaseException) -> GroupError | None:
-        """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended.
-
-        Returns the error to raise in place of `error`; None to raise `error` itself.
-        """
+        """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended. Returns the error to raise
+        in place of `error`; None to raise `error` itself."""
         epoch = self._current
         if self._group is None or self._is_told(error) or epoch.has_left:
             return None
@@ -158,10 +146,8 @@ class GroupVote:
         return self._group is not None and (error is None or self._is_told(error))
 
     def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
-        """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far.
-
-        `error` is the user's exception that is propagating. Returns `failures`, and the group's error if there is one.
-        """
+        """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far. Returns
+        `failures`, and the group's error if there is one. `error`: the user's exception that is propagating."""
         if self._group is None:
             return failures
         try:
@@ -202,11 +188,9 @@ class GroupVote:
             raise
 
     def _is_told(self, error: BaseException) -> bool:
-        """Whether the other ranks know this exception. It ends one epoch, however many phases it passes through.
-
-        The knowledge expires, because a future that is asked twice raises the same object in a later phase. It is kept for each manager's
-        group, because an exception may pass through phases of several managers.
-        """
+        """Whether the other ranks know this exception. It ends one epoch, however many phases it passes through. The knowledge expires,
+        because a future that is asked twice raises the same object later; and it is each group's, because it may pass through several
+        managers' phases."""
         return bool(vars(error).get(_TOLD, {}).get(self._key) == self._epochs_used)
 
     def _mark(self, error: BaseException) -> None:

@@ -145,9 +145,7 @@ def audit(
     outside: Outside,
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
-
-    `written` has the handle's name and the description of each write into offloaded memory. `outside` is measured again.
-    """
+    `written`: the handle's name and the description of each write into offloaded memory."""
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
@@ -230,8 +228,7 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
 
 
 def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
-    """Raise if a handle's declared bytes differ from those that it, or the device, really holds. Raises IntegrityError: the first
-    difference, with both numbers."""
+    """Raise IntegrityError if a handle's declared bytes differ from those that it, or the device, really holds."""
     for handle in handles.values():
         handle.check_integrity()
     held, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 class LeaseClient:
     """The lease of one manager: it grows before a byte is loaded, and shrinks to what is used when a phase transition is over.
-
-    `give_way` offloads everything (see `giving_way`), before this process waits for others: a process that waits holds nothing, so that
-    two processes that swap places never wait for each other.
-    """
+    `give_way`: offloads everything (see `giving_way`), before this process waits for others: a process that waits holds nothing, so that
+    two processes that swap places never wait for each other."""
 
     def __init__(
         self, lease: Lease, device: Device, handles: Mapping[str, Handle], planner: Planner, give_way: Callable[[LeaseClient], None]
@@ -33,20 +31,15 @@ class LeaseClient:
         self.settle(IDLE)
 
     def take(self, name: str, plan: Plan, room_bytes: int) -> int:
-        """Lease the bytes that a phase's plan needs: at once, or else after offloading everything and waiting for other processes.
-
-        Returns the part of `room_bytes` that a swap may use, which is never above the lease. Raises DeviceMemoryError: the other processes
-        did not free enough in time. All handles of this process are offloaded then.
-        """
+        """Lease the bytes that a phase's plan needs: at once, or else after offloading everything and waiting for other processes. Returns
+        the part of `room_bytes` that a swap may use, which is never above the lease."""
         if name != IDLE or self._coming(plan):
             self._take(f"phase {name!r}", name, plan)
         return max(0, min(room_bytes, self._lease.held_bytes - self._held_bytes() - self._planner.memory.torch_reserved_bytes))
 
     def take_back(self, name: str, plan: Plan, *, patiently: bool) -> tuple[Plan, list[Exception]]:
-        """Lease the bytes of a plan to which the handles go back, and reduce it to what stays where the others have the memory.
-
-        Returns a plan that can be carried out, and the error if it is less. `patiently`: wait for other processes until the deadline.
-        """
+        """Lease the bytes of a plan to which the handles go back. Returns a plan that can be carried out: where the others have the memory
+        and it is not to wait `patiently` for them, it has less, and the error says so."""
         if not (coming := self._coming(plan)):
             return plan, []
         try:

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost
@@ -75,22 +74,6 @@ def _path(handle: Handle, target: Node) -> list[Trigger]:
     return [*wanted]
 
 
-@dataclass(eq=False, slots=True)
-class Transition:
-    """The resources and results of one phase transition. Made at its beginning and dropped at its end."""
-
-    chunk_pool: ChunkPool  # chunks that storages have freed, and how many more bytes the driver may be asked for
-    dropping: tuple[ManagedStorage, ...] = ()  # the storages whose gradients the plan drops when they leave TRAINING
-    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)  # device bytes of storages that leave which stay aside
-    while_copying: Callable[[], None] = nothing  # called once, while bytes are being copied to the host
-    is_together: bool = False  # whether all ranks of the group make it, and each knows that the others do
-    began_seconds: float = field(default_factory=time.monotonic)
-    moved: dict[Handle, MoveResult] = field(default_factory=dict)
-    """Results of the exchange, by handle. The state transition of a handle takes its result out."""
-    complaints: list[Exception] = field(default_factory=list)
-    """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
-
-
 class Mover:
     """Moves the handles of one device. Called with the manager's lock held."""
 
@@ -100,15 +83,18 @@ class Mover:
         self._strict = settings.strict
         self._mark = marker(settings.annotate)
         self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
-        self._transition = Transition(ChunkPool(device))
-        """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
+        self._exchange = Exchange(device, ChunkPool(device), self._verifier)
+        """That of the phase transition under way. Between two of them: one that may take no memory from the driver."""
+        self._moved: dict[Handle, MoveResult] = {}  # results of the exchange. The state transition of a handle takes its result out.
+        self._complaints: list[Exception] = []
+        """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._wanted_tags: dict[Handle, frozenset[str]] = {}  # the tags to load for each engine that is being loaded
 
     @property
     def chunk_pool(self) -> ChunkPool:
         """Chunks of the phase transition under way; between two, those that the next one begins with."""
-        return self._transition.chunk_pool
+        return self._exchange.chunk_pool
 
     def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
         """End a phase transition in which every handle is at its target."""
@@ -129,22 +115,18 @@ class Mover:
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
-        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they
-        need to the driver. A failure does not bring engines back; the retreat that follows does.
+        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they need
+        to the driver. A failure does not bring engines back; the retreat that follows does. Where a handle's memory could not be got back,
+        it is in its target state, complete.
 
-        Args:
-            room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
-            agree: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank
-                have left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
-            go_on: tells the group of each further stage.
-
-        Raises:
-            Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
-                back, in its target state.
+        `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
+        `agree`: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank have
+        left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
+        `go_on`: tells the group of each further stage.
         """
-        for error in self._settle_all(handles.values()):
-            if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
-                raise error
+        # A broken handle fails only phase transitions that must move it.
+        if errors := [error for error in self._settle_all(handles.values()) if not isinstance(error, BrokenHandleError)]:
+            raise errors[0]
         others, engines = _apart(handles)
         sources = {handle: handle.node for handle in others}
         self._begin(room_bytes, dropping=_dropping(others, plan), staying=ahead.staying, is_together=agree is not None)
@@ -156,8 +138,8 @@ class Mover:
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
             self._march(others, lambda handle: target_of(handle, plan))
-            if self._transition.complaints:
-                raise self._transition.complaints.pop(0)
+            if self._complaints:
+                raise self._complaints.pop(0)
             lacks_engines = any(_lacks(engine, plan) for engine in engines)
             if agree is not None:
                 while (decision := agree(plan, "moved", lacks_engines)).stage != "moved":
@@ -173,9 +155,10 @@ class Mover:
             self._end()
             if agree is not None:
                 go_on("load engines")
-                self._engines_come(engines, plan)
-                agree(plan, "engines loaded", False)
-        self._engines_come(engines, plan)
+        for engine in engines:
+            self._engine_comes(engine, plan)
+        if lacks_engines and agree is not None:
+            agree(plan, "engines loaded", False)
         self._end_with(ahead)
 
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
@@ -185,7 +168,7 @@ class Mover:
                 cause.add_note(f"placement: {failure}")
             self._forget()  # but keep the freed chunks, so that going back later needs no new memory
             return
-        for holding in self._transition.dropping:
+        for holding in self._exchange.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
         self._begin()  # takes over the freed chunks, which are enough
@@ -207,7 +190,7 @@ class Mover:
         paths = [(handle, _path(handle, target(handle))) for handle in handles]
         for step in _STEPS:
             if step is _STEPS[1]:
-                self._exchange(paths)
+                self._move(paths)
             for handle, triggers in paths:
                 self._fire_step(handle, triggers, step)
 
@@ -262,7 +245,7 @@ class Mover:
         found: list[Exception] = []
         for _ in range(len(paths) + 1):
             try:
-                self._exchange(paths, releases_at_once=True)
+                self._move(paths, releases_at_once=True)
             except WrittenWhileOffloaded as error:
                 found.append(error)
             except Exception:  # raised again by the handle that cannot move
@@ -285,16 +268,16 @@ class Mover:
     # --- the beginning and the end of a phase transition
 
     def _begin(self, room_bytes: int = 0, **fields: Any) -> None:
-        """Begin a phase transition with the chunks that the one before left, and with these fields of `Transition`."""
+        """Begin a phase transition with the chunks that the one before left, and with these fields of its `Exchange`."""
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
-        self._transition = Transition(chunk_pool, complaints=self._transition.complaints, **fields)
+        self._exchange, self._moved = Exchange(self._device, chunk_pool, self._verifier, **fields), {}
 
     def _forget(self) -> None:
         """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
-        self._transition = Transition(self.chunk_pool, complaints=self._transition.complaints)
+        self._exchange, self._moved = Exchange(self._device, self.chunk_pool, self._verifier), {}
 
     def _take_complaints(self) -> list[Exception]:
-        found, self._transition.complaints = self._transition.complaints, []
+        found, self._complaints = self._complaints, []
         return found
 
     def _end(self) -> None:
@@ -312,7 +295,7 @@ class Mover:
     def _finish(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop gradients that the plan drops, also for offloaded optimizers, and note host copies for verification."""
         holdings = {each.storage: each for each in handles if isinstance(each.storage, ManagedStorage)}
-        for holding in self._transition.dropping:
+        for holding in self._exchange.dropping:
             if holding in holdings and holdings[holding].state is not State.TRAINING and holding.on_device:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
@@ -339,29 +322,16 @@ class Mover:
 
     # --- the bytes
 
-    def _exchange(self, paths: Paths, *, releases_at_once: bool = False) -> None:
+    def _move(self, paths: Paths, *, releases_at_once: bool = False) -> None:
         moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
         if not moving:
             return
         leaving = {h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding}
         coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
-        transition = self._transition
         texts = [f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those]
         with self._failing(moving), self._mark(f"placement: {'; '.join(texts)}"):
-            exchange = Exchange(
-                device=self._device,
-                chunk_pool=transition.chunk_pool,
-                verifier=self._verifier,
-                room_bytes=min(self._device.memory().free_bytes, transition.chunk_pool.room_bytes) if leaving and coming else 0,
-                releases_at_once=releases_at_once,
-                dropping=transition.dropping,
-                staying=transition.staying,
-                while_copying=transition.while_copying,
-                calls_since_seconds=transition.began_seconds,
-                is_together=transition.is_together,
-            )
-            moved = exchange.run([*leaving], [*coming])
-        transition.moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}
+            moved = self._exchange.run([*leaving], [*coming], releases_at_once=releases_at_once)
+        self._moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}
 
     @contextmanager
     def _failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
@@ -388,8 +358,8 @@ class Mover:
         began, source = time.monotonic(), handle.state
         with self._failing([(handle, trigger)]):
             handle.require(trigger)
-        if trigger in _MOVES and handle not in self._transition.moved:  # this is recovery, or the exchange of all has failed
-            self._exchange([(handle, [trigger])])
+        if trigger in _MOVES and handle not in self._moved:  # this is recovery, or the exchange of all has failed
+            self._move([(handle, [trigger])])
         with self._failing([(handle, trigger)]):
             moved = self._work(handle, trigger)
             handle.fire(trigger)
@@ -412,17 +382,17 @@ class Mover:
             return MoveResult(time.monotonic() - began, copied)
         if (holding := handle.holding) is None:
             return MoveResult()
-        moved = self._transition.moved.pop(handle)
+        moved = self._moved.pop(handle)
         if trigger is Trigger.OFFLOAD and handle.kind == "engine":
             guards.install_on_new(handle)
-        if trigger is Trigger.OFFLOAD and holding not in self._transition.dropping:
-            self._transition.complaints += holding.immovable()
+        if trigger is Trigger.OFFLOAD and holding not in self._exchange.dropping:
+            self._complaints += holding.immovable()
         if trigger is Trigger.LOAD and handle not in self._told_of_views and holding.warn_of_views():
             self._told_of_views.add(handle)
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
-        self._transition.complaints += moved.complaints(handle.name)
+        self._complaints += moved.complaints(handle.name)
         if self._strict and moved.stray_references and (error := handle.stray_error()) is not None:
-            self._transition.complaints.append(error)
+            self._complaints.append(error)
         return moved
 
     def _record(self, handle: Handle, trigger: Trigger, source: State, began_seconds: float, moved: MoveResult) -> None:
@@ -449,8 +419,7 @@ class Mover:
         return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
 
     def _make_consistent(self, handle: Handle) -> None:
-        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes. Raises BrokenHandleError:
-        the device failed meanwhile. The next phase transition tries again."""
+        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes."""
         holding, residency = handle.holding, handle.residency
         if residency is not None:
             handle.broken = residency.doubt
@@ -480,10 +449,6 @@ class Mover:
         else:
             self._fire_all(handle, (State.CPU_OFFLOADED, False))
         return True
-
-    def _engines_come(self, engines: Iterable[Handle], plan: Plan) -> None:
-        for engine in engines:
-            self._engine_comes(engine, plan)
 
     def _engine_comes(self, handle: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the handle to its state."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,6 @@ from placement.devices.base import Device
 from placement.group.vote import GroupVote
 from placement.planning.planner import Planner, still_meant, with_kept
 from placement.registration.handle import Handle
-
-_NOTHING = nullcontext()
 
 
 def here() -> Any:
@@ -86,8 +84,7 @@ class OpenPhases:
     # --- what may be done with a phase
 
     def check_holder(self, name: str) -> None:
-        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody. Raises PhaseError: another
-        thread or task holds a phase."""
+        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody."""
         me = here()
         for each in self.all:
             if each.holder is not None and each.holder is not me and each.holder is not threading.current_thread():
@@ -119,23 +116,20 @@ class OpenPhases:
     # --- where everything belongs
 
     def base_plan(self) -> Plan:
-        """The plan that applies now, kept handles included: that of the innermost open phase, or the idle plan outside every phase."""
+        """The plan that applies now, kept handles included."""
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
-        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan. Raises
-        PolicyError: the policy has no idle plan."""
+        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan."""
         return phases[-1].plan if phases else self._planner.idle(self.kept)
 
     def with_kept(self, plan: Plan) -> Plan:
         return with_kept(plan, self.kept, self._handles)
 
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
-        """The plan that applies once an open phase has ended. Phases inside it are open still, and get a new plan.
-
-        A phase inside goes on deciding about the handles of its `only`. For all others the phase around the one that ends decides, except
-        that nothing is loaded: the room may be taken. If the policy gives no plan: a plan that offloads everything, and the error.
-        """
+        """The plan that applies once an open phase has ended. A phase inside it goes on deciding about the handles of its `only`. For all
+        others the phase around the one that ends decides, except that nothing is loaded: the room may be taken. If the policy gives no
+        plan: everything is offloaded, and the error."""
         failures: list[Exception] = []
         try:
             plan = self.plan_of(self.all[: self.all.index(leaving)])
@@ -166,17 +160,10 @@ class OpenPhases:
             each.plan = each.plan.without(name)
 
 
-def _without_inference_mode() -> AbstractContextManager[object]:
-    """Context manager in which inference mode is off. torch's own costs two microseconds even where the mode is off already."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
-
-
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
-
-    `sweep`, called at the beginning of each, leaves abandoned phases and forgets garbage-collected objects. `is_outside` says whether no
-    phase is open. Then this rank may have missed phase transitions of the other ranks.
-    """
+    `sweep`: called at the beginning of each.
+    `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the other ranks."""
 
     def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
         self._device = device
@@ -189,24 +176,19 @@ class TransitionLock:
         self.pid = os.getpid()
         self.is_closed = False
 
+    @contextmanager
     def attempt(
         self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
-
-        Args:
-            vote: tells the group; None: the vote with which phases are entered and left.
-            begins: a phase is about to begin. Outside every phase, this rank may have missed phase transitions of the others.
-            own: a rank that fails raises its own error. Otherwise all ranks raise the same error.
-            error: the user's exception with which a phase is left, if any.
-        """
+        `vote`: tells the group; None: the vote with which phases are entered and left.
+        `begins`: a phase is about to begin.
+        `own`: a rank that fails raises its own error. Otherwise all ranks raise the same error.
+        `error`: the user's exception with which a phase is left, if any."""
         vote = self._vote if vote is None else vote
         if vote.is_alone or os.getpid() != self.pid:  # a forked child is not a rank
-            return _NOTHING
-        return self._attempt(vote, begins, own, error)
-
-    @contextmanager
-    def _attempt(self, vote: GroupVote, begins: bool, own: bool, error: BaseException | None) -> Iterator[None]:
+            yield
+            return
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
@@ -229,19 +211,15 @@ class TransitionLock:
 
     @contextmanager
     def transition(self) -> Iterator[None]:
-        """Hold the lock for one phase transition, with Ctrl-C deferred. torch's modes are off inside, and abandoned phases have been left.
-
-        Raises:
-            PhaseError: another phase transition is under way in this thread, or a CUDA graph is being captured.
-            PlacementError: the manager is closed, or belongs to another process.
-        """
+        """Hold the lock for one phase transition, with Ctrl-C deferred. torch's modes are off inside, and abandoned phases have been
+        left."""
         with self._lock, deferred():
             self._begin(
                 "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition",
                 "phases cannot change while a graph is being captured: moving memory would become part of it",
             )
             try:
-                with without_modes(), _without_inference_mode(), torch.no_grad():
+                with without_modes(), torch.inference_mode(False), torch.no_grad():
                     self._sweep()
                     yield
             finally:
@@ -249,8 +227,7 @@ class TransitionLock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside. Raises
-        PhaseError, PlacementError: see `transition`."""
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside."""
         with self._lock, deferred():
             self._begin(
                 "a policy or a Lazy's factory must not call step(): it runs inside a phase transition",
@@ -289,8 +266,7 @@ class TransitionLock:
                     pass
 
     def check_process(self) -> None:
-        """Refuse any use by a forked child process, or after `close`. Raises PlacementError: the manager is closed, or belongs to another
-        process."""
+        """Refuse any use by a forked child process, or after `close`."""
         if os.getpid() != self.pid:
             raise PlacementError(
                 f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "

@@ -30,11 +30,8 @@ def checked(name: str) -> str:
 
 
 def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
-    """Return `only=` as a tuple of names.
-
-    Raises:
-        TypeError: `only` is a single string (its letters would be taken for names), or contains neither names nor handles.
-    """
+    """Return `only=` as a tuple of names. Raises TypeError: it is a single string, whose letters would be taken for names, or has
+    others."""
     if isinstance(only, str):
         raise TypeError(f"only= takes a list of names: only=[{only!r}]")
     if only is None:
@@ -153,16 +150,11 @@ class Phase:
     @contextmanager
     def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
         """Try a phase transition of this open phase in the block. A failure is told to the group, see `TransitionLock.attempt`."""
-        context = self._context()
-        if context is None:
-            raise self._was_over(what)
-        with context._stack.lock.attempt(own=own, error=error):
+        with self._living(what)._stack.lock.attempt(own=own, error=error):
             yield self._require_open(what)
 
     def _require_open(self, what: str) -> PhaseContext:
-        context = self._context()
-        if context is None:
-            raise self._was_over(what)
+        context = self._living(what)
         if self._opened() is None:
             raise PhaseError(f"cannot {what}: phase {self._first_name!r} is not open; it was left before or never entered")
         return context
@@ -170,11 +162,13 @@ class Phase:
     def _entered_before(self) -> PhaseError:
         return PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
 
-    def _was_over(self, what: str) -> PhaseError:
-        return PhaseError(
-            f"cannot {what}: phase {self._first_name!r} is not open, it was left before. A phase is left when the object that "
-            "manager.phase() returned is garbage-collected: use a with statement, or keep that object until you call its __exit__()."
-        )
+    def _living(self, what: str) -> PhaseContext:
+        if (context := self._context()) is None:
+            raise PhaseError(
+                f"cannot {what}: phase {self._first_name!r} is not open, it was left before. A phase is left when the object that "
+                "manager.phase() returned is garbage-collected: use a with statement, or keep that object until you call its __exit__()."
+            )
+        return context
 
 
 class PhaseContext(Phase):

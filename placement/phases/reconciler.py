@@ -30,6 +30,7 @@ from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
 from placement.storage.managed import ManagedStorage
+from placement.storage.nan_check import listed
 from placement.storage.transfer.streamed import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
 
@@ -89,10 +90,8 @@ class Reconciler:
         self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
     def decide(self, action: str, wanted: PhaseRequest) -> Decision:
-        """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`.
-
-        Builds lazies that the plan needs, stops the prefetch, waits for the worker's kernels if something leaves, and raises writes into
-        offloaded memory that were found before."""
+        """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`. Builds lazies that the plan needs,
+        and raises writes into offloaded memory that were found before."""
         name, handles = wanted.name, self._handles
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
         try:
@@ -122,16 +121,8 @@ class Reconciler:
         self._journal.decisions.update(decisions)
         return Decision(name, plan, room_bytes, stays)
 
-    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the plan of the open phase `name` wants it, all or nothing."""
-        if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
-            self._registry.build(handle)
-        self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
-        self.carry_out(self.decide_within(plan, name, kept), agree)
-
     def decide_within(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> Decision:
-        """Check a plan that is to be carried out while the phase `name` is and stays open. Raises DeviceMemoryError: the plan does not fit
-        the budget. Nothing has moved."""
+        """Check a plan that is to be carried out while the phase `name` is and stays open. Nothing has moved."""
         self.measure()
         self.prefetcher.pause()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
@@ -165,10 +156,8 @@ class Reconciler:
         vote: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
-
         `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
-        `vote` asks them how far they came; it gets the errors, and returns them with those of the others.
-        """
+        `vote` asks them how far they came; it gets the errors, and returns them with those of the others."""
         stays = is_there(self._handles, plan)
         leaves = not stays and bool(self._left_behind(plan))
         if leaves:
@@ -266,11 +255,9 @@ class Reconciler:
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
     def _without_what_others_lack(self, wanted: PhaseRequest, plan: Plan) -> Plan:
-        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams.
-
-        A policy that keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, has given
-        up a handle, missed a step or has larger handles.
-        """
+        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams. A policy that
+        keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, or has larger
+        handles."""
         if not self._vote.compares_plans:
             return plan
         chosen = still_meant(wanted.only, self._handles)
@@ -280,8 +267,9 @@ class Reconciler:
             of_need = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
             staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - of_need}
         stays, streamed = self._vote.in_common(staying, plan.streamed)
-        for lacked in staying.keys() - stays:
-            plan = self._giving_up(lacked[0], staying[lacked], plan)
+        for name, lacked in staying.keys() - stays:
+            tags = self._tags(name, plan) - {staying[name, lacked]}
+            plan = replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
         used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
         return replace(plan, streamed=plan.streamed | (streamed & used))
 
@@ -290,11 +278,6 @@ class Reconciler:
         if plan.targets[name] is State.CPU_OFFLOADED:
             return frozenset()
         return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
-
-    def _giving_up(self, name: str, tag: str, plan: Plan) -> Plan:
-        """The plan without this tag of a handle, and without the handle if it has no other there."""
-        tags = self._tags(name, plan) - {tag}
-        return replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
 
     def _needed(self, wanted: PhaseRequest) -> Plan:
         """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""
@@ -315,8 +298,7 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Refuse a phase that would generate with an engine whose weights were discarded. Raises EngineError: the weights of an engine have
-        not been published again since they were discarded."""
+        """Raise EngineError for a phase that would generate with an engine whose weights were discarded and not published again."""
         roles = self.planner.generating(name)
         for handle in self._handles.values():
             stale = handle.storage.stale
@@ -334,8 +316,6 @@ def _decision(handle: Handle, plan: Plan) -> str:
 
 # --- writes into the memory of offloaded handles
 
-_NAMES = 8  # the largest number of tensors that a message names for one handle
-
 
 class WrongWrites:
     """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error."""
@@ -348,10 +328,7 @@ class WrongWrites:
         """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
 
     def look(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Look for writes since the last look. With `wait`, wait for the device to compare the memory; else a later look has the result.
-
-        `at_counters`: also look at the version counter of every tensor, as a load does for the handles that it loads.
-        """
+        """Look for writes since the last look. See `look_at_poison`."""
         self.look_at_gradients()
         self.look_at_poison(wait=wait, at_counters=at_counters)
 
@@ -362,7 +339,8 @@ class WrongWrites:
                 self._note_values(handle.name, names)
 
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Ask the device for changed poison. If it found some, look at the version counters, too, because they tell the tensors' names."""
+        """Ask the device for changed poison; without `wait`, a later look has the answer. If it found some, or `at_counters`, look at every
+        tensor's version counter, too: it tells the tensor's name."""
         # Wait if writes are known by name already, so that a late comparison does not report the same writes once more.
         is_damaged = self._device.heal_poison(wait or bool(self._found))
         if is_damaged or at_counters:
@@ -407,7 +385,7 @@ class WrongWrites:
         self._found.setdefault(handle, []).append(what)
 
     def _note_values(self, handle: str, names: Sequence[str]) -> None:
-        self._note(handle, f"{_listed(names)} of {handle!r} were written while it was offloaded")
+        self._note(handle, f"{listed([*dict.fromkeys(names)])} of {handle!r} were written while it was offloaded")
 
     def _note_damage(self, places: Iterable[WrittenPoison]) -> None:
         """Note which handles' tensors lie in the damaged pages, unless the version counters have named the tensors already."""
@@ -417,7 +395,7 @@ class WrongWrites:
                 by_handle.setdefault(name, []).extend(tensors)
         for name, tensors in by_handle.items():
             if name not in self._found:
-                self._note(name, f"in the memory pages of {_listed(tensors)} of {name!r}")
+                self._note(name, f"in the memory pages of {listed([*dict.fromkeys(tensors)])} of {name!r}")
         if not self._found:
             self._note(None, "something wrote into offloaded memory, and it cannot be told which handle's memory it is")
 
@@ -444,8 +422,3 @@ def _changed(holding: ManagedStorage) -> str:
         except IntegrityError as error:
             return str(error)
     return ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:_NAMES]) + (f" and {len(distinct) - _NAMES} more" if len(distinct) > _NAMES else "")

@@ -85,58 +85,38 @@ class PhaseStack:
             self.reconciler.measure()  # others may have freed or taken memory since the last phase transition
             if not phases.all:
                 self._planner.over(IDLE)
-            wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
-            self._journal.enter_phase(phase.name, phase.only)
-            try:
-                decision = self.reconciler.decide(describe("enter", phase.name, phase.only), wanted)
-                self.reconciler.carry_out(decision, self._vote.agreement)
-                interrupts.check()  # the last look: from here on the phase is open
-            except BaseException as error:
-                self._recover(error, back)
-                raise
-            phases.all = (*phases.all, phase)
-            self._begin(phase, wanted, decision.plan)
+            self._change(phase, "enter", PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept), back)
             self._journal.stall_seconds[phase.name] += stalled()
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
-            stalled, around, kept = self.reconciler.stopwatch(), phases.all[:-1], phases.kept
+            stalled, around = self.reconciler.stopwatch(), phases.all[:-1]
             enclosing = None if only is None else phases.plan_of(around)
             self._finish(phase)
-            phases.kept |= self._worth_keeping(phase)
-            wanted = PhaseRequest(name, only, enclosing, around, phases.kept)
-            self._journal.enter_phase(name, only)
-            try:
-                decision = self.reconciler.decide(describe("switch to", name, only), wanted)
-                self.reconciler.carry_out(decision, self._vote.agreement)
-                interrupts.check()
-            except BaseException as error:
-                phases.kept = kept
-                self._recover(error, phase.plan)
-                raise
-            self._begin(phase, wanted, decision.plan)
+            kept = phases.kept | self._worth_keeping(phase)
+            self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan)
             self._journal.stall_seconds[name] += stalled()
 
-    def _begin(self, phase: OpenPhase, wanted: PhaseRequest, plan: Plan) -> None:
-        self._expire_keeps(plan)
-        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
+    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
+        """Begin the wanted phase. If that fails, every handle goes to where it was before (`back` and the keeps)."""
+        phases = self.phases
+        self._journal.enter_phase(wanted.name, wanted.only)
+        try:
+            decision = self.reconciler.decide(describe(verb, wanted.name, wanted.only), wanted)
+            self.reconciler.carry_out(decision, self._vote.agreement)
+            interrupts.check()  # the last look: from here on the phase is open
+        except BaseException as error:
+            self._journal.enter_phase(phases.name, phases.only)
+            # Not where the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on.
+            if not isinstance(error, CoordinatorLost):
+                _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
+            raise
+        phases.all, phases.kept = (*wanted.around, phase), wanted.kept
+        self._expire_keeps(decision.plan)
+        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, decision.plan, set()
         self._planner.history.began(wanted.name)
-
-    def _recover(self, error: BaseException, plan: Plan) -> None:
-        """After a failed entry or switch: move every handle to where it was before (`plan` and the keeps), and tell the ranks of the group.
-        Raises GroupError: every rank of the group raises it in place of `error`."""
-        self._journal.enter_phase(self.phases.name, self.phases.only)
-        plan = self.phases.with_kept(plan)
-        if isinstance(error, CoordinatorLost):
-            return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
-        _note(error, self.reconciler.retreat(plan, self.phases.name))
-        if (told := self._vote.failed(error)) is not None:
-            try:
-                raise told from error
-            finally:
-                del told  # its traceback has this frame: a cycle would keep the tensors of all frames until they are collected
 
     # --- leaving
 
@@ -147,8 +127,10 @@ class PhaseStack:
             phases = self.phases
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 return
-            if error is not None:
-                self._leave_inner(phase)
+            if error is not None and phase in phases.all:
+                for inner in phases.inside(phase):  # the exception passes through them: their own `with` statements leave them no more
+                    inner.is_abandoned |= not inner.in_any_order
+                self._sweep_abandoned()
             phases.require_leavable(phase)
             stalled, others = self.reconciler.stopwatch(), phases.without(phase)
             left_to = innermost(others) or IDLE
@@ -167,26 +149,20 @@ class PhaseStack:
                     is_together=self._vote.all_leave(error),
                     vote=lambda found: self._vote.left(action, plan, refused + found, error),
                 )
-            except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
-                try:
-                    self._expire_keeps()
-                    self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
-                finally:
-                    self._vote.failed(stopped)
+            except BaseException:  # an interrupt while leaving: finish leaving, then raise it
+                self._expire_keeps()
+                self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
                 raise
             finally:
                 phases.all = others
                 self._journal.enter_phase(phases.name, phases.only)
                 self._journal.stall_seconds[phase.name] += stalled()
             self._sweep_abandoned()
-            _raise_after(phase.name, failures, error)
-
-    def _leave_inner(self, phase: OpenPhase) -> None:
-        """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""
-        if phase in self.phases.all:
-            for inner in self.phases.inside(phase):
-                inner.is_abandoned |= not inner.in_any_order
-            self._sweep_abandoned()
+            if error is not None:
+                _note(error, failures)
+            elif failures:
+                failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
+                _raise_all(failures)
 
     def _is_around_others(self, phase: OpenPhase) -> bool:
         """Whether a closed generator's phase has phases of the generator's caller open inside. It then ends with the last of these."""
@@ -220,15 +196,6 @@ class PhaseStack:
             finally:
                 self._journal.stall_seconds[phase.name] += stalled()
 
-    def give_up_early(self) -> None:
-        """Return the memory of all pages aside to the driver, because torch's allocator has found none. Any thread may call this.
-
-        Does nothing while a phase transition is under way. The open phase gets less room for pages aside from now on.
-        """
-        with self.lock.if_free() as is_free:
-            if is_free:
-                self.reconciler.prefetcher.give_up(self.phases.name)
-
     def _finish(self, phase: OpenPhase) -> None:
         self.reconciler.measure()
         self._planner.over(phase.name)
@@ -254,15 +221,17 @@ class PhaseStack:
         return handle
 
     def join(self, handle: Handle, agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle; None: nobody.
-
-        Raises the error that stopped the move. The plans of the open phases are then as before, without the handle.
-        """
+        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle. If the move fails,
+        the plans of the open phases are as before."""
         phases = self.phases
         plans = [each.plan for each in phases.all]
         try:
             phases.extend(handle)
-            self.reconciler.join(handle, phases.base_plan(), phases.name, phases.kept, agree)
+            plan = phases.base_plan()
+            if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+                self.registry.build(handle)
+            self.reconciler.writes.look(wait=False)  # before an owner is loaded over them; the next phase transition raises them
+            self.reconciler.carry_out(self.reconciler.decide_within(plan, phases.name, phases.kept), agree)
             interrupts.check()
         except BaseException:
             for each, plan in zip(phases.all, plans, strict=True):
@@ -270,10 +239,7 @@ class PhaseStack:
             raise
 
     def bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
-
-        Raises IntegrityError: one was written while it was offloaded, in a way that is lost; DeviceMemoryError: they do not fit the budget.
-        """
+        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
             raise written
@@ -328,8 +294,7 @@ class PhaseStack:
     # --- outside every phase
 
     def rejoin(self, group: Group) -> None:
-        """See `Manager.rejoin`. Raises PhaseError: a phase is open. Raises Exception: a handle could not be moved where it belongs. The old
-        group stays in use."""
+        """See `Manager.rejoin`."""
         if self.phases.all:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
         if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):
@@ -338,11 +303,7 @@ class PhaseStack:
         self._planner.least = None
 
     def close(self, on_device: tuple[str, ...] = ()) -> None:
-        """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an error.
-
-        The handles of `on_device` are loaded first. Raises PhaseError: a phase is open, or no handle has such a name; DeviceMemoryError:
-        they do not fit; else the first error of a handle that could not be handed back. All others were.
-        """
+        """See `Manager.close`. It can be repeated after an error, before which all handles were handed back that could be."""
         if self.lock.is_closed:
             return
         self.is_closing = True
@@ -381,20 +342,14 @@ class PhaseStack:
 
     def _sweep_abandoned(self) -> None:
         phases = self.phases
-        while (gone := self._abandoned()) is not None:
+        while gone := [each for each in phases.all if each.is_abandoned and (each.in_any_order or each is phases.all[-1])]:
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
-            failures = self.reconciler.retreat(phases.plan_after(gone)[0], innermost(phases.without(gone)) or IDLE)
-            self._vote.abandoned(gone.name)
-            phases.all = phases.without(gone)  # last, so that after an interrupt the next phase transition does all of this again
+            failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE)
+            self._vote.abandoned(gone[0].name)
+            phases.all = phases.without(gone[0])  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(phases.name, phases.only)
             for failure in failures:
-                logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
-
-    def _abandoned(self) -> OpenPhase | None:
-        for each in self.phases.all:
-            if each.is_abandoned and (each.in_any_order or each is self.phases.all[-1]):
-                return each
-        return None
+                logger.error("leaving abandoned phase %s: %s", gone[0].name, str(failure))
 
 
 def _note(error: BaseException, failures: list[Exception]) -> None:
@@ -410,19 +365,14 @@ def _raise_all(failures: list[Exception]) -> None:
     raise first
 
 
-def _raise_after(name: str, failures: list[Exception], error: BaseException | None) -> None:
-    """Report the failures of leaving phase `name`: as notes on the user's exception `error`, or by raising if there is none."""
-    if error is not None:
-        _note(error, failures)
-    elif failures:
-        failures[0].add_note(f"placement: while leaving phase {name!r}")
-        _raise_all(failures)
-
-
 def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
-    """See `PhaseStack.give_up_early`. Torch's allocator calls this, and an exception would take the place of its own."""
-    if (living := stack()) is not None:
-        try:
-            living.give_up_early()
-        except Exception as error:
-            logger.warning("pages aside could not be given up: %s", str(error))
+    """Return the memory of all pages aside to the driver: torch's allocator, which has found none, calls this in any thread. While a phase
+    transition is under way, nothing is done. The open phase gets less room for pages aside from now on."""
+    if (living := stack()) is None:
+        return
+    try:
+        with living.lock.if_free() as is_free:
+            if is_free:
+                living.reconciler.prefetcher.give_up(living.phases.name)
+    except Exception as error:  # it would take the place of the allocator's own
+        logger.warning("pages aside could not be given up: %s", str(error))

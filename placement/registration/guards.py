@@ -76,7 +76,7 @@ class _Guard:
 
 def is_off(handle: Handle) -> bool:
     """Whether the object is offloaded, so that its tensors read poison."""
-    return handle.storage.is_offloaded
+    return (holding := handle.holding) is not None and not holding.on_device
 
 
 def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
@@ -220,10 +220,8 @@ class LoadGuard(_Guard):
 
 
 class CopyGuard(_Guard):
-    """Stands in front of an optimizer's `__getstate__`, which `copy`, `pickle` and `torch.save` call.
-
-    They copy its state and the parameters that it steps, and either would be poison while it is offloaded.
-    """
+    """Stands in front of an optimizer's `__getstate__`, which `copy`, `pickle` and `torch.save` call. They copy its state and the
+    parameters that it steps, and either would be poison while it is offloaded."""
 
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
@@ -236,10 +234,8 @@ class CopyGuard(_Guard):
 
 
 class ReadGuard(_Guard):
-    """Runs before a framework's method that reads tensors past every hook of torch: Megatron's `sharded_state_dict`, PEFT's `merge`.
-
-    While offloaded, it would compute with poison; PEFT writes nothing then and only records the merge.
-    """
+    """Runs before a framework's method that reads tensors past every hook of torch: Megatron's `sharded_state_dict`, PEFT's `merge` (which
+    would only record the merge)."""
 
     def __init__(self, handle: Handle, what: str = "read by its framework") -> None:
         super().__init__(handle)
@@ -326,12 +322,9 @@ def own_methods(target: Any) -> list[str]:
 
 
 class OwnMethodCall(MethodCall):
-    """Stands in for a method that an optimizer's own class adds to torch's (`eval`, `first_step`).
-
-    Many of them only read or set numbers, and must go on working while the optimizer's state or what it steps is offloaded. So the method
-    runs, but the first operation that would read or write a tensor of these raises before it runs, and what the method had set until then
-    is undone.
-    """
+    """Stands in for a method that an optimizer's own class adds to torch's (`eval`, `first_step`). Many only read or set numbers, and must
+    go on working while the state is offloaded. So the method runs, but the first operation that would read or write a tensor of it, or of
+    what it steps, raises before it runs, and what the method had set until then is undone."""
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str) -> None:
         super().__init__(handle, target, name)
@@ -340,7 +333,7 @@ class OwnMethodCall(MethodCall):
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
         known = () if handle is None or is_reading() else (handle, *handle.owners)
-        unusable = next((each for each in known if each.storage.is_offloaded or each.state is State.SYNCING), None)
+        unusable = next((each for each in known if is_off(each) or each.state is State.SYNCING), None)
         if handle is None or unusable is None:
             return method(*args, **kwargs)
         assert isinstance(handle.adapter, OptimizerAdapter)
@@ -374,11 +367,8 @@ def _fields_of(obj: Any) -> Iterator[dict[Any, Any]]:
 
 
 class _Untouched(TorchDispatchMode):
-    """Raises before an operation on tensors of some objects, unless it reads no value.
-
-    `names` are words for the objects, by identity of their storage, and `stepped` by `_cdata` for what is stepped, which may be read, but
-    not written. The `error` has "{}" in place of such words.
-    """
+    """Raises before an operation on tensors of some objects, unless it reads no value. `names` are words for the objects, by identity of
+    their storage, and `stepped` by `_cdata` for what may be read, but not written. The `error` has "{}" in place of such words."""
 
     def __init__(self, names: Mapping[int, str], stepped: Mapping[int, str], error: Exception) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -469,15 +459,12 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for each in earlier:  # replaced by `calls`, the one guard of all modules of the handle
             each.remove()
             hooks.remove(each)
-        if holding.is_offloaded:
+        if not holding.on_device:
             calls.refuse()
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
-    """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves.
-
-    The optimizers inside another one get hooks of their own.
-    """
+    """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves."""
     fields = getattr(target, "__dict__", {})
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
     if "_optimizer_step_pre_hooks" in fields:

@@ -82,10 +82,7 @@ _PATHS = _all_paths()
 
 
 def path(source: Node, target: Node) -> tuple[Trigger, ...]:
-    """The shortest sequence of triggers from one node to another. Every node can reach every other.
-
-    Raises ValueError: an argument is not a node (CPU_OFFLOADED on the device, GPU_RESIDENT off the device).
-    """
+    """The shortest sequence of triggers from one node to another. Every node can reach every other."""
     try:
         return _PATHS[source, target]
     except KeyError:
@@ -433,7 +430,7 @@ class Handle:
 
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""
-        if (holding := self.holding) is not None and self.stray_references and holding.is_offloaded:
+        if (holding := self.holding) is not None and self.stray_references and not holding.on_device:
             found = lasting_stray_references(holding.stray_references)
             self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 

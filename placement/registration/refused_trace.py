@@ -31,10 +31,7 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
 
 @_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_while_compiling(key: str) -> None:
-    """Run a check. Dynamo calls this function instead of tracing it, and takes `key` for a constant because it is a string.
-
-    Raises RefusedTrace: the check raised; the message is the same.
-    """
+    """Run a check. Dynamo calls this function instead of tracing it, and takes `key` for a constant because it is a string."""
     try:
         CHECKS[key](None, ())
     except NotResidentError as error:

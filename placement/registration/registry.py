@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from placement.core.errors import HostMemoryError, RegistrationError
+from placement.core.journal import logger
 from placement.core.settings import Settings
 from placement.core.states import KINDS, ROLES
 from placement.core.torch_modes import callers_function_modes
@@ -38,7 +38,6 @@ from placement.storage.shared.copy import Ranks
 from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
-_logger = logging.getLogger("placement")
 _Make = Callable[[Device, Adapter, str, bool], ManagedStorage]
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -89,10 +88,8 @@ class Registry:
         ranks: Ranks | None = None,
         masters: Any = None,
     ) -> Handle:
-        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values.
-
-        The `ranks` share the host copy; None: it is this process's own.
-        """
+        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values. The `ranks` share the
+        host copy."""
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
@@ -195,7 +192,7 @@ class Registry:
                     handle.streamed.refusal = "the ranks write its host copy together; use optimizer_in='train' for it"
             if not self._has_warned and (reason := _captured_collectives()) is not None:
                 self._has_warned = True
-                _logger.warning("%s", reason)
+                logger.warning("%s", reason)
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
@@ -278,10 +275,8 @@ class Registry:
 
 
 def _captured_collectives() -> str | None:
-    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory.
-
-    placement cannot see what a graph has captured, so it warns whenever NCCL is in use. None if it is not.
-    """
+    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory. What
+    a graph has captured cannot be seen, so the warning comes whenever NCCL is in use."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None

@@ -6,7 +6,6 @@ ends it for all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import weakref
@@ -22,58 +21,12 @@ from placement.core.states import Plan
 from placement.group.vote import GroupVote
 from placement.ownership.adapter import Adapter
 from placement.registration.handle import Lazy
-from placement.storage.shared.copy import Ranks, Shares
+from placement.storage.shared.copy import Ranks
 
 if TYPE_CHECKING:
-    from placement.group.protocol import Decision, Group, Stage
+    from placement.group.protocol import Group
 
 _ADVICE = "or register it without replicated=True"
-
-
-class GroupRanks(Ranks):
-    """Those ranks of a group that are in a process group.
-
-    Args:
-        members: the number of each in the group, in the order of the process group.
-    """
-
-    def __init__(self, group: Group, process_group: torch.distributed.ProcessGroup, members: tuple[int, ...]) -> None:
-        super().__init__(process_group, Shares(process_group.rank(), members), group.deadline_seconds)
-        self._group, self._world_size = group, group.world_size
-
-    @property
-    def change(self) -> int:
-        return self._number(self._group.epoch)
-
-    @property
-    def agreed_change(self) -> int:
-        return self._number(self._group.agreed_epoch)
-
-    def _number(self, epoch: int) -> int:
-        # Of this generation of the group alone: words that a rank of an earlier one left in the shared memory never equal it.
-        digest = hashlib.sha256(f"{self._group.generation} {epoch}".encode()).digest()
-        return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
-
-    @property
-    def parted(self) -> str | None:
-        if (self._group.rank, self._group.world_size) != (self.shares.members[self.shares.rank], self._world_size):
-            return "the group was made anew with other ranks"
-        return None
-
-    @property
-    def change_is_over(self) -> bool:
-        return self._group.is_decided
-
-    def rejoin(self, group: Group) -> None:
-        """Use a new group from now on."""
-        self._group = group
-
-    def exchange_texts(self, what: str, text: str) -> list[str]:
-        return self._group.exchange_texts(what, text, self.shares.members)
-
-    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Decision:
-        """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the handle has moved."""
-        return self._group.agree(Plan({}) if self._group.compares_plans else plan, stage, lacks_engines)
 
 
 class Replication:
@@ -82,7 +35,7 @@ class Replication:
     def __init__(self, group: Group | None) -> None:
         self._group = group
         self.vote = GroupVote(group)
-        self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()  # the ranks object of each replicated handle
+        self._shared: weakref.WeakSet[Ranks] = weakref.WeakSet()  # the ranks of each replicated handle
         self._machine_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
         """Process groups made here, by the numbers of their ranks in the group."""
 
@@ -91,18 +44,12 @@ class Replication:
         self.vote.rejoin(group)
         self._group = group
         for ranks in self._shared:
-            ranks.rejoin(group)
+            ranks.group = group
 
     @contextmanager
-    def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[GroupRanks | None]:
-        """Register an object in the body while every other rank does the same. If one rank fails, all fail.
-
-        Yields the ranks that share the host copy; None in a group of one rank.
-
-        Raises:
-            RegistrationError: the object cannot be replicated, or another rank could not register it.
-            CoordinatorLost: the group cannot be reached.
-        """
+    def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[Ranks | None]:
+        """Register an object in the body while every other rank does the same. If one rank fails, all fail. Yields the ranks that share the
+        host copy; None in a group of one rank."""
         if self._group is None:
             raise RegistrationError(
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
@@ -116,11 +63,8 @@ class Replication:
         except GroupError as told:
             self.vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
-        except BaseException as error:
-            self.vote.failed(error)
-            raise
 
-    def _ranks(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> GroupRanks | None:
+    def _ranks(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Ranks | None:
         group = self._group
         assert group is not None
         if isinstance(target, Lazy):
@@ -136,7 +80,7 @@ class Replication:
         here = tuple(rank for rank, machine in zip(members, machines, strict=True) if machine == _machine())
         if replicated is True and here != members:
             process_group, members = self._on_this_machine(process_group, members, here), here
-        ranks = GroupRanks(group, process_group, members)
+        ranks = Ranks(group, process_group, members)
         self._shared.add(ranks)
         return ranks
 
@@ -165,11 +109,7 @@ class Replication:
 
 
 def _group_of(name: str, target: Any) -> Any:
-    """The process group whose ranks have the same values of a module or an optimizer, as that says itself; else the default one.
-
-    Raises:
-        RegistrationError: no ranks have the same, or it cannot be told which.
-    """
+    """The process group whose ranks have the same values of a module or an optimizer, as that says itself; else the default one."""
     if isinstance(target, torch.nn.parallel.DistributedDataParallel):
         return target.process_group
     if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):  # Megatron-Core's own

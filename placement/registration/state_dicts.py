@@ -101,10 +101,8 @@ _HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
 
 
 def shown(handle: Handle, found: Any, hand_out: _HandOut = ManagedStorage.hand_out) -> Any:
-    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes.
-
-    A module's dictionary is changed in place, another one is copied. Raises BrokenHandleError: values of the handle are lost.
-    """
+    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes. A module's dictionary is
+    changed in place, another one is copied."""
     holding = handle.holding
     if holding is None:
         return found

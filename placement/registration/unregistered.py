@@ -8,7 +8,6 @@ optimizers. It cannot see an optimizer that is not a `torch.optim.Optimizer`.
 from __future__ import annotations
 
 import itertools
-import logging
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placement.core.errors import PhaseError, PlacementError, RegistrationError
+from placement.core.journal import logger
 from placement.core.states import State
 from placement.ownership.optimizer_state import find, undo_initial_step
 from placement.registration.guards import StepGuard, is_off, refuse
@@ -27,7 +27,6 @@ from placement.tensors.plain import plain_parts
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
-_logger = logging.getLogger("placement")
 _ADVICE = "manager.register() it after its module, once, and call step() inside manager.phase('train')"
 
 
@@ -93,7 +92,7 @@ def _note(handle: Handle, optimizer: Any) -> None:
             "tuples or dicts there, or register each of them in its place"
         )
     handle.unregistered_optimizers.add(optimizer)
-    _logger.warning(
+    logger.warning(
         "an optimizer that is not registered (%s) steps parameters of %r: its state stays on the device in every phase, and checkpoints "
         "do not have it; manager.register() it after its module",
         type(optimizer).__name__,

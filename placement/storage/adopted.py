@@ -97,10 +97,6 @@ class AdoptedStorage(Storage):
         return self.object_ranges.all
 
     @property
-    def is_offloaded(self) -> bool:
-        return not self.on_device
-
-    @property
     def can_prefetch(self) -> bool:
         return True
 
@@ -166,11 +162,10 @@ class AdoptedStorage(Storage):
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
-        if self.scanner.stands():  # a policy that never offloads asks often
-            return
-        self._unadopted_bytes = self.scanner.unadopted_bytes()
-        self.look_at_unborn()
-        self.look_at_framework_memory()
+        if (unadopted_bytes := self.scanner.unadopted_bytes()) is not None:
+            self._unadopted_bytes = unadopted_bytes
+            self.look_at_unborn()
+            self.look_at_framework_memory()
 
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
@@ -278,8 +273,7 @@ class AdoptedStorage(Storage):
         return host
 
     def before_shown(self) -> None:
-        """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`.
-        Raises HostMemoryError: see `ManagedStorage.make_host_copy_own` and `CastStorage.masters_change`."""
+        """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`."""
         if not are_only_read.get():
             self.note_change()
 

@@ -42,11 +42,6 @@ class Storage(abc.ABC):
         """Whether the bytes on the device are the authoritative ones; for an engine, whether any of its tags is on the device."""
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether the host copy is authoritative. Then the object's tensors read poison."""
-        return False
-
-    @property
     def is_on_host(self) -> bool:
         """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
         return False
@@ -157,16 +152,9 @@ class Storage(abc.ABC):
         return None
 
     def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy, for somebody who only reads it, under a lock of `host_read_locks`.
-
-        It is right after `mirror`, in either state. Later moves do not follow it.
-
-        Args:
-            storages: those that were made for the same reader, by address. Tensors that shared a storage share one again.
-
-        Returns:
-            None for a tensor that the host copy does not have now.
-        """
+        """The same tensor with its bytes in the host copy, for somebody who only reads it, under a lock of `host_read_locks`. None for a
+        tensor that the host copy does not have now. It is right after `mirror`, in either state. Later moves do not follow it.
+        `storages`: those that were made for the same reader, by address. Tensors that shared a storage share one again."""
         return None
 
     def wait_for_readers(self) -> None:
@@ -186,8 +174,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def check(self, name: str, state: State) -> None:
-        """Compare the declared state with what is measured.
-        Raises IntegrityError: the two disagree; the message has the numbers."""
+        """Raise IntegrityError, with the numbers, if what is declared and what is measured disagree."""
 
     @property
     def leftovers(self) -> str | None:

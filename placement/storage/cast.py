@@ -77,8 +77,8 @@ class CastRange(Range):
         return super().view(offset, nbytes, even_if_lost=even_if_lost)
 
     def have(self) -> None:
-        """Have a host copy of their own from now on, until an offload finds them to be a cast. Any thread may call this.
-        Raises HostMemoryError, IntegrityError: there is no memory for it, or the masters' host copy cannot be read. No value is lost."""
+        """Have a host copy of their own from now on, until an offload finds them to be a cast. Any thread. If it raises, no value is
+        lost."""
         with self.lock:
             if isinstance(self.host, Slab) and self.host.is_released:
                 renew(self.host)
@@ -199,8 +199,7 @@ class CastStorage(ManagedStorage):
         r.weights, r.optimizer = sorted(found, key=lambda each: each.start), optimizer
 
     def masters_change(self, coming: Collection[object]) -> None:
-        """Called before the masters' host copy changes or goes, or may, and before they are loaded together with `coming`.
-        Raises HostMemoryError, IntegrityError: see `CastRange.have`."""
+        """Called before the masters' host copy changes or goes, or may, and before they are loaded together with `coming`."""
         for r in self._cast_ranges():
             r.expected = None
             if self not in coming:

@@ -84,8 +84,7 @@ class Spill:
         return self.is_here and self.can_leave and not self.is_claimed
 
     def claim(self) -> None:
-        """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread.
-        Raises HostMemoryError: there is not enough memory for them now."""
+        """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread."""
         self.is_claimed = True
         self._use()
 
@@ -111,10 +110,9 @@ class Spill:
             raise IntegrityError(self.lost)
 
     def leave(self, goes_on: GoesOn, settle: Callable[[], object]) -> bool:
-        """Free the host memory. Returns False if somebody wants the bytes, or it was stopped; they are in host memory then.
-        `settle`: waits until no copy of the device uses the host copy.
-        Raises OSError: the file cannot be written, or the kernel does not take the memory. The bytes are in host memory.
-        Raises Exception: `settle` failed."""
+        """Free the host memory. Returns False if somebody wants the bytes, or it was stopped. Then, and if it raises, they are in host
+        memory.
+        `settle`: waits until no copy of the device uses the host copy."""
         slab, drops, num_uses = self._slab(), self.drops, self._num_uses
         if slab is None or not self.may_leave or slab.has_views:
             return False

@@ -50,9 +50,7 @@ class Adoptee:
 class RangeLayout:
     """Places for storages in a new range, with poison behind it. To make it touches no tensor.
     `reserve`: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
-    Raises RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be
-    rebound; a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
-    Raises DeviceMemoryError: no addresses are left."""
+    Raises RegistrationError: a storage cannot get a place there (`_refuse_unknown`, `Adopter.refuse`)."""
 
     def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> None:
         self._device = device
@@ -207,8 +205,7 @@ def move_out(
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the target is the range's own device, every
     user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a tensor that is not among them stays in the range.
     `now`: the bytes, uint8, of the storage's size.
-    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage. Raises
-    torch.OutOfMemoryError: no memory on the target; nothing changed."""
+    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return

@@ -63,8 +63,8 @@ class ManagedStorage(AdoptedStorage):
     """The bytes of one object, which come and go."""
 
     def end_calls(self, since_seconds: float) -> None:
-        """Wait for the calls that other threads are in (see `CallGuard.wait`), and refuse new ones until the object is on the device again.
-        Raises PhaseError: a call does not end. The object is as it was."""
+        """Wait for the calls that other threads are in (see `CallGuard.wait`), and refuse new ones until the object is on the device
+        again."""
         self.calls.wait(since_seconds)
         try:
             self.is_consistent = False
@@ -78,9 +78,7 @@ class ManagedStorage(AdoptedStorage):
     # --- adopting
 
     def adopt(self) -> None:
-        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place.
-        Raises RegistrationError: a storage belongs to another handle, or a tensor that nobody named uses it; nothing changed.
-        Raises DeviceMemoryError, HostMemoryError: no addresses or no host memory; nothing changed."""
+        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place."""
         try:
             was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
             self.look_at_framework_memory()
@@ -115,9 +113,9 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move, an offload with the device idle. From here to the end of `make_consistent` the object may be in any state.
-        Raises HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
-        Raises IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun."""
+        """Begin a move, an offload with the device idle. From here to the end of `make_consistent` the object may be in any state. If it
+        raises because the host copy is on disk and does not fit, or values are lost, written or computed from poison, the move has not
+        begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         for r in self.ranges:
@@ -162,9 +160,7 @@ class ManagedStorage(AdoptedStorage):
 
     def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
         """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
-
-        `prints` are the fingerprints of the range's pages, on the CPU; of a replica all of them. Raises what `make_host_copy_own` raises.
-        """
+        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
         return changed
 
     def make_host_copy_own(self, r: Range) -> None:

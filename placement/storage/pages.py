@@ -420,8 +420,7 @@ class ChunkPool:
         return len(sizes)
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
-        """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
-        Raises DeviceMemoryError: the driver has too little memory. The chunks that were taken are in the pool again."""
+        """Chunks of exactly these sizes, from the pool where it has them, else from the driver. Takes all or none."""
         taken: list[Chunk] = []
         try:
             for size in sizes:

@@ -20,18 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes
+from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of
 from placement.storage.pages import Pages
 from placement.tensors.plain import Outline, Owned, is_wrapper
-
-_NAME = operator.attrgetter("name")
-_TENSOR = operator.attrgetter("tensor")
-_STORAGE = torch.Tensor.untyped_storage
-_ADDRESS = torch.UntypedStorage.data_ptr
-_DTYPE = operator.attrgetter("dtype")
-_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
-_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
-_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 if only weak references are left."""
@@ -168,8 +159,7 @@ class Range:
         return self.host
 
     def claim(self) -> None:
-        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
-        Raises HostMemoryError, IntegrityError: see `slab`."""
+        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()
@@ -299,22 +289,19 @@ class Places:
         self._other_names: Mapping[str, str] = {}
 
     def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
-        """Replace everything known by these tensors, which are at their places now. There may be tens of thousands, so C does the work."""
+        """Replace everything known by these tensors, which are at their places now."""
         self._forms, self._outlines, self._other_names = {}, {}, other_names
-        self._add(in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, in_place)))))
+        self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
 
     def add(self, fresh: Range) -> None:
         """Add the tensors that are about to move into a new range."""
         places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
-        found = [(owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned]
-        self._add([owned for owned, _ in found], [address for _, address in found])
+        self._add((owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned)
 
-    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
-        tensors = list(map(_TENSOR, found))
-        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
-        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
+    def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
         outlines: dict[int, Outline] = {}
-        for owned in found:
+        for owned, address in found:
+            self._forms[owned.name] = address, form_of(owned.tensor)
             if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
                 if id(owned.wrapper) not in outlines:
                     outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)

@@ -13,12 +13,12 @@ words, so all of them gather or none does. A rank that has left, or whose collec
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from placement.core.errors import HostMemoryError
+from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
@@ -31,7 +31,6 @@ from placement.storage.shared.scanner import SharedScanner
 from placement.storage.state_dicts import are_only_read
 
 _REASONS = {ALONE: "rank {} takes part no longer, and has logged why", LEFT: "rank {} has unregistered it"}
-_logger = logging.getLogger("placement")
 
 
 class ReplicatedStorage(ManagedStorage):
@@ -144,8 +143,8 @@ class ReplicatedStorage(ManagedStorage):
             r.pages.together = r.copy
             return changed
         if r.is_shared and changed:
-            _logger.warning("%r has %s bytes of host memory on this rank alone now: %s", self.name, f"{r.nbytes:,}", refusal.reason)
-            self._make_own(r)
+            logger.warning("%r has %s bytes of host memory on this rank alone now: %s", self.name, f"{r.nbytes:,}", refusal.reason)
+            self.make_host_copy_own(r)
         if refusal.is_final and not r.is_shared:
             r.leave(refusal.reason)
         return changed
@@ -177,27 +176,24 @@ class ReplicatedStorage(ManagedStorage):
             for r in self._shared_ranges():
                 if r.is_shared and not r.is_frozen:
                     r.pages.wait(range(len(r.chunk_sizes)))
-                    self._make_own(r)
+                    self.make_host_copy_own(r)
 
     def before_shown(self) -> None:
         super().before_shown()
         for r in () if are_only_read.get() else self._shared_ranges():
             if r.is_shared and not r.is_frozen and not self.on_device:
                 try:
-                    self._make_own(r)
+                    self.make_host_copy_own(r)
                 except HostMemoryError as error:
                     error.add_note(f"placement: ranks share {self.name!r}, and this one needs its own to write there; load it first")
                     raise
 
     def make_host_copy_own(self, r: Range) -> None:
         if isinstance(r, SharedRange) and r.is_shared:
-            self._make_own(r)
-
-    def _make_own(self, r: SharedRange) -> None:
-        prints, own = r.prints, self.device.host(r.nbytes)
-        own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
-        self._use(r, own)
-        r.prints = prints
+            prints, own = r.prints, self.device.host(r.nbytes)
+            own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
+            self._use(r, own)
+            r.prints = prints
 
     def _use(self, r: SharedRange, slab: HostSlab) -> None:
         r.pages.host, r.pages.prints = slab, None
@@ -209,7 +205,7 @@ class ReplicatedStorage(ManagedStorage):
         held = r.pages.at(Behind.OWN)
         prints = None if r.prints is None else r.prints.cpu()
         if not self.readonly and (prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)):
-            self._make_own(r)
+            self.make_host_copy_own(r)
             r.pages.note_changed(held)
         else:
             r.pages.note_clean(held)
@@ -232,7 +228,7 @@ class ReplicatedStorage(ManagedStorage):
             r.alone = reason
             if r.copy is not None:
                 r.copy.loads[r.shares.rank] = ALONE
-            _logger.warning("%r is loaded by each rank alone from now on, at the speed of its own link: %s", self.name, reason)
+            logger.warning("%r is loaded by each rank alone from now on, at the speed of its own link: %s", self.name, reason)
 
     def _prepare_nothing(self) -> None:
         """So that a rank that has not looked yet does not wait for this one."""

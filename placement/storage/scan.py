@@ -11,7 +11,7 @@ import itertools
 import operator
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,13 +67,6 @@ def known_aliases(storages: Sequence[int]) -> list[int]:
     for table in [scanner.aliases for scanner in _SCANNERS]:
         total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
-
-
-def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
-    """Note those of an object's tensors that lie in storages of other objects, because the object is about to leave placement."""
-    for tensor in tensors:
-        if RANGES.owner_of(tensor.untyped_storage().data_ptr()) is not None:
-            BORROWED.add(tensor)
 
 
 def lent_gradients() -> set[int]:
@@ -133,19 +126,10 @@ class Versions(NamedTuple):
         return sums
 
 
-class _Found:
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self.owned: list[Owned] = []
-        self.state_dict_tensors: list[torch.Tensor] = []
-
-    def add(self, owned: Owned) -> None:
-        """The first tensor names the storage, so one without elements is not left in front of one that has some."""
-        self.owned.insert(0 if self.owned and not self.owned[0].tensor.numel() else len(self.owned), owned)
-
-    def adoptee(self) -> Adoptee:
-        aliases = (*(each.tensor for each in self.owned), *self.state_dict_tensors)
-        return Adoptee(self.owned[0].name, self.storage, aliases, tuple(self.owned))
+def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
+    """Of the tensors in one storage: the object's, and those of state dicts. The first names it: one that has elements, if any."""
+    found.sort(key=lambda each: not each.tensor.numel())
+    return Adoptee(found[0].name, found[0].tensor.untyped_storage(), (*(each.tensor for each in found), *shown), tuple(found))
 
 
 class _Walk:
@@ -158,8 +142,8 @@ class _Walk:
         # There may be tens of thousands of tensors, so the loop has local names.
         self.storages = storages = list[int]()  # the storage of each tensor, in the adapter's order
         self.in_place = in_place = list[Owned]()  # the tensors whose storages are adopted and at their places
-        self.elsewhere = elsewhere = dict[int, _Found]()  # adopted storages that are not at their places
-        self.new = new = dict[int, _Found]()  # storages that are not adopted and not empty
+        self.elsewhere = elsewhere = dict[int, list[Owned]]()  # adopted storages that are not at their places
+        self.new = new = dict[int, list[Owned]]()  # storages that are not adopted and not empty
         self.aliases = aliases = dict[int, int]()  # how many tensors use each storage
         self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to the keys of `aliases`
         self.versions = Versions(placed_at := list[int](), versions := list[int]())
@@ -171,14 +155,14 @@ class _Walk:
             if (address := places.get(key)) is None:
                 references.append(StorageWeakRef(storage))
                 if storage.nbytes():
-                    new.setdefault(key, _Found(storage)).add(owned)
+                    new.setdefault(key, []).append(owned)
                 continue
             placed_at.append(key)
             versions.append(owned.version)
             if storage.data_ptr() == address:
                 in_place.append(owned)
             else:
-                elsewhere.setdefault(key, _Found(storage)).add(owned)
+                elsewhere.setdefault(key, []).append(owned)
 
 
 class StorageScanner:
@@ -238,24 +222,23 @@ class StorageScanner:
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
-        BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key).owned)
+        BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
         self._last = None
         if walk.storages and len(walk.in_place) == len(walk.storages) and (seen := self.adapter.unchanged()) is not None:
             self._last = ranges, walk.storages, seen.addresses, seen.versions
+        shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in self.state_dict_tensors:
-            key = tensor.untyped_storage()._cdata
-            if (found := walk.new.get(key) or walk.elsewhere.get(key)) is not None:
-                found.state_dict_tensors.append(tensor)
+            shown[tensor.untyped_storage()._cdata].append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
-        relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in walk.elsewhere.items()]
+        relocated = [Relocated(*entries[key], _adoptee(each, shown[key]), each[0].transient) for key, each in walk.elsewhere.items()]
         lasting: list[Adoptee] = []
         goes: list[Adoptee] = []
-        for each in walk.new.values():
-            if each.owned[0].tensor.numel():
-                (goes if each.owned[0].transient else lasting).append(each.adoptee())
+        for adoptee in [_adoptee(each, shown[key]) for key, each in walk.new.items()]:
+            if adoptee.owned[0].tensor.numel():
+                (goes if adoptee.owned[0].transient else lasting).append(adoptee)
         return Scan(lasting, goes, relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
@@ -289,11 +272,11 @@ class StorageScanner:
             self._last = self.ranges.all, storages, addresses, found.versions
         return True
 
-    def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
+    def _belong_elsewhere(self, found: Mapping[int, list[Owned]]) -> tuple[list[int], str | None]:
         """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None. An
         optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
         whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen."""
-        owners = {key: RANGES.owner_of(each.storage.data_ptr()) for key, each in found.items()}
+        owners = {key: RANGES.owner_of(each[0].tensor.untyped_storage().data_ptr()) for key, each in found.items()}
         theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
         modules: Collection[Owner] = ()
         if self.adapter.kind == "optimizer" and found and not self.adapter.hands_back:
@@ -307,18 +290,17 @@ class StorageScanner:
             now = {tensor.untyped_storage()._cdata for tensor in other.tensors_now()}
             theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.discovered) and key not in theirs}
         for key, owner in theirs.items():
-            first = next((owned for owned in found[key].owned if not owned.held), found[key].owned[0])
+            first = next((owned for owned in found[key] if not owned.held), found[key][0])
             is_left = self.adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
-            if not is_left and not all(owned.held for owned in found[key].owned):
+            if not is_left and not all(owned.held for owned in found[key]):
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
-    def stands(self) -> bool:
-        """Whether nothing that comes with a training has come since the last `unadopted_bytes`, see `Adapter.standing`."""
-        return (standing := self.adapter.standing()) is not None and self._stood == (self.ranges.all, standing)
-
-    def unadopted_bytes(self) -> int:
-        """Bytes of the object's storages in torch's own memory."""
+    def unadopted_bytes(self) -> int | None:
+        """Bytes of the object's storages in torch's own memory. None where nothing that comes with a training has come since the last call,
+        see `Adapter.standing`: a policy that never offloads asks often."""
+        if (standing := self.adapter.standing()) is not None and self._stood == (self.ranges.all, standing):
+            return None
         new = self.rescan()
         self._stood = self.ranges.all, self.adapter.standing()
         return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)}.values())
@@ -372,8 +354,7 @@ class StorageScanner:
         return 0 if self.reserved is None else self.reserved.held_bytes
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them.
-        Raises HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses."""
+        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges: their first offload cannot lack them."""
         if sizes:
             nbytes = self.host_bytes_for(sizes, parts)
             self._reserved_addresses = self._device.reserve(nbytes)

@@ -10,8 +10,8 @@ import torch
 
 from placement.devices.base import Device
 from placement.storage.layout import move_out
-from placement.storage.range import Range
-from placement.storage.scan import BORROWED, StorageScanner, note_borrowed, tensors_of_all_objects
+from placement.storage.range import RANGES, Range
+from placement.storage.scan import BORROWED, StorageScanner, tensors_of_all_objects
 from placement.storage.writes import dense_parts
 from placement.tensors.plain import Owned, align_all, follow, has_storage, is_leaf, is_plain_type
 
@@ -29,8 +29,7 @@ class Unadoption:
         self._homes: dict[int, torch.UntypedStorage] = {}  # the new memory of storages, by their old addresses
 
     def run(self) -> None:
-        """Move everything out. The ranges stay, empty. Idempotent, so that a call that failed can be repeated.
-        Raises torch.OutOfMemoryError: no memory for a storage. Storages that left before it stay outside."""
+        """Move everything out. The ranges stay, empty. Idempotent: where memory lacks, it can be repeated."""
         scanner = self._scanner
         scanner.state_dict_tensors.leave()
         for r in scanner.ranges.all:  # first, because a registration that broke off may have tensors to point to other storages
@@ -46,7 +45,7 @@ class Unadoption:
             # takes tens of milliseconds, so nobody is asked before.
             others = _users_in_the_process({storage._cdata for storage, _, _ in left})
             self._move_out(left, (*tensors_of_all_objects(), *(each.tensor for each in others)))
-        note_borrowed(owned.tensor for owned in everything)
+        BORROWED.update(each.tensor for each in everything if RANGES.owner_of(each.tensor.untyped_storage().data_ptr()) is not None)
         follow((*everything, *others))
         scanner.align_wrappers()
         align_all(others)

@@ -210,8 +210,7 @@ class WritesWhileOffloaded:
         self._noted = self._scanner.versions
 
     def new_unless_changed(self) -> Scan:
-        """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
-        Raises IntegrityError: registered tensors were written or changed; the message says which, and what to do."""
+        """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised."""
         scanner = self._scanner
         born = scanner.rescan()
         names = self._written(transient=False)

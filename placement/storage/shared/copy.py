@@ -23,7 +23,7 @@ Only where the values of ranks differ, or a rank has gone, it leaves the shared 
 
 from __future__ import annotations
 
-import abc
+import hashlib
 import os
 import select
 import time
@@ -33,11 +33,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from placement.core import interrupts
+from placement.core.states import Plan
 from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import MappedSlab
 
@@ -72,46 +73,52 @@ class Shares:
         return start, nbytes - start if rank == self.world_size - 1 else part
 
 
-class Ranks(abc.ABC):
-    """The ranks of one machine that share host copies, and gather by a torch.distributed process group.
-    `process_group`: a group of the same ranks, in the same order.
-    `shares`: how bytes are divided among the ranks; it has this rank's number.
-    `deadline_seconds`: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead)."""
+class Ranks:
+    """Those ranks of a group that are in a torch.distributed process group, by which they gather, and share host copies on one machine.
+    `group`: a `Group`, whose module is above this one. Its deadline is also the limit for one collective, where the backend keeps to it
+    (gloo does; NCCL has its watchdog instead).
+    `members`: the number of each in the group, in the order of the process group."""
 
-    def __init__(self, process_group: torch.distributed.ProcessGroup, shares: Shares, deadline_seconds: float) -> None:
+    def __init__(self, group: Any, process_group: torch.distributed.ProcessGroup, members: tuple[int, ...]) -> None:
         from torch._C._distributed_c10d import AllgatherOptions  # not in every build of torch
 
-        self.shares = shares
-        self.deadline_seconds = deadline_seconds
+        self.group = group  # another one after a `rejoin`
+        self.shares = Shares(process_group.rank(), members)
+        self.deadline_seconds: float = group.deadline_seconds
+        self._world_size = group.world_size
         self._process_group = process_group
         self._options = AllgatherOptions()
         self._options.asyncOp = False
-        self._options.timeout = timedelta(seconds=deadline_seconds)
+        self._options.timeout = timedelta(seconds=self.deadline_seconds)
 
     @property
-    @abc.abstractmethod
     def change(self) -> int:
         """The number of the present change of the group, 1 or more. All ranks have the same one; every change of every group another."""
+        return self._number(self.group.epoch)
 
     @property
-    @abc.abstractmethod
     def agreed_change(self) -> int:
         """The number of the last change on which all ranks have agreed."""
+        return self._number(self.group.agreed_epoch)
 
-    @property
-    @abc.abstractmethod
-    def change_is_over(self) -> bool:
-        """Whether the present change has ended, because a rank has failed, or the group cannot be reached."""
+    def _number(self, epoch: int) -> int:
+        # Of this generation of the group alone: words that a rank of an earlier one left in the shared memory never equal it.
+        digest = hashlib.sha256(f"{self.group.generation} {epoch}".encode()).digest()
+        return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
-    @abc.abstractmethod
     def exchange_texts(self, what: str, text: str) -> list[str]:
-        """Send text to these ranks under the topic `what`. Returns the text of each on this topic, by rank.
-        Raises GroupError: a rank failed in the meantime, or did not answer in time.
-        Raises CoordinatorLost: the group cannot be reached."""
+        """See `Group.exchange_texts`."""
+        return cast("list[str]", self.group.exchange_texts(what, text, self.shares.members))
+
+    def agree(self, plan: Plan, stage: str, lacks_engines: bool) -> Any:
+        """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the handle has moved."""
+        return self.group.agree(Plan({}) if self.group.compares_plans else plan, stage, lacks_engines)
 
     @property
     def parted(self) -> str | None:
         """Why these ranks change together no longer; None while they do."""
+        if (self.group.rank, self.group.world_size) != (self.shares.members[self.shares.rank], self._world_size):
+            return "the group was made anew with other ranks"
         return None
 
     @property
@@ -124,8 +131,7 @@ class Ranks(abc.ABC):
         return self.parted
 
     def gather(self, out: torch.Tensor) -> None:
-        """All-gather in place, on the current stream. `out` has the parts of all ranks, in rank order; this rank's is filled in.
-        Raises RuntimeError: the collective failed."""
+        """All-gather in place, on the current stream. `out` has the parts of all ranks, in rank order; this rank's is filled in."""
         # Not torch.distributed.all_gather_into_tensor: it takes no deadline, and torch 2.13 has renamed it.
         part = out.numel() // self.shares.world_size
         work = self._process_group._allgather_base(out, out[self.shares.rank * part :][:part], self._options)

@@ -137,9 +137,7 @@ class SharedScanner(StorageScanner):
 
     def _shared_range(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
         """Make a shared range and write this rank's share. Every rank calls this at the same time.
-        Raises RegistrationError: the ranks do not have the same tensors, or are on several machines.
-        Raises HostMemoryError, DeviceMemoryError: no memory for this rank's share, or no addresses.
-        Raises GroupError, CoordinatorLost: another rank failed, or the group cannot be reached."""
+        Raises RegistrationError: the ranks do not have the same tensors, or are on several machines."""
         device, shares = self._device, self._ranks.shares
         layout = RangeLayout(device, adoptees, self._addresses)
         prints = _fingerprints(adoptees)
@@ -178,7 +176,7 @@ class SharedScanner(StorageScanner):
                         "one machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
                     ) from error
             slab = device.shared_host(file, nbytes, spans_of(shares.rank, nbytes, device.chunk_bytes, shares), extra_bytes)
-            copy = SharedCopy(slab, shares, lambda: ranks.change, lambda: ranks.change_is_over)
+            copy = SharedCopy(slab, shares, lambda: ranks.change, lambda: bool(ranks.group.is_decided))
             ranks.exchange_texts(f"mapping of {what}", "done")
         copy.watch()
         return copy

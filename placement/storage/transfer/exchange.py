@@ -93,10 +93,10 @@ class Arrivals:
             for index in r.pages.without_memory():
                 (self._full if r.chunk_sizes[index] == self._device.chunk_bytes else self._tails).append((holding, r, index))
 
-    def window(self, room_bytes: int) -> int:
-        """How many of the first `WINDOW` waiting pages fit into `room_bytes`, the room beside everything that leaves."""
+    def open_window(self, room_bytes: int) -> None:
+        """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
         sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
-        return sum(nbytes <= room_bytes for nbytes in sizes)
+        self.fill(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
@@ -134,33 +134,32 @@ class Arrivals:
         return served, created
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Exchange:
-    """The moves of one phase transition."""
+    """The moves of one phase transition, made at its beginning and dropped at its end."""
 
     device: Device
     chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
-    room_bytes: int  # device bytes that may be taken from the driver before any chunk was given up
-    releases_at_once: bool  # give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver.
-    dropping: Collection[ManagedStorage]  # storages whose gradients are dropped when they leave, instead of saved
-    staying: Mapping[ManagedStorage, int]  # device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves
-    while_copying: Callable[[], object]  # called once, if any storage leaves. The link has work by then, unless memory is put aside first.
-    calls_since_seconds: float  # from when on calls of what leaves have been waited for, see `CallGuard.wait`
-    is_together: bool = False  # whether all ranks make these moves, in the same change of the group
+    dropping: Collection[ManagedStorage] = ()  # storages whose gradients are dropped when they leave TRAINING, instead of saved
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
+    """Device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves."""
+    while_copying: Callable[[], object] = nothing
+    """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
+    is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
+    began_seconds: float = field(default_factory=time.monotonic)  # from when on calls of what leaves are waited for, see `CallGuard.wait`
 
-    def __post_init__(self) -> None:
-        self._arrivals = Arrivals(self.device, self.chunk_pool)
-        self._arrived_early: dict[ManagedStorage, int] = {}  # bytes that came before they were waited for, by storage
-
-    def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
+    def run(
+        self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage], *, releases_at_once: bool = False
+    ) -> dict[ManagedStorage, MoveResult]:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
         are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
         waits for them. After an error every storage is settled on one side or the other.
-        Raises DeviceMemoryError, HostMemoryError: no memory.
-        Raises IntegrityError: the bytes that arrived are not those that were sent.
-        Raises PhaseError: another thread is in a call of what leaves, and the deadline has passed."""
+        `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver."""
         began = time.monotonic()
+        self._arrivals, self._releases_at_once = Arrivals(self.device, self.chunk_pool), releases_at_once
+        # Device bytes that may be taken from the driver before any chunk was given up.
+        self._room_bytes = min(self.device.memory().free_bytes, self.chunk_pool.room_bytes) if leaving and coming else 0
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
             holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
@@ -170,12 +169,13 @@ class Exchange:
         for holding in out:
             holding.scanner.moves_together = self.is_together
         try:
-            self._begin(out, into)
-            moving = [Leaving(each, aside_bytes=self._aside_bytes(each)) for each in out]
-            for each in moving:
-                each.dropped = each.holding.gradients.ranges(each.holding.ranges) if each.holding in self.dropping else None
+            early = self._begin(out, into)
+            dropped = {each: each.gradients.ranges(each.ranges) for each in out if each in self.dropping}
+            moving = [Leaving(each, aside_bytes=self._aside_bytes(each), dropped=dropped.get(each)) for each in out]
             stays = any(each.aside_bytes for each in moving)
-            parts = self._start(moving, remaps_first=stays)
+            parts = self._start(moving, remaps_first=stays) if moving else []
+            for _ in range(0 if moving else 2):  # two bursts keep the link busy while every tensor is looked at
+                self._arrivals.bring_more()
             # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
             # which a state dict gave the object, and they must be taken in first.
             for each in moving:
@@ -185,9 +185,9 @@ class Exchange:
                 self._arrivals.expect(holding, holding.adopt_from_elsewhere())
             if stays:
                 self._let_stay(moving)
-                self._open_window()
+                self._arrivals.open_window(self._room_bytes)
             self._move_out(moving, parts)
-            moved = self._commit_offloads(moving) | self._load(into)
+            moved = self._commit_offloads(moving) | self._load(into, early)
         except BaseException as error:
             if any(holding.on_device for holding in out):  # copies to new slabs may be under way: this frame and the traceback hold these
                 with contextlib.suppress(Exception):
@@ -227,9 +227,10 @@ class Exchange:
         if leaving and (not self.staying or any(each.fresh for each in leaving)):
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
-    def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
+    def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, int]:
+        """Returns the bytes of what comes that are there already, by storage."""
         for holding in leaving:  # before the device is waited for: a call starts kernels until its end
-            holding.end_calls(self.calls_since_seconds)
+            holding.end_calls(self.began_seconds)
         if leaving:
             self.device.sync()
         for holding in coming:
@@ -241,7 +242,7 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
-        self._arrived_early = {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
+        return {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
     def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied. If
@@ -249,11 +250,8 @@ class Exchange:
         parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
             next(part, None)
-        if not leaving:  # two bursts keep the link busy while every tensor is looked at
-            self._arrivals.bring_more()
-            self._arrivals.bring_more()
-        elif not remaps_first:
-            self._open_window()
+        if not remaps_first:
+            self._arrivals.open_window(self._room_bytes)
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
             for each, part in zip(leaving, parts, strict=True):
@@ -261,13 +259,8 @@ class Exchange:
                 if remaps_first or self._arrivals or not each.is_compared:
                     for _ in part:
                         pass
-        if leaving:
-            self.while_copying()
+        self.while_copying()
         return parts
-
-    def _open_window(self) -> None:
-        """Start the first copies to the device, into memory that the driver has free."""
-        self._arrivals.fill(fresh=self._arrivals.window(self.room_bytes), longest=1)
 
     def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
@@ -279,7 +272,7 @@ class Exchange:
                 r.pages.wait(indices)
                 self.verifier.check_host(leaving.holding, (r, compared.start, compared.stop), leaving.on_host)
             leaving.holding.vacate(r, indices, self.chunk_pool)
-            if self.releases_at_once and not self._arrivals:
+            if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
             self._arrivals.fill(fresh=0, longest=BATCH)
             interrupts.check()
@@ -295,8 +288,7 @@ class Exchange:
         ranges = [r for r in leaving.holding.ranges if r not in dropped]
         if self.verifier is not None:
             leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
-        for r in ranges:
-            yield from self._enqueue_range(leaving, r, holds_back=holds_back)
+        return itertools.chain(*[self._enqueue_range(leaving, r, holds_back=holds_back) for r in ranges])
 
     def _enqueue_range(self, leaving: Leaving, r: Range, *, holds_back: bool) -> Iterator[None]:
         holding, pages = leaving.holding, r.pages
@@ -397,7 +389,7 @@ class Exchange:
             self.device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 
-    def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
+    def _load(self, holdings: Sequence[ManagedStorage], early: Mapping[ManagedStorage, int]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:
             self._arrivals.bring_more()
             interrupts.check()
@@ -410,5 +402,5 @@ class Exchange:
         for holding in complete:
             holding.commit_load()
             holding.make_consistent(self.chunk_pool)
-        brought, early = self._arrivals.brought_bytes, self._arrived_early
+        brought = self._arrivals.brought_bytes
         return {holding: MoveResult(copied_bytes=brought[holding], prefetched_bytes=early[holding]) for holding in holdings}

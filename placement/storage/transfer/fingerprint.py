@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 
-logger = logging.getLogger("placement")
+from placement.core.journal import logger
 
 
 def _signed(value: int) -> int:
@@ -35,15 +34,9 @@ def _shift(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """One 64-bit fingerprint for each consecutive piece of `data`.
-
-    Args:
-        data: uint8, one-dimensional, on any device, of at least `sum(sizes)` bytes.
-        sizes: bytes of each piece, multiples of 8.
-
-    Returns:
-        int64 of shape `(len(sizes),)` on the device of `data`. Nothing waits for the host.
-    """
+    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing waits for the host.
+    `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
+    `sizes`: bytes of each piece, multiples of 8."""
     if not sizes:
         return torch.empty(0, dtype=torch.int64, device=data.device)
     with torch.no_grad():

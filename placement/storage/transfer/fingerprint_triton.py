@@ -49,16 +49,11 @@ def fits(sizes: Sequence[int]) -> bool:
 
 
 def fingerprints(words: torch.Tensor, sizes: Sequence[int], *, step: int, mix_1: int, mix_2: int) -> torch.Tensor:
-    """Compute what `placement.storage.transfer.fingerprint.fingerprints` does.
-
-    Args:
-        words: the data as int64.
-        sizes: bytes of each piece; `fits` must be True of them.
-        step, mix_1, mix_2: the mixing constants; `mix_1` and `mix_2` are unsigned.
-
-    Returns:
-        int64 of shape `(len(sizes),)`. Enqueued on the current stream.
-    """
+    """Compute what `placement.storage.transfer.fingerprint.fingerprints` does, enqueued on the current stream: int64 of shape
+    `(len(sizes),)`.
+    `words`: the data as int64.
+    `sizes`: bytes of each piece; `fits` must be True of them.
+    `step`, `mix_1`, `mix_2`: the mixing constants; `mix_1` and `mix_2` are unsigned."""
     out = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)
     span = _BLOCK * _BLOCKS_A_PROGRAM
     piece_words = sizes[0] // 8 if len(sizes) > 1 else -(-words.numel() // span) * span

@@ -149,12 +149,8 @@ class StreamedStep:
     _peak_bytes: int = 0
 
     def run(self) -> Streamed:
-        """Make the step. Returns when all state is complete on the host and its memory is given back.
-        Raises DeviceMemoryError: a bucket has no room although no other is on the device.
-        Raises HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
-        Raises IntegrityError: values of the state are lost. Nothing was stepped.
-        Raises Exception: the step's or the device's error. What was stepped has its new state, everything else its old state, on the
-        host."""
+        """Make the step. Returns when all state is complete on the host and its memory is given back. After an error what was stepped has
+        its new state, everything else its old state, on the host."""
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
         for index, bucket in enumerate(self._buckets):

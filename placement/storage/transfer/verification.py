@@ -52,8 +52,7 @@ class Verifier:
     def check_host(self, holding: ManagedStorage, span: Span, wanted: Mapping[Range, torch.Tensor]) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
         `span`: chunks that have arrived.
-        `wanted`: the fingerprints that the host copy of each range must have.
-        Raises IntegrityError: the bytes differ; those on the device are the good ones."""
+        `wanted`: the fingerprints that the host copy of each range must have."""
         r, first, last = span
         if bad := differing(wanted[r][first:last], _of_host(r, first, last), first):
             _mend(holding, r, bad, wanted[r])
@@ -63,8 +62,7 @@ class Verifier:
             )
 
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
-        """Check the same, byte by byte, for new storages that have no place in a range yet.
-        Raises IntegrityError: the bytes differ; the storages stay where they are."""
+        """Check the same, byte by byte, for new storages that have no place in a range yet, and stay where they are if it raises."""
         arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))]
         if self._mode == "sample" and arrived:
             arrived = [self._random.choice(arrived)]
@@ -79,8 +77,7 @@ class Verifier:
 
     def check_device(self, holding: ManagedStorage) -> None:
         """Check before a load is committed that the device has the bytes that the host copy had when it was written. Waits for the copies.
-        Raises IntegrityError: the bytes differ. If the host copy is as it was, the load can be tried again. If not, no good copy exists any
-        more, and the storage is `lost`."""
+        If the host copy is as it was, the load can be tried again. If not, no good copy exists any more, and the storage is `lost`."""
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
             bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
