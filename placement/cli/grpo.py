@@ -19,20 +19,15 @@ from placement.engines import TorchEngine
 
 
 class Characters:
-    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no download.
-
-    `encode` pads on the left and returns ids and attention mask, both int64 [prompts, length].
-    """
+    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no download."""
 
     pad, eos = 0, 1
     _alphabet = "0123456789+="
     vocabulary_size = 2 + len(_alphabet)
 
-    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        length = max(map(len, texts))
-        rows = [[self.pad] * (length - len(text)) + [2 + self._alphabet.index(c) for c in text] for text in texts]
-        ids = torch.tensor(rows)
-        return ids, (ids != self.pad).long()
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """The ids of texts of one length, int64 [texts, length]."""
+        return torch.tensor([[2 + self._alphabet.index(c) for c in text] for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self._alphabet[i - 2] for i in ids if i >= 2)
@@ -58,10 +53,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Sampled completions. `ids` and `mask` are [samples, prompt + completion]."""
+    """Sampled completions. What stands behind an end token in `ids` is padding, which no token before it attends to."""
 
-    ids: Tensor
-    mask: Tensor  # 1 for tokens that the model attends to: the prompt without padding, and the completion including its end token
+    ids: Tensor  # int64 [samples, prompt + completion]
     answer_mask: Tensor  # float32 [samples, completion]: 1 up to and including the end token of the completion
     rewards: Tensor  # float32 [samples]
 
@@ -121,48 +115,37 @@ class Worker:
     def rollout(self, sums: Sequence[tuple[int, int]], generator: torch.Generator) -> tuple[Rollouts, float]:
         """Sample `completions` answers to each sum from the engine and judge them. Also returns the fraction of correct answers."""
         recipe = self.recipe
-        prompts, prompt_mask = self.tokenizer.encode([f"{a}+{b}=" for a, b in sums])
-        prompts = prompts.to(self.device).repeat_interleave(recipe.completions, dim=0)
-        prompt_mask = prompt_mask.to(self.device).repeat_interleave(recipe.completions, dim=0)
-        answers, answer_mask = self.sample(prompts, prompt_mask, generator)
+        prompts = self.tokenizer.encode([f"{a}+{b}=" for a, b in sums]).to(self.device).repeat_interleave(recipe.completions, dim=0)
+        answers, answer_mask = self.sample(prompts, generator)
 
         targets = [a + b for a, b in sums for _ in range(recipe.completions)]
         texts = [(self.tokenizer.decode(ids), self.tokenizer.eos in ids) for ids in answers.tolist()]
         rewards = torch.tensor([judge(text, ended, target) for (text, ended), target in zip(texts, targets, strict=True)])
         correct = sum(text == str(target) for (text, _), target in zip(texts, targets, strict=True)) / len(targets)
-        rollouts = Rollouts(
-            ids=torch.cat([prompts, answers], dim=1),
-            mask=torch.cat([prompt_mask, answer_mask], dim=1),
-            answer_mask=answer_mask.float(),
-            rewards=rewards.to(self.device),
-        )
-        return rollouts, correct
+        return Rollouts(torch.cat([prompts, answers], dim=1), answer_mask, rewards.to(self.device)), correct
 
-    def sample(self, prompts: Tensor, mask: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def sample(self, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Continue [samples, length] prompts by `new_tokens` ids with a KV cache. Returns ids and mask, [samples, new_tokens]."""
         tokenizer, model = self.tokenizer, self.engine.module
-        ids, cache, prompt_mask = prompts, None, mask
+        ids, cache = prompts, None
         running = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
         answers: list[Tensor] = []
         answer_mask: list[Tensor] = []
         for _ in range(self.recipe.new_tokens):
-            positions = positions_of(mask)[:, -ids.shape[1] :]
-            output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            output = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             probabilities = torch.softmax(output.logits[:, -1].float() / self.recipe.temperature, dim=-1)
             chosen = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
             ids = torch.where(running, chosen, tokenizer.pad).unsqueeze(1)
             answers.append(ids)
-            answer_mask.append(running.long().unsqueeze(1))
-            mask = torch.cat([prompt_mask, *answer_mask], dim=1)
+            answer_mask.append(running.float().unsqueeze(1))
             running = running & (ids.squeeze(1) != tokenizer.eos)
         return torch.cat(answers, dim=1), torch.cat(answer_mask, dim=1)
 
     def log_probs(self, model: nn.Module, rollouts: Rollouts) -> Tensor:
         """Log-probability of each sampled token, [samples, completion], float32."""
         length = rollouts.answer_mask.shape[1]
-        output = model(input_ids=rollouts.ids, attention_mask=rollouts.mask, position_ids=positions_of(rollouts.mask), use_cache=False)
-        logits = output.logits[:, -length - 1 : -1].float() / self.recipe.temperature
+        logits = model(input_ids=rollouts.ids, use_cache=False).logits[:, -length - 1 : -1].float() / self.recipe.temperature
         picked: Tensor = logits.log_softmax(dim=-1).gather(2, rollouts.ids[:, -length:, None]).squeeze(2)
         return picked
 
@@ -175,7 +158,7 @@ class Worker:
         # Strided, so that every minibatch has completions of every prompt.
         for part in range(recipe.minibatches):
             pick = slice(part, None, recipe.minibatches)
-            batch = Rollouts(rollouts.ids[pick], rollouts.mask[pick], rollouts.answer_mask[pick], rollouts.rewards[pick])
+            batch = Rollouts(rollouts.ids[pick], rollouts.answer_mask[pick], rollouts.rewards[pick])
             loss, kl = grpo_loss(self.log_probs(self.actor, batch), old[pick], ref[pick], advantages[pick], batch.answer_mask, recipe)
             self.optimizer.zero_grad()
             loss.backward()
@@ -203,11 +186,6 @@ def grpo_loss(new: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: T
     tokens = mask.sum()
     mean_kl = (kl * mask).sum() / tokens
     return (policy * mask).sum() / tokens + recipe.kl_weight * mean_kl, mean_kl
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Positions that start at the first token that is not padding."""
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def build_actor(tokenizer: Characters, seed: int) -> nn.Module:

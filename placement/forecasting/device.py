@@ -28,7 +28,6 @@ from placement.devices.host.mapping import round_up
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark
-from placement.engines.base import Engine
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
 from placement.ownership.partial_step import allow
@@ -395,19 +394,6 @@ class SizedEngine(TaggedEngine):
         """No bucket is ever sent."""
 
 
-class _Generator(Engine):
-    """A rollout engine in this process, which does not keep its module alive."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def modules(self) -> Sequence[torch.nn.Module]:
-        return () if (module := self._module()) is None else (module,)
-
-    def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """No bucket is ever sent."""
-
-
 @dataclass
 class Object:
     """An object to register, and what a run has to know of it besides."""
@@ -422,10 +408,6 @@ class Object:
     is_shared: bool = False  # whether the ranks of a node share the host copy, of which each counts its part
     keeps_gradients: bool = False  # whether the gradients of a module are alive when training ends
     gradient_bytes: int = 0  # bytes of the gradients of a module that is trained, as far as they are to be told
-
-    def to_register(self) -> Any:
-        """The manager's object. The module or optimizer in it is held by this one alone."""
-        return _Generator(self.target) if self.generates and isinstance(self.target, SizedModule) else self.target
 
     def own(self, nbytes: int) -> int:
         return -(-nbytes * self.part[0] // self.part[1])

@@ -8,7 +8,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
-from placement.core.states import IDLE, HandleView, Plan, Policy, State, View
+from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
+from placement.engines import TorchEngine
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, sized
 from placement.forecasting.host_limit import CountedTier
@@ -87,7 +88,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.tier = CountedTier(self._manager, _NO_LIMIT if host_limit_bytes is None else host_limit_bytes, self._shared_part)
         try:
             for each in objects:
-                self._register(each)
+                self._objects[each.name] = each
+                target = TorchEngine(each.target) if each.generates and isinstance(each.target, SizedModule) else each.target
+                self._manager.register(each.name, target, role=each.role, readonly=each.readonly, external=each.external)
+                if isinstance(each.target, SizedModule) and each.part != (1, 1):
+                    for tensor in each.target.tensors:
+                        device.share(tensor, *each.part)
         except BaseException:
             self.__exit__()
             raise
@@ -129,13 +135,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
             if engine.residency.mirror_bytes and engine.woken_in == {"weight_sync"}
         ]
 
-    def _register(self, each: Object) -> None:
-        self._objects[each.name] = each
-        self._manager.register(each.name, each.to_register(), role=each.role, readonly=each.readonly, external=each.external)
-        if isinstance(each.target, SizedModule) and each.part != (1, 1):
-            for tensor in each.target.tensors:
-                self._device.share(tensor, *each.part)
-
     # --- phases
 
     def go(self, phase: Phase, work_seconds: float | None = None) -> PhaseForecast:
@@ -152,9 +151,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         work_seconds = self._work_seconds.get(phase.name) if work_seconds is None else work_seconds
         disk_waited_bytes, gradient_bytes, streamed = self.tier.waited_bytes, 0, Moved()
         if problem is None:
+            plan = self._manager._stack.phases.base_plan()
+            wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
             waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
             stall, streamed = stall + waited, Moved.total(self._moved().values())._replace(prefetched_bytes=0)
-        wanted_bytes = self._wanted_bytes(problem, views)
+        else:
+            wanted_bytes = getattr(problem, "wanted_bytes", None) or 0
         if (link := self._device.link) is not None:
             managed = Moved.total(each for name, each in moved.items() if not isinstance(self._objects[name].target, SizedEngine))
             stall += link.seconds_beside(*managed[:3])
@@ -197,18 +199,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
         except PlacementError as error:
             return error.with_traceback(None)
         return None
-
-    def _wanted_bytes(self, problem: PlacementError | None, views: Mapping[str, HandleView]) -> int:
-        """Device bytes that the plan of the phase needs, or needed where it was refused."""
-        if problem is not None:
-            return getattr(problem, "wanted_bytes", None) or 0
-        wanted = 0
-        for view in views.values():
-            if view.streaming:
-                wanted += view.window_bytes if view.state is State.TRAINING else 0
-            elif view.state is not State.CPU_OFFLOADED and not view.external:
-                wanted += view.resident_bytes if view.tags else view.num_bytes
-        return wanted
 
     # --- work
 
