@@ -31,17 +31,13 @@ class FSDP1(Framework):
     """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of its own has no FSDP1 handle."""
 
     packages = ("torch.distributed.fsdp",)
+    recognised_by = (_UNIT,)
     wrappers = (Wrapper(_UNIT, "_fsdp_wrapped_module"),)
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
         # Found once, because walking a large model takes as long as all other work here. Wrapping comes before registering.
         self._units = [(path, weakref.ref(part)) for path, part in self.parts(_UNIT)]
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> FSDP1 | None:
-        found = cls(root)
-        return found if any(found._handles()) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(handle._offload_params for _, handle in self._handles()):

@@ -29,6 +29,7 @@ class FSDP2(Framework):
     """
 
     packages = ("torch.distributed.fsdp",)
+    recognised_by = (_SHARDED,)
 
     @classmethod
     def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
@@ -37,11 +38,6 @@ class FSDP2(Framework):
         if compute_device.type != "cpu" and local and all(part is not None and part.device.type == "cpu" for part in local):
             return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
         return None
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> FSDP2 | None:
-        found = cls(root)
-        return found if any(found.parts(_SHARDED)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         offloaded = [path for path, group in self._groups() if _is_on_cpu(group)]

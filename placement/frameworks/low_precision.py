@@ -145,11 +145,7 @@ class TransformerEngine(Framework):
     """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
 
     packages = (_TE.module,)
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> TransformerEngine | None:
-        found = cls(root)
-        return found if any(found.parts(_TE)) else None
+    recognised_by = (_TE,)
 
     def caches(self) -> Iterator[torch.Tensor]:
         for _, module in self.parts(_TE):

@@ -24,16 +24,12 @@ _DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 class DDP(Framework):
     """All `DistributedDataParallel` modules of a module tree."""
 
+    recognised_by = (_DDP,)
     wrappers = (Wrapper(_DDP, "module"),)
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
         self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> DDP | None:
-        found = cls(root)
-        return found if found._reducers else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
