@@ -166,7 +166,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
     async def update_weights(self, weights: Any, *args: Any, **keywords: Any) -> Any:
         """verl's own, after which the weights are valid. After an error nobody reads on: the actor's phases end, too."""
         engine = self._colocated
-        filling = engine if engine is not None and WEIGHTS in engine.residency.resident else None
+        filling = engine if engine is not None and WEIGHTS in engine.residency.resident_tags else None
         if filling is not None:
             filling.residency.stale = "a sync has begun and was not finished"
         try:
