@@ -14,7 +14,7 @@ from placement.core import __version__
 from placement.core.snapshot import LinkRates, TransitionSeconds
 from placement.devices.base import Device
 from placement.devices.host import numa
-from placement.devices.host.mapping import available_bytes
+from placement.devices.host.slab import available_bytes
 from placement.devices.memory import Copy, Direction, HostSlab
 
 MEASURED_BYTES = 1 << 30  # the size of the buffers whose copies are timed, where the device and the host have room for two of them

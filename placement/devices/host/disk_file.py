@@ -20,9 +20,8 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.background import BackgroundThread
-from placement.devices.host.mapping import PAGE, available_bytes, libc, round_up
 from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import MADV_DONTNEED, PAGE, Slab, available_bytes, libc, round_up
 
 BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
 DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.
@@ -31,9 +30,6 @@ _CHECKING = 2  # the threads beside these that compute checksums, so that the di
 GoesOn = Callable[[], bool]  # whether to go on; asked on the calling thread between blocks
 
 logger = logging.getLogger("placement")
-_MADV_DONTNEED = 4
-_fallocate = libc.fallocate
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _warning = threading.Lock()  # taken by the first warning of the cache, for good
 
@@ -74,7 +70,7 @@ class DiskFile:
         weakref.finalize(self, own.close).atexit = False
         self._file = own.fileno()
         # The whole length now, so that a full disk shows before a byte is written.
-        if self.nbytes and _fallocate(self._file, 0, 0, self.nbytes):
+        if self.nbytes and libc.fallocate(self._file, 0, 0, self.nbytes):
             number = ctypes.get_errno()
             if number not in _NOT_OFFERED:
                 raise OSError(number, os.strerror(number), self.path)
@@ -220,4 +216,4 @@ def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
 
 def _drop(slab: Slab) -> bool:
     size = round_up(slab.nbytes, PAGE)
-    return not size or libc.madvise(slab.address, size, _MADV_DONTNEED) == 0
+    return not size or libc.madvise(slab.address, size, MADV_DONTNEED) == 0

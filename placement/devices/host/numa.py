@@ -12,8 +12,7 @@ import os
 import platform
 from pathlib import Path
 
-from placement.devices.host.mapping import libc
-from placement.devices.host.slab import Place
+from placement.devices.host.slab import Place, libc
 
 _logger = logging.getLogger("placement")
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
