@@ -201,11 +201,8 @@ class Outside:
 
     @property
     def own_bytes(self) -> int | None:
-        """`nbytes` without other processes; None while these are unknown.
-
-        Only measurements that belong together are subtracted, because an engine in another process may have gone to sleep since: this is
-        of the last measurement after which others were measured too.
-        """
+        """`nbytes` without other processes, of the last measurement after which these were measured too: an engine in another process may
+        have gone to sleep since. None while they are unknown."""
         return None if self.others_bytes is None else self._own_bytes
 
     @property

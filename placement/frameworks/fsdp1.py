@@ -60,11 +60,7 @@ class FSDP1(Framework):
         return self.external
 
     def ready(self) -> None:
-        """Reshard every unit.
-
-        Raises:
-            PhaseError: full parameters are summoned; values written to them would be lost.
-        """
+        """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to them would be lost."""
         if summoned := self._summoned():
             raise PhaseError(
                 f"the full parameters of {summoned} are summoned, and values written to them are not in the shards yet: leave "
@@ -171,10 +167,8 @@ class FSDP1(Framework):
 
 
 def _end_iteration(handle: Any) -> None:
-    """End a forward or backward pass that an exception interrupted. Else torch would compute with memory that is no longer gathered.
-
-    Gradients that were not reduced yet are dropped: they are incomplete, and `zero_grad()` does not reach them. Gradients of shards stay.
-    """
+    """End a forward or backward pass that an exception interrupted: else torch would compute with memory that is no longer gathered.
+    Gradients that were not reduced yet are dropped: they are incomplete, and `zero_grad()` does not reach them."""
     flat, states = handle.flat_param, type(handle._training_state)
     if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._local_shard.size():
         flat.grad = None
@@ -235,9 +229,7 @@ class FlatWeight(Weight):
         full = torch.empty(self.shape.numel(), dtype=dtype, device=reader.device)
         under_way = []
         for rank in range(handle.world_size) if self.is_collective else (handle.rank,):
-            # In elements of the flat parameter: where the rank's shard begins, and the span of this weight that it has.
-            begin = rank * shard.numel() if handle.uses_sharded_strategy else 0
-            first, last = max(self._start, begin), min(self._start + full.numel(), begin + shard.numel())
+            begin, first, last = self._span(rank, shard)
             if first >= last:
                 continue
             piece = full[first - self._start : last - self._start]
@@ -249,6 +241,11 @@ class FlatWeight(Weight):
             work.wait()
         return full.view(self.shape) if self._stride is None else full.as_strided(self.shape, self._stride)
 
+    def _span(self, rank: int, shard: torch.Tensor) -> tuple[int, int, int]:
+        """In elements of the flat parameter: where a rank's shard begins, and the span of this weight that it has."""
+        begin = rank * shard.numel() if self._handle.uses_sharded_strategy else 0
+        return begin, max(self._start, begin), min(self._start + self.shape.numel(), begin + shard.numel())
+
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         if self.problem is not None:
             raise ValueError(self.problem)
@@ -257,8 +254,7 @@ class FlatWeight(Weight):
     def _write(self, value: torch.Tensor) -> None:
         handle, flat = self._handle, self._handle.flat_param
         shard = getattr(flat, "_local_shard", flat).detach()
-        begin = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
-        first, last = max(self._start, begin), min(self._start + self.shape.numel(), begin + shard.numel())
+        begin, first, last = self._span(handle.rank, shard)
         if first < last:
             laid_out = value.reshape(-1) if self._stride is None else _as_laid_out(value, self._stride)
             shard[first - begin : last - begin].copy_(laid_out[first - self._start : last - self._start])

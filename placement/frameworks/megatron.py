@@ -70,7 +70,6 @@ class Megatron(Framework):
 
     @classmethod
     def holds_optimizers(cls, obj: object) -> bool:
-        """Whether an object is a Megatron optimizer. It holds no optimizer on a rank that has nothing to step."""
         return _OPTIMIZER.is_of(obj)
 
     @classmethod

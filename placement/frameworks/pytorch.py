@@ -132,9 +132,8 @@ class TorchWrappers(Framework):
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
-        if not is_a(optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
-            return None
-        if not optimizer._overlap_with_ddp:
+        is_zero = is_a(optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+        if not is_zero or not optimizer._overlap_with_ddp:
             return None
         found = " with overlap_with_ddp=True, which steps inside the backward pass and moves parameters into buckets on the way,"
         return found, "leave overlap_with_ddp out"
