@@ -55,9 +55,7 @@ class FSDP1(Framework):
             return "FSDP1's CPUOffload keeps its parameters on the CPU"
         return None
 
-    @property
-    def external_state(self) -> str | None:
-        return self.external
+    external_state = external
 
     def ready(self) -> None:
         """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to them would be lost."""

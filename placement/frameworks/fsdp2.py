@@ -51,9 +51,7 @@ class FSDP2(Framework):
         policies = [_is_on_cpu(group) for _, group in self._groups()]
         return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU" if policies and all(policies) else None
 
-    @property
-    def external_state(self) -> str | None:
-        return self.external
+    external_state = external
 
     def ready(self) -> None:
         states = [state for _, state in self._sharded()]

@@ -225,8 +225,8 @@ class Slab(ReservedSlab):
         self.address = 0
         self._register, self._unregister = register, unregister
         self.is_released = False  # whether the memory was given back: see `disk_file.release`
-        self.before_use: Callable[[], object] = _nothing  # called for each new view, once it counts: brings back what was released
-        self.on_claim: Callable[[], object] = _nothing  # does the work of `claim`
+        self.before_use: Callable[[], object] = lambda: None  # called for each new view, once it counts: brings back what was released
+        self.on_claim: Callable[[], object] = lambda: None  # does the work of `claim`
         self._uses = object()  # every view refers to it, so that its references count the views
         size = round_up(nbytes, PAGE)
         self._memory = memory = Reservation(self, size)  # promised before the check, so that two slabs made at once count each other
@@ -281,10 +281,6 @@ class Slab(ReservedSlab):
             self._memory.begin(self.address, None if is_touched else _touch, self._register, self._unregister)
         elif not is_touched:
             populate(self.address, size)
-
-
-def _nothing() -> None:
-    """The default of `Slab.before_use` and `Slab.on_claim`."""
 
 
 def _map(memory: Reservation, nbytes: int) -> int:
