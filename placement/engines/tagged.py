@@ -75,9 +75,8 @@ class Residency(Storage):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
-        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device. An engine that was lost must have
-        been restarted by now, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered
-        with another manager."""
+        """Let a manager take the engine over. `free_bytes` gives the free bytes of its device. An engine that was lost must have been
+        restarted, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered already."""
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
         lost = self.resident_tags, self.stale, self.doubt
@@ -243,7 +242,7 @@ class Residency(Storage):
 
     def _see_freed(self, tags: frozenset[str], before: int) -> None:
         """Wait until the device shows the memory of these tags as free. Raises EngineError; the tags are recorded as offloaded then."""
-        if not self._by_memory:
+        if not self._by_memory or not self._engine.frees_when_asked:
             return
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
         freed = 0
@@ -292,6 +291,8 @@ class TaggedEngine(Engine):
 
     why_nothing_moves = "It may have been started without the option that lets its memory move."
     """Advice for an engine that reports an offload while its device shows no freed memory."""
+    frees_when_asked = True
+    """Whether an offload is what frees the memory, so that the device shows more free memory after it. Else it was free before."""
 
     def __init__(
         self,

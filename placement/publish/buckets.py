@@ -37,11 +37,8 @@ def published(
     root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters, names: Names = "module"
 ) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
-    one of adapters alone under each name that PEFT saves.
-
-    Reads no value, moves nothing and calls no collective. The order is the same on all ranks of a sharded module. `frameworks` are those
-    that have a part in it (`frameworks_of`). ValueError: the module has no such adapters or names, or they cannot be published so.
-    """
+    one of adapters alone under each name that PEFT saves. Reads no value, moves nothing and calls no collective. The order is the same on
+    all ranks of a sharded module. ValueError: the module has no such adapters or names, or they cannot be published so."""
     skeleton = Skeleton(Shown(root, frameworks))
     bare, weights = skeleton.copy(root), skeleton.weights
     if adapters != "separate" and "peft" in sys.modules:

@@ -53,13 +53,10 @@ def check_directory(path: str | os.PathLike[str]) -> None:
 class DiskFile:
     """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
 
-    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed. A checksum is
-    a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words. It needs
-    both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day. The standard
-    library computes them at the speed of the memory, outside of Python's lock.
-    `directory`: an existing folder on a local disk.
-    `name`: what messages call the file.
-    Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
+    It has no name in the file system (`name` is for messages), so that its space is given back when this object dies, and when the process
+    is killed. A checksum is a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of
+    the words. It needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block
+    some day. Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
         self.path = f"{os.fspath(directory)}/{name}"
