@@ -34,28 +34,17 @@ class Adopter:
         return "swap" if storage.device == self.device and can_swap() else "rebind"
 
     def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Refuse storages, given with their names, whose memory somebody relies on who would not follow.
-
-        Raises:
-            RegistrationError: which one, and what to do.
-        """
+        """Raise RegistrationError for a storage, given with its name, whose memory somebody relies on who would not follow."""
 
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
         """The length of a range for storages of these sizes that come by a pool; 0 where none do."""
         return 0
 
     def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> Any:
-        """A pool over a range of `pooled_bytes(sizes)`: see `PoolRange`. As long as `owner` lives, storages may still come.
-
-        Raises:
-            RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.
-        """
+        """A pool over a range of `pooled_bytes(sizes)`: see `PoolRange`."""
         raise NotImplementedError(f"storages of {self.device} are adopted without a pool")
 
     def reallocate(self, storage: torch.UntypedStorage) -> None:
-        """Give a storage that came by a pool ordinary memory of the same size, with whatever bytes.
-
-        Raises:
-            torch.OutOfMemoryError: no memory; everything is as before.
-        """
+        """Give a storage that came by a pool ordinary memory of the same size, with whatever bytes. torch.OutOfMemoryError: everything
+        is as before."""
         raise NotImplementedError(f"storages of {self.device} are adopted without a pool")

@@ -41,9 +41,7 @@ class Residency(Storage):
     answer such a call with a warning and do nothing, others crash. The manager's lock is held to change it; fields are replaced whole.
     """
 
-    tags: tuple[str, ...] = ()
-    stale: str | None = None  # why the weights are invalid and must be filled before use; None while they are valid
-    keeps_weights = True
+    resident_tags: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class Residency(Storage):
     ) -> None:
         self._engine = engine
         self.tags = tags
-        self.resident = frozenset(tags) - frozenset(offloaded)
+        self.resident_tags = frozenset(tags) - frozenset(offloaded)
         self.doubt: str | None = None  # why it is unknown what is on the device; None while it is known
         self._given, self._by_memory = dict(given), by_memory
         self._measured: dict[frozenset[str], int] = {}
@@ -77,18 +75,17 @@ class Residency(Storage):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
-        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device. An engine that was lost must have
-        been restarted by now, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered
-        with another manager."""
+        """Let a manager take the engine over. `free_bytes` gives the free bytes of its device. An engine that was lost must have been
+        restarted, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered already."""
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
-        lost = self.resident, self.stale, self.doubt
+        lost = self.resident_tags, self.stale, self.doubt
         if self.doubt is not None:
             self.assume(frozenset())
         try:
             self._engine.register()
         except BaseException:
-            self.resident, self.stale, self.doubt = lost
+            self.resident_tags, self.stale, self.doubt = lost
             raise
         self._free_bytes, self._is_taken = free_bytes, True
 
@@ -97,22 +94,18 @@ class Residency(Storage):
 
     @property
     def on_device(self) -> bool:
-        return bool(self.resident)
-
-    @property
-    def resident_tags(self) -> frozenset[str]:
-        return self.resident
+        return bool(self.resident_tags)
 
     def is_consistent_in(self, state: State) -> bool:
         return False  # never known without asking the engine, so a phase transition always does
 
     def check(self, name: str, state: State) -> None:
         if self.doubt is None and self.on_device is (state is State.CPU_OFFLOADED):
-            raise IntegrityError(f"{name!r} is {state}, but of its tags {sorted(self.resident)} are on the device")
+            raise IntegrityError(f"{name!r} is {state}, but of its tags {sorted(self.resident_tags)} are on the device")
 
     @property
     def leftovers(self) -> str | None:
-        return f"its tags {', '.join(sorted(self.resident))} are on the device" if self.resident else None
+        return f"its tags {', '.join(sorted(self.resident_tags))} are on the device" if self.resident_tags else None
 
     def bytes_by_tag(self) -> dict[str, int]:
         """Device bytes of each tag; 0 while not known."""
@@ -124,7 +117,7 @@ class Residency(Storage):
 
     @property
     def resident_bytes(self) -> int:
-        return self._bytes_of(self.resident)
+        return self._bytes_of(self.resident_tags)
 
     @property
     def mirror_bytes(self) -> int:
@@ -138,7 +131,7 @@ class Residency(Storage):
 
     @property
     def offloaded_tags(self) -> frozenset[str]:
-        return frozenset(self.tags) - self.resident
+        return frozenset(self.tags) - self.resident_tags
 
     def _bytes_of(self, tags: frozenset[str]) -> int:
         known = sum(self._given.get(tag, self._measured.get(frozenset({tag}), 0)) for tag in tags)
@@ -147,7 +140,7 @@ class Residency(Storage):
     def offload(self, tags: frozenset[str]) -> int:
         """Drain the engine and offload these tags. Returns the bytes copied to the host: the weights, if the engine keeps them.
         EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: effect unknown."""
-        if not (leaving := tags & self.resident):
+        if not (leaving := tags & self.resident_tags):
             return 0
         try:
             with self._asking(f"offload {_listed(leaving)}"):
@@ -158,7 +151,7 @@ class Residency(Storage):
                     self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
                 elif WEIGHTS in leaving:
                     self._has_mirror, self._told_mirror_bytes = True, self._engine.mirror_bytes()
-                self.resident -= leaving
+                self.resident_tags -= leaving
         except EngineError:
             if self.doubt is None:  # the engine goes on as before, so it takes requests again
                 self._open()
@@ -169,13 +162,13 @@ class Residency(Storage):
     def load(self, tags: frozenset[str]) -> int:
         """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied. EngineError: it
         refused a tag; those before are on the device. EngineLost: its effect is unknown."""
-        coming = tags - self.resident
+        coming = tags - self.resident_tags
         for tag in self._in_order(coming):
             before = self._free_bytes()
             try:
                 with self._asking(f"load {tag}"):
                     self._engine.load([tag])
-                    self.resident |= {tag}
+                    self.resident_tags |= {tag}
             except EngineError:
                 if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as the block is back, so a half-finished load cannot be undone
                     self.stale = "loading them failed half-way, so they are not valid"
@@ -188,9 +181,9 @@ class Residency(Storage):
 
     def fill(self) -> None:
         """Record that the weights are valid from now on. Raises EngineError: they are offloaded, or the engine did not drop its cache."""
-        if WEIGHTS not in self.resident:
+        if WEIGHTS not in self.resident_tags:
             raise EngineError(f"the weights of {self._engine!r} are offloaded, so they cannot have been filled: use phase('weight_sync')")
-        if KV_CACHE in self.resident:
+        if KV_CACHE in self.resident_tags:
             self._engine.forget_cache()
         self.stale = None
         self._open()
@@ -199,7 +192,7 @@ class Residency(Storage):
         """Take the user's word for which tags are offloaded. Raises ValueError: the engine does not have a tag."""
         if unknown := offloaded - frozenset(self.tags):
             raise ValueError(f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}")
-        self.resident = frozenset(self.tags) - offloaded
+        self.resident_tags = frozenset(self.tags) - offloaded
         self._has_mirror = self.keeps_weights and WEIGHTS in offloaded
         self.stale = "it is unknown what happened to them while the engine was lost"
         self.doubt = None
@@ -249,7 +242,7 @@ class Residency(Storage):
 
     def _see_freed(self, tags: frozenset[str], before: int) -> None:
         """Wait until the device shows the memory of these tags as free. Raises EngineError; the tags are recorded as offloaded then."""
-        if not self._by_memory:
+        if not self._by_memory or not self._engine.frees_when_asked:
             return
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
         freed = 0
@@ -298,6 +291,8 @@ class TaggedEngine(Engine):
 
     why_nothing_moves = "It may have been started without the option that lets its memory move."
     """Advice for an engine that reports an offload while its device shows no freed memory."""
+    frees_when_asked = True
+    """Whether an offload is what frees the memory, so that the device shows more free memory after it. Else it was free before."""
 
     def __init__(
         self,
@@ -393,7 +388,7 @@ class TaggedEngine(Engine):
         residency = self.residency
         if residency.doubt is not None:
             raise EngineError(f"{self!r} takes no weights any more: {residency.doubt}")
-        if WEIGHTS not in residency.resident:
+        if WEIGHTS not in residency.resident_tags:
             raise EngineError(
                 f"the weights of {self!r} are offloaded: update them inside manager.phase('weight_sync') with a plan that puts them on the "
                 "device; if only= is given, it must name the engine"
@@ -470,10 +465,17 @@ class Follower(TaggedEngine):
     ) -> None:
         super().__init__(tags=tags, tag_bytes=tag_bytes, weights=weights, verify="answer")
 
-    def drain(self, *_: Any) -> None:
-        """Nothing: the leader does it."""
+    # The leader does all of it.
 
-    offload = load = admit = receive = drain  # type: ignore[assignment] # their arguments are given by position
+    def drain(self) -> None: ...
+
+    def offload(self, tags: Collection[str]) -> None: ...
+
+    def load(self, tags: Collection[str]) -> None: ...
+
+    def admit(self) -> None: ...
+
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None: ...
 
 
 class TaggedAdapter(Adapter):

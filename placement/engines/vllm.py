@@ -49,7 +49,7 @@ class _Vllm(TaggedEngine):
 
     def offload(self, tags: Collection[str]) -> None:
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
-        book, before = self.residency, self.residency.resident
+        book, before = self.residency, self.residency.resident_tags
         staying = [tag for tag in book.tags if tag in before - set(tags)]
         if WEIGHTS not in tags and self.knows_its_tags:
             self._release_kv_cache()
@@ -57,9 +57,9 @@ class _Vllm(TaggedEngine):
         if KV_CACHE not in before and not self.knows_its_tags:
             # vLLM 0.24 has one flag for "asleep". With the KV cache offloaded it takes a sleep for done and keeps the weights.
             self._wake([KV_CACHE])
-            book.resident |= {KV_CACHE}  # correct in case the sleep is refused
+            book.resident_tags |= {KV_CACHE}  # correct in case the sleep is refused
         self._sleep()
-        book.resident = before
+        book.resident_tags = before
         if not staying:
             return
         if not book.keeps_weights:
@@ -68,7 +68,7 @@ class _Vllm(TaggedEngine):
             self._wake(staying)
         except EngineError as error:
             if not isinstance(error, EngineLost):  # everything sleeps now, although only a part was to be offloaded
-                book.resident, book.stale = frozenset(), "waking them again failed after the KV cache was offloaded"
+                book.resident_tags, book.stale = frozenset(), "waking them again failed after the KV cache was offloaded"
             raise
 
     def load(self, tags: Collection[str]) -> None:

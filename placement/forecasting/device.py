@@ -24,9 +24,8 @@ from placement.devices.background import BackgroundThread, is_background
 from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.host.disk_file import BLOCK_BYTES
-from placement.devices.host.mapping import round_up
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import Slab, round_up
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link

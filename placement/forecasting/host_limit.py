@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 
 from placement.core.errors import HostMemoryError
 from placement.devices.host.disk_file import BLOCK_BYTES, DiskFile, GoesOn, always
-from placement.devices.host.mapping import PAGE, round_up
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import PAGE, Slab, round_up
 from placement.forecasting.device import SizedSlab
 from placement.manager import Manager
 from placement.planning.host_tier import DiskTier, HostShare

@@ -87,6 +87,8 @@ class Framework:
 
     packages: ClassVar[Sequence[str]] = ("torch",)
     """The framework is asked nothing while none of these packages or modules is imported."""
+    recognised_by: ClassVar[Sequence[Named]] = ()
+    """Module classes. The framework has a part in each module tree with one of them: see `find`."""
     wrappers: ClassVar[Sequence[Wrapper]] = ()
     """Wrapper modules. Their level is left out of published names."""
     refused_modules: ClassVar[Sequence[Advised]] = ()
@@ -181,9 +183,10 @@ class Framework:
     def find(cls, root: torch.nn.Module) -> Framework | None:
         """An instance for a module tree; None if the framework has no part in it.
 
-        Recognise the framework by instances of its classes (without importing them), never by the spelling of names.
+        By default, it has one if there is a module of `recognised_by`. Recognise it by instances of its classes (without importing them),
+        never by the spelling of names.
         """
-        return None
+        return cls(root) if any(Framework(root).parts(*cls.recognised_by)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         """The reason why the module cannot be moved as the framework configured it, and what to do; None if it can."""

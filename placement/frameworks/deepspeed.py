@@ -18,8 +18,6 @@ from placement.tensors.plain import Owned, nested_tensors
 _GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
 """Attributes of DeepSpeed's optimizers with the model's own parameters. The optimizers step flattened copies of these."""
 _FLAT = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat", "averaged_gradients")
-
-
 _ZERO = Named("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
 """The base class of DeepSpeed's own optimizers, which flatten the parameters that they step (ZeRO 1 to 3, bf16, fp16)."""
 

@@ -31,17 +31,13 @@ class FSDP1(Framework):
     """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of its own has no FSDP1 handle."""
 
     packages = ("torch.distributed.fsdp",)
+    recognised_by = (_UNIT,)
     wrappers = (Wrapper(_UNIT, "_fsdp_wrapped_module"),)
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
         # Found once, because walking a large model takes as long as all other work here. Wrapping comes before registering.
         self._units = [(path, weakref.ref(part)) for path, part in self.parts(_UNIT)]
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> FSDP1 | None:
-        found = cls(root)
-        return found if any(found._handles()) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(handle._offload_params for _, handle in self._handles()):
@@ -59,16 +55,10 @@ class FSDP1(Framework):
             return "FSDP1's CPUOffload keeps its parameters on the CPU"
         return None
 
-    @property
-    def external_state(self) -> str | None:
-        return self.external
+    external_state = external
 
     def ready(self) -> None:
-        """Reshard every unit.
-
-        Raises:
-            PhaseError: full parameters are summoned; values written to them would be lost.
-        """
+        """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to them would be lost."""
         if summoned := self._summoned():
             raise PhaseError(
                 f"the full parameters of {summoned} are summoned, and values written to them are not in the shards yet: leave "
@@ -175,10 +165,8 @@ class FSDP1(Framework):
 
 
 def _end_iteration(handle: Any) -> None:
-    """End a forward or backward pass that an exception interrupted. Else torch would compute with memory that is no longer gathered.
-
-    Gradients that were not reduced yet are dropped: they are incomplete, and `zero_grad()` does not reach them. Gradients of shards stay.
-    """
+    """End a forward or backward pass that an exception interrupted: else torch would compute with memory that is no longer gathered.
+    Gradients that were not reduced yet are dropped: they are incomplete, and `zero_grad()` does not reach them."""
     flat, states = handle.flat_param, type(handle._training_state)
     if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._local_shard.size():
         flat.grad = None
@@ -239,9 +227,7 @@ class FlatWeight(Weight):
         full = torch.empty(self.shape.numel(), dtype=dtype, device=reader.device)
         under_way = []
         for rank in range(handle.world_size) if self.is_collective else (handle.rank,):
-            # In elements of the flat parameter: where the rank's shard begins, and the span of this weight that it has.
-            begin = rank * shard.numel() if handle.uses_sharded_strategy else 0
-            first, last = max(self._start, begin), min(self._start + full.numel(), begin + shard.numel())
+            begin, first, last = self._span(rank, shard)
             if first >= last:
                 continue
             piece = full[first - self._start : last - self._start]
@@ -253,6 +239,11 @@ class FlatWeight(Weight):
             work.wait()
         return full.view(self.shape) if self._stride is None else full.as_strided(self.shape, self._stride)
 
+    def _span(self, rank: int, shard: torch.Tensor) -> tuple[int, int, int]:
+        """In elements of the flat parameter: where a rank's shard begins, and the span of this weight that it has."""
+        begin = rank * shard.numel() if self._handle.uses_sharded_strategy else 0
+        return begin, max(self._start, begin), min(self._start + self.shape.numel(), begin + shard.numel())
+
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         if self.problem is not None:
             raise ValueError(self.problem)
@@ -261,8 +252,7 @@ class FlatWeight(Weight):
     def _write(self, value: torch.Tensor) -> None:
         handle, flat = self._handle, self._handle.flat_param
         shard = getattr(flat, "_local_shard", flat).detach()
-        begin = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
-        first, last = max(self._start, begin), min(self._start + self.shape.numel(), begin + shard.numel())
+        begin, first, last = self._span(handle.rank, shard)
         if first < last:
             laid_out = value.reshape(-1) if self._stride is None else _as_laid_out(value, self._stride)
             shard[first - begin : last - begin].copy_(laid_out[first - self._start : last - self._start])

@@ -22,26 +22,18 @@ _SHARDED = Named("torch.distributed.fsdp", "FSDPModule")
 
 
 class FSDP2(Framework):
-    """All parts of a module tree that `fully_shard` was applied to.
-
-    `ready` reshards all of them. Torch leaves the root unsharded after a forward pass, so that `parameters()` shows tensors that
-    disappear at the next reshard. A reshard is not recursive, so it is done for each part.
-    """
+    """All parts of a module tree that `fully_shard` was applied to. `ready` reshards each of them: a reshard is not recursive, and torch
+    leaves the root unsharded after a forward pass, so that `parameters()` shows tensors that disappear at the next reshard."""
 
     packages = ("torch.distributed.fsdp",)
+    recognised_by = (_SHARDED,)
 
     @classmethod
     def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
-        """The reason why FSDP2 moves the optimizer's state: all local parts are on the CPU although there is an accelerator."""
         local = [getattr(parameter, "_local_tensor", None) for parameter in parameters]
         if compute_device.type != "cpu" and local and all(part is not None and part.device.type == "cpu" for part in local):
             return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
         return None
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> FSDP2 | None:
-        found = cls(root)
-        return found if any(found.parts(_SHARDED)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         offloaded = [path for path, group in self._groups() if _is_on_cpu(group)]
@@ -59,9 +51,7 @@ class FSDP2(Framework):
         policies = [_is_on_cpu(group) for _, group in self._groups()]
         return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU" if policies and all(policies) else None
 
-    @property
-    def external_state(self) -> str | None:
-        return self.external
+    external_state = external
 
     def ready(self) -> None:
         states = [state for _, state in self._sharded()]
@@ -154,10 +144,8 @@ def _unreduced(parameter: Any) -> Iterator[torch.Tensor]:
 
 
 def _follow(parameter: Any) -> None:
-    """Make torch's record follow the parameter that the module shows, as torch does after `_apply`.
-
-    An empty shard is treated here, because torch would allocate new padding for it.
-    """
+    """Make torch's record follow the parameter that the module shows, as torch does after `_apply`. An empty shard is treated here, because
+    torch would allocate new padding for it."""
     shown, padded = parameter._module_info.module._parameters[parameter._module_info.param_name], parameter._sharded_param_data
     if shown._local_tensor.numel():
         parameter.reset_sharded_param()
@@ -182,11 +170,9 @@ def _is_replaced(parameter: Any) -> bool:
 
 
 def _end_iteration(state: Any) -> None:
-    """End a forward or backward pass that an exception interrupted. No computation goes on across a phase transition.
-
-    Otherwise torch would go on from the old state: in FORWARD, `reshard()` leaves a part unsharded, and after PRE_BACKWARD, the next
-    step trains nothing. torch's own `reset_iter_state()` is not used, because it drops gradients that the user accumulates.
-    """
+    """End a forward or backward pass that an exception interrupted, from which torch would go on: in FORWARD, `reshard()` leaves a part
+    unsharded, and after PRE_BACKWARD, the next step trains nothing. torch's own `reset_iter_state()` drops gradients that the user
+    accumulates."""
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False

@@ -88,23 +88,23 @@ def frameworks() -> tuple[type[Framework], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def answering(question: str) -> list[type[Framework]]:
-    """The frameworks in use that override a question (the name of a class attribute or class method of `Framework`).
+def answering(*questions: str) -> list[type[Framework]]:
+    """The frameworks in use that override any of these questions (names of class attributes and class methods of `Framework`).
 
     The others are not asked, which saves time: most questions are asked for every object at every phase transition, and most
     frameworks answer few of them.
     """
     found = []
-    for each in _overriding(question):
+    for each in _overriding(*questions):
         if not sys.modules.keys().isdisjoint(each.packages):
             found.append(each)
     return found
 
 
 @functools.cache
-def _overriding(question: str) -> tuple[type[Framework], ...]:
-    default = getattr_static(Framework, question)
-    return tuple(each for each in frameworks() if getattr_static(each, question) is not default)
+def _overriding(*questions: str) -> tuple[type[Framework], ...]:
+    defaults = [getattr_static(Framework, name) for name in questions]
+    return tuple(each for each in frameworks() if [getattr_static(each, name) for name in questions] != defaults)
 
 
 def asked(question: str, *about: Any) -> list[Any]:
@@ -114,11 +114,7 @@ def asked(question: str, *about: Any) -> list[Any]:
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     """An instance for each framework that has a part in a module tree."""
-    instances = []
-    for framework in answering("find"):
-        if (found := framework.find(root)) is not None:
-            instances.append(found)
-    return instances
+    return [found for each in answering("find", "recognised_by") if (found := each.find(root)) is not None]
 
 
 def wrappers() -> list[tuple[type, str]]:
@@ -129,7 +125,10 @@ def wrappers() -> list[tuple[type, str]]:
 
 def own_state(optimizer: object) -> OwnState | None:
     """See `Framework.own_state`."""
-    return next(filter(None, asked("own_state", optimizer)), None)
+    for each in answering("own_state"):
+        if (found := each.own_state(optimizer)) is not None:
+            return found
+    return None
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:

@@ -16,15 +16,15 @@ from placement.frameworks.base import Advised, Framework, Named
 from placement.tensors.plain import Owned, has_bytes, nested_tensors
 
 _WEIGHTS = "bitsandbytes.nn.modules"
+_MODULE = Named("torch.nn", "Module")
 _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
 
 
 class Bitsandbytes(Framework):
     """The parameters of classes `Params4bit` and `Int8Params` in one module tree.
 
-    Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its statistics, which bitsandbytes
-    shares among all weights of the process. The reason: bitsandbytes' `state_dict()` computes with both (`item()`, `clone()`), and must
-    work while the module is offloaded.
+    Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its statistics. bitsandbytes'
+    `state_dict()` computes with both (`item()`, `clone()`), and must work while the module is offloaded.
     """
 
     packages = ("bitsandbytes",)
@@ -70,7 +70,7 @@ class Bitsandbytes(Framework):
             else:
                 beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
             yield from _present(path, beside)
-        for path, module in _modules(self.root()):
+        for path, module in self.parts(_MODULE):
             # The first forward pass of an 8-bit layer moves the statistics from the weight into this object.
             if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
                 yield from _present(f"{path}state", vars(state))
@@ -93,11 +93,6 @@ def _weights(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for path, parameter in root.named_parameters():
         if is_a(parameter, _WEIGHTS, "Params4bit") or is_a(parameter, _WEIGHTS, "Int8Params"):
             yield path, parameter
-
-
-def _modules(root: torch.nn.Module | None) -> Iterator[tuple[str, torch.nn.Module]]:
-    for path, module in root.named_modules() if root is not None else ():
-        yield f"{path}." if path else "", module
 
 
 def _is_quantized(weight: Any) -> bool:
@@ -145,11 +140,7 @@ class TransformerEngine(Framework):
     """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
 
     packages = (_TE.module,)
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> TransformerEngine | None:
-        found = cls(root)
-        return found if any(found.parts(_TE)) else None
+    recognised_by = (_TE,)
 
     def caches(self) -> Iterator[torch.Tensor]:
         for _, module in self.parts(_TE):

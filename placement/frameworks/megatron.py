@@ -60,6 +60,7 @@ class Megatron(Framework):
     """The buffers behind Megatron's DistributedDataParallel, gradients that are kept in `main_grad`, and Megatron's optimizers."""
 
     packages = ("megatron.core",)
+    recognised_by = (_DDP,)
     wrappers = (
         Wrapper(Named("megatron.core.distributed.data_parallel_base", "_BaseDataParallel"), "module"),
         Wrapper(Named("megatron.core.transformer.module", "Float16Module"), "module"),
@@ -69,7 +70,6 @@ class Megatron(Framework):
 
     @classmethod
     def holds_optimizers(cls, obj: object) -> bool:
-        """Whether an object is a Megatron optimizer. It holds no optimizer on a rank that has nothing to step."""
         return _OPTIMIZER.is_of(obj)
 
     @classmethod
@@ -108,10 +108,9 @@ class Megatron(Framework):
         return ["sharded_state_dict"] if _MODULE.is_of(obj) else []
 
     @classmethod
-    def find(cls, root: torch.nn.Module) -> Megatron | None:
-        found = cls(root)
+    def find(cls, root: torch.nn.Module) -> Framework | None:
         has_gradients = any(isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters())
-        return found if has_gradients or any(found.parts(_DDP)) else None
+        return cls(root) if has_gradients else super().find(root)
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, buffer in self._buffers():
@@ -328,13 +327,9 @@ class MegatronFSDPShards(Framework):
     """All MegatronFSDP modules of a module tree."""
 
     packages = ("megatron.core", "megatron_fsdp")
+    recognised_by = _FSDP
     wrappers = tuple(Wrapper(named, "module") for named in _FSDP)
     with_own_export = _FSDP
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> MegatronFSDPShards | None:
-        found = cls(root)
-        return found if any(found.parts(*_FSDP)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, model in self.parts(*_FSDP):

@@ -24,16 +24,12 @@ _DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 class DDP(Framework):
     """All `DistributedDataParallel` modules of a module tree."""
 
+    recognised_by = (_DDP,)
     wrappers = (Wrapper(_DDP, "module"),)
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
         self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
-
-    @classmethod
-    def find(cls, root: torch.nn.Module) -> DDP | None:
-        found = cls(root)
-        return found if found._reducers else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
@@ -136,9 +132,8 @@ class TorchWrappers(Framework):
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
-        if not is_a(optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
-            return None
-        if not optimizer._overlap_with_ddp:
+        is_zero = is_a(optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+        if not is_zero or not optimizer._overlap_with_ddp:
             return None
         found = " with overlap_with_ddp=True, which steps inside the backward pass and moves parameters into buckets on the way,"
         return found, "leave overlap_with_ddp out"

@@ -256,11 +256,7 @@ class Computation(abc.ABC):
 
 
 class ComputedWeight(Weight):
-    """One result of a computation.
-
-    Args:
-        like: has the result's shape and dtype.
-    """
+    """One result of a computation. `like` has the result's shape and dtype."""
 
     def __init__(self, computation: Computation, name: str, like: Weight | torch.Tensor) -> None:
         self.shape, self.dtype = like.shape, like.dtype

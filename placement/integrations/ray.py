@@ -37,17 +37,6 @@ from placement.manager import Manager
 from placement.phases.phase import checked, names_of
 
 
-def import_ray() -> Any:
-    """The module, in a process that is connected to a cluster. Else a PlacementError says what to do."""
-    try:
-        import ray
-    except ImportError as error:
-        raise PlacementError("ray is not installed here: pip install ray") from error
-    if not ray.is_initialized():
-        raise PlacementError("this process is not connected to a Ray cluster: call ray.init() first")
-    return ray
-
-
 class Worker:
     """Mixin for an actor class that sets `self.manager` in its `__init__`. `Fleet` calls the methods; they run like any other call."""
 
@@ -89,7 +78,13 @@ class Fleet:
     """
 
     def __init__(self, workers: Sequence[Any], *, address: str | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        self._ray = import_ray()
+        try:
+            import ray
+        except ImportError as error:
+            raise PlacementError("ray is not installed here: pip install ray") from error
+        if not ray.is_initialized():
+            raise PlacementError("this process is not connected to a Ray cluster: call ray.init() first")
+        self._ray: Any = ray
         self.workers = tuple(workers)
         for worker in self.workers:
             if not hasattr(worker, "placement_enter"):

@@ -95,11 +95,8 @@ class Adapter(abc.ABC):
         return None
 
     def standing(self) -> object | None:
-        """An object that stands for the last `owned()`, if nothing that comes with a training has come since: no gradient, no new entry of
-        an optimizer's state. None proves nothing. It is equal to that of an earlier call if there was no walk between the two.
-
-        Only a few tensors are looked at: it is asked of an object that stays on the device, where it decides what is counted.
-        """
+        """An object that stands for the last `owned()`, if neither a gradient nor an entry of an optimizer's state has come since. None
+        proves nothing. It is equal to that of an earlier call if there was no walk between the two. Only a few tensors are looked at."""
         return None
 
     def other_names(self) -> Mapping[str, str]:
@@ -178,11 +175,8 @@ class Adapter(abc.ABC):
 
 
 class Steady:
-    """The look of a module tree at the last walk. It keeps no tensor and no module alive.
-
-    `owned` are the tensors that the walk found, none of which is loose or part of a wrapper, and `containers` the identities of module
-    attributes that may come to contain tensors.
-    """
+    """The look of a module tree at the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities of
+    attributes that may come to contain tensors. It keeps no tensor and no module alive."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         self._modules = list(map(weakref.ref, modules))
@@ -245,9 +239,7 @@ class Steady:
 
     def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
-
-        No pass makes a container for each module: that would start the garbage collector.
-        """
+        No pass makes a container for each module: that would start the garbage collector."""
         registries = filter(None, itertools.chain.from_iterable(map(_REGISTRIES, fields)))  # most are empty
         values = list(itertools.chain.from_iterable(map(_VALUES, registries)))
         for read, count, at in self._attributes:
@@ -259,12 +251,7 @@ class Steady:
 
 
 class SteadyState:
-    """The look of plain optimizers' state at the last walk: dictionaries of tensors and numbers by parameter. It holds no tensor.
-
-    Args:
-        optimizers: optimizers with a state of their own, just walked.
-        owned: the state tensors that are to be moved.
-    """
+    """The look of plain optimizers' state at the last walk, which found `owned` to move. It holds no tensor."""
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
         self._optimizers = list(map(reference, optimizers))

@@ -44,16 +44,9 @@ _SUPPORTED = "torch.nn.Module objects, also compiled, quantised, with adapters, 
 class ModuleAdapter(Adapter):
     """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules, and tensors in objects that they hold.
 
-    The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing.
-
-    Args:
-        module: A module, or the result of `torch.compile` of one.
-        name: The handle's name, for errors.
-        compute_device: The device of loaded tensors (`cpu` on a simulated device).
-        external: Whether the caller said that a framework moves the bytes. Then nothing is refused.
-
-    Raises:
-        RegistrationError: a framework shards or moves the module, or a tensor of it cannot be moved as bytes.
+    The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing. `external`: whether the caller
+    said that a framework moves the bytes; then nothing is refused. Raises RegistrationError: a framework shards or moves the module, or a
+    tensor of it cannot be moved as bytes.
     """
 
     kind = "module"
@@ -121,11 +114,8 @@ class ModuleAdapter(Adapter):
                 yield path, problem
 
     def owned(self) -> Iterator[Owned]:
-        """Every tensor object, module by module in the order of the tree: parameters with their gradients, buffers, attributes.
-
-        A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live autograd graph are
-        transient. Tensors without memory are left out. RegistrationError: one was added that cannot be moved as bytes.
-        """
+        """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live
+        autograd graph are transient. Raises RegistrationError: a tensor was added that cannot be moved as bytes."""
         module, first, self._first = self._module(), self._first, []
         if first and not self.hands_back and self.unchanged() is not None:
             return iter(first)
@@ -148,7 +138,6 @@ class ModuleAdapter(Adapter):
         return self._steady if self._steady is not None and self._steady.has_no_gradients() else None
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
-        """This adapter alone."""
         return (self,)
 
     def other_names(self) -> Mapping[str, str]:
@@ -219,10 +208,8 @@ class ModuleAdapter(Adapter):
         return found
 
     def _add_held(self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]) -> None:
-        """Add the tensors in objects that modules hold (a cache, a mask) which are on the device, or share a storage of the module.
-
-        The object may be another's, too, so what cannot be moved is left and named.
-        """
+        """Add the tensors in objects that modules hold (a cache, a mask) which are on the device, or share a storage of the module. The
+        object may be another's, too, so what cannot be moved is left and named."""
         held = [each for path, value in values for each in nested_tensors(value, path, OBJECT_LEVELS) if id(each[1]) not in seen]
         transient = {owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(found)} if held else {}
         for path, tensor in held:

@@ -59,12 +59,8 @@ class OptimizerAdapter(Adapter):
     Optimizers inside a wrapper are looked for each time. The registered object is held weakly.
 
     These tensors stay on the CPU: those in `param_groups` (a learning rate), and counters that torch keeps there (0-dimensional `step`,
-    unless fused or capturable). If the optimizer's `step` is not torch's own, all state that it put on the CPU stays there.
-
-    Args: see `ModuleAdapter`.
-
-    Raises:
-        RegistrationError: no optimizer was found, or its state or a tensor of it cannot be moved.
+    unless fused or capturable). If the optimizer's `step` is not torch's own, all state that it put on the CPU stays there. Raises
+    RegistrationError: no optimizer was found, or its state or a tensor of it cannot be moved.
     """
 
     kind = "optimizer"
@@ -108,9 +104,7 @@ class OptimizerAdapter(Adapter):
 
     def owned(self) -> Iterator[Owned]:
         """Every state tensor once, by parameter and key, under its name in `state_dict()` ("state.3.exp_avg") after the optimizer's path.
-
-        Creates no entries. What shares a storage with a parameter is the module's. RegistrationError: state that cannot be moved.
-        """
+        What shares a storage with a parameter is the module's. Raises RegistrationError: state that cannot be moved."""
         found = list(self._walk())
         self._steady = self._as_steady(found)
         return iter(found)
@@ -258,9 +252,7 @@ class OptimizerAdapter(Adapter):
 
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.
-
-        Raises RegistrationError: it moves the state for some of them only.
-        """
+        Raises RegistrationError: it moves the state for some of them only."""
         reasons = [next(filter(None, (each.external_state for each in owner.frameworks)), None) for owner in owners]
         if self.external is not None or not any(reasons):
             return

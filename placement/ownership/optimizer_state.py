@@ -46,10 +46,8 @@ class Leaf:
 
 
 def find(root: Any) -> tuple[list[Any], list[Leaf]]:
-    """Find the optimizers in an object: all objects on the way, and each optimizer with a state of its own, inner ones first.
-
-    There are none in None, an object that was garbage-collected.
-    """
+    """All objects on the way to the optimizers in an object, and each optimizer with a state of its own, inner ones first. There are none
+    in None, an object that was garbage-collected."""
     objects: list[Any] = []
     leaves: list[Leaf] = []
     visited: set[int] = set()
@@ -194,10 +192,8 @@ one may get its identity."""
 
 
 class Unborn:
-    """State that later steps of one optimizer will create. It comes parameter by parameter: an expert's with its first token.
-
-    `sizes` are bytes of each storage of it; for `stepped` see `stepped_by`.
-    """
+    """State that later steps of one optimizer will create, parameter by parameter: an expert's comes with its first token. `sizes` are
+    bytes of each storage of it; for `stepped` see `stepped_by`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[Form, Sequence[int]], stepped: Sequence[int]) -> None:
         self._optimizer = reference(optimizer)
@@ -208,10 +204,8 @@ class Unborn:
         """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
 
     def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
-        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen.
-
-        Returns whether others have no state than at the last look.
-        """
+        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
+        have no state than at the last look."""
         optimizer = self._optimizer()
         if optimizer is None or (self._is_all_born and _num_parameters(optimizer) == self._num_parameters):
             return False
@@ -268,11 +262,8 @@ class Unborn:
 
 
 def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Collection[int] = ()) -> Unborn | None:
-    """The state that an optimizer's steps will create on the device, without 0-dimensional CPU tensors. None if it cannot be predicted.
-
-    A twin of the same class is stepped on meta tensors. This touches no memory, value, hook or random state of the user. It is assumed
-    that every parameter that requires a gradient gets one, and those in `given`.
-    """
+    """The state that an optimizer's steps will create on the device, without 0-dimensional CPU tensors. None if it cannot be predicted: a
+    twin of the same class is stepped on meta tensors, which touches no memory, value, hook or random state of the user."""
     stepped = stepped_by(optimizer, given)
     each_once = {*stepped}
     parameters = [each for group in optimizer.param_groups for each in group["params"] if id(each) in each_once]
@@ -315,10 +306,8 @@ def _predicted(
 
 
 def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dict[int, list[int]]:
-    """Bytes of each storage of the state, by identity of the optimizer's parameter.
-
-    Two parameters of each form are stepped in a group. The first may carry what all of them share, so the others are like the second.
-    """
+    """Bytes of each storage of the state, by identity of the optimizer's parameter. Two parameters of each form are stepped in a group: the
+    first may carry what all of them share, so the others are like the second."""
     forms = [_by_form(group["params"], stepped) for group in optimizer.param_groups]
     chosen = [[parameter for alike in by_form for parameter in alike[:2]] for by_form in forms]
     cls: Any = type(optimizer)
@@ -372,10 +361,7 @@ def _by_form(parameters: Sequence[torch.Tensor], stepped: Container[int]) -> lis
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded parameter, whose state has the same form; any other parameter itself.
-
-    The part is used because a step on DTensors may call collectives (a norm, a mean), and registering must not.
-    """
+    """This rank's part of a sharded parameter, whose state has the same form: a step on DTensors may call collectives (a norm, a mean)."""
     parts = list(parts_of(parameter, ""))
     return parts[0][1] if len(parts) == 1 else parameter
 

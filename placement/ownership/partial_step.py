@@ -157,10 +157,8 @@ def _reduces(parameter: Any) -> bool:
 
 
 def replaced_step(optimizer: Any) -> str | None:
-    """Why the optimizer's own method may do more than a step, and what to do; None if it does nothing else.
-
-    A learning rate scheduler replaces the method by one that tells it that there was a step.
-    """
+    """Why the optimizer's own method may do more than a step, and what to do; None if it does nothing else. A learning rate scheduler
+    replaces the method by one that tells it that there was a step."""
     theirs = vars(optimizer).get("step")
     if theirs is None or (hasattr(theirs, "_wrapped_by_lr_sched") and inspect.unwrap(theirs) is step_function(optimizer)):
         return None
@@ -172,11 +170,8 @@ def _name(optimizer: Any) -> str:
 
 
 class PartialStep:
-    """One step of an optimizer, made for a few parameters at a time, or for slices of one.
-
-    The implementation (for-loop, foreach, fused) is the one that torch would choose for all parameters of a group together, because
-    another one may round differently. `parameters` are those that have a gradient, in their order.
-    """
+    """One step of an optimizer, made for a few parameters at a time, or for slices of one, in the implementation (for-loop, foreach, fused)
+    that torch would choose for all parameters of a group together: another one may round differently. `parameters` have a gradient."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

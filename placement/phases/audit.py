@@ -17,7 +17,7 @@ from placement.registration.unregistered import living
 if TYPE_CHECKING:
     from placement.core.journal import Journal
     from placement.devices.base import Device
-    from placement.devices.inspection import Outside
+    from placement.devices.memory import Outside
     from placement.phases.stack import PhaseStack
 
 

@@ -53,7 +53,7 @@ def _residency_of(handle: Handle) -> Residency:
 
 
 def _lacks(engine: Handle, plan: Plan) -> bool:
-    return not wanted_tags(engine, plan) <= _residency_of(engine).resident
+    return not wanted_tags(engine, plan) <= _residency_of(engine).resident_tags
 
 
 def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
@@ -229,7 +229,7 @@ class Mover:
             self._end()
         errors += self._take_complaints()
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
-        engines = [engine for engine in engines if _residency_of(engine).resident <= wanted_tags(engine, plan)]
+        engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
         if not errors:
             self._end_with(ahead)
@@ -377,7 +377,7 @@ class Mover:
             return MoveResult()
         if (residency := handle.residency) is not None:
             began = time.monotonic()
-            tags = self._wanted_tags.get(handle, residency.resident)
+            tags = self._wanted_tags.get(handle, residency.resident_tags)
             copied = residency.offload(tags) if trigger is Trigger.OFFLOAD else residency.load(tags)
             return MoveResult(time.monotonic() - began, copied)
         if (holding := handle.holding) is None:
@@ -423,8 +423,8 @@ class Mover:
         holding, residency = handle.holding, handle.residency
         if residency is not None:
             handle.broken = residency.doubt
-            if residency.doubt is None and bool(residency.resident) is (handle.state is State.CPU_OFFLOADED):
-                self._fire_all(handle, (State.GPU_RESIDENT, True) if residency.resident else (State.CPU_OFFLOADED, False))
+            if residency.doubt is None and bool(residency.resident_tags) is (handle.state is State.CPU_OFFLOADED):
+                self._fire_all(handle, (State.GPU_RESIDENT, True) if residency.resident_tags else (State.CPU_OFFLOADED, False))
             return
         try:
             if holding is not None:
@@ -442,10 +442,10 @@ class Mover:
     def _engine_leaves(self, handle: Handle, plan: Plan) -> bool:
         """Offload the tags that the plan does not want on the device. Returns whether there were any."""
         residency, stays = _residency_of(handle), wanted_tags(handle, plan)
-        if residency.resident <= stays:
+        if residency.resident_tags <= stays:
             return False
-        if residency.resident & stays:
-            self._move_part(handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident - stays))
+        if residency.resident_tags & stays:
+            self._move_part(handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident_tags - stays))
         else:
             self._fire_all(handle, (State.CPU_OFFLOADED, False))
         return True

@@ -17,8 +17,7 @@ from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device
-from placement.devices.inspection import Outside
-from placement.devices.memory import WrittenPoison
+from placement.devices.memory import Outside, WrittenPoison
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
 from placement.phases.moves import Mover
@@ -83,7 +82,7 @@ class Reconciler:
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
         self.host_tier = host_tier_for(settings, device, self._handles, self.prefetcher.discard)
         registry.admit = self.host_tier.admit
-        self.outside = Outside(device, self.planner.memory)
+        self.outside = Outside(device.communicators, self.planner.memory)
         self.lease_client = None if lease is None else LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()  # handles that are on the device although the last phase transition wanted them off it
         self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels

@@ -29,11 +29,9 @@ def plainly() -> Iterator[None]:
 
 
 class Ahead:
-    """Copies the weights of one publishing to the device, in the order in which they are published, in groups of `bucket_bytes` published
-    bytes (one weight where that is larger). `Reader.fetched` gets what has been brought.
-
-    Memory is taken on the caller's stream. The copies wait for what that stream has been given before: for whoever used the memory last.
-    """
+    """Copies the weights of one publishing to the device (into `Reader.fetched`), in the order in which they are published, in groups of
+    `bucket_bytes` published bytes (one weight where that is larger). Memory is taken on the caller's stream. The copies wait for what that
+    stream has been given before: for whoever used the memory last."""
 
     def __init__(self, reader: Reader, wanted: Iterable[Wanted], bucket_bytes: int) -> None:
         self._reader = reader

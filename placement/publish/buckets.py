@@ -37,11 +37,8 @@ def published(
     root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters, names: Names = "module"
 ) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
-    one of adapters alone under each name that PEFT saves.
-
-    Reads no value, moves nothing and calls no collective. The order is the same on all ranks of a sharded module. `frameworks` are those
-    that have a part in it (`frameworks_of`). ValueError: the module has no such adapters or names, or they cannot be published so.
-    """
+    one of adapters alone under each name that PEFT saves. Reads no value, moves nothing and calls no collective. The order is the same on
+    all ranks of a sharded module. ValueError: the module has no such adapters or names, or they cannot be published so."""
     skeleton = Skeleton(Shown(root, frameworks))
     bare, weights = skeleton.copy(root), skeleton.weights
     if adapters != "separate" and "peft" in sys.modules:
@@ -186,27 +183,19 @@ def weights(
     """See `Handle.weights`."""
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
-    bucket_bytes = _now(handle, bucket_bytes)
-    found = _found(handle, adapters, names)
-    for root in handle.modules():
-        check_publishable(root, handle.name, found)
-    described = [(info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
-    return _buckets(handle, described, adapters, bucket_bytes, transform, _times_begun(handle))
+    nbytes, described = _begin(handle, bucket_bytes, dtype, adapters, names)
+    return _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
 
 
 def weight_changes(
     handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
-    bucket_bytes = _now(handle, bucket_bytes)
-    found = _found(handle, adapters, names)
-    for root in handle.modules():
-        check_publishable(root, handle.name, found)
+    nbytes, described = _begin(handle, bucket_bytes, dtype, adapters, names)
     last = handle.published if handle.published is not None and handle.published.version == since else None
-    wanted = [(info.name, weight, info.dtype) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
     with plainly():
-        publication = Publication(handle.storage, wanted, last)
-    return _changes(handle, publication, bucket_bytes, _times_begun(handle))
+        publication = Publication(handle.storage, [(info.name, weight, info.dtype) for info, weight in described], last)
+    return _changes(handle, publication, nbytes, _times_begun(handle))
 
 
 def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, begun: int) -> Iterator[Changes]:
@@ -217,13 +206,18 @@ def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, beg
     handle.published = publication.complete()
 
 
-def _now(handle: Publisher, bucket_bytes: int | str) -> int:
-    """The bytes of a bucket, if the handle can be published now."""
+def _begin(
+    handle: Publisher, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+) -> tuple[int, list[tuple[WeightInfo, Weight]]]:
+    """The bytes of a bucket, and everything to publish, if the handle can be published now."""
     nbytes = bytes_of("bucket_bytes", bucket_bytes)
     if nbytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
     _require_syncing(handle)
-    return nbytes
+    found = _found(handle, adapters, names)
+    for root in handle.modules():
+        check_publishable(root, handle.name, found)
+    return nbytes, [(info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
 
 
 def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:

@@ -22,11 +22,9 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 def in_checkpoint(model: Any, weights: Sequence[tuple[str, Weight]]) -> list[tuple[str, Weight]]:
     """Name and weight of everything that `save_pretrained` would write: what is in no layer, then layer by layer, as engines take it in.
-
-    In a layer, weights that are made together follow one another. `model` is a copy of the model's structure without adapters, of the
-    model's class; its list of conversions is filled in. `weights` are those published under the module's own names. Raises ValueError:
-    the module is no model of transformers 5, or a quantised weight would have to be converted.
-    """
+    `model` is a copy of the model's structure without adapters, of the model's class; its list of conversions is filled in. `weights` are
+    those published under the module's own names. Raises ValueError: the module is no model of transformers 5, or a quantised weight would
+    have to be converted."""
     if not is_a(model, "transformers.modeling_utils", "PreTrainedModel"):
         raise ValueError(f"names='checkpoint' is for models of transformers, not for {type(model).__name__}; publish names='module'")
     try:

@@ -18,11 +18,8 @@ from placement.frameworks.weights import Weight, weight_of
 
 
 class Copier(abc.ABC):
-    """Copies the structure of modules: same classes and attributes, without wrappers and hooks. A subclass chooses the tensors.
-
-    `copy.deepcopy` is not used, because modules under `fully_shard` refuse it, placement's guards refuse it while offloaded, and it
-    would copy bytes.
-    """
+    """Copies the structure of modules: same classes and attributes, without wrappers and hooks. A subclass chooses the tensors. It is not
+    `copy.deepcopy`, which modules under `fully_shard` and placement's guards refuse, and which would copy bytes."""
 
     def __init__(self, shown: Shown) -> None:
         self.shown = shown

@@ -23,7 +23,7 @@ from placement.core.call_guard import MethodCall
 from placement.core.errors import PhaseError
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
-from placement.devices.host.mapping import round_up
+from placement.devices.host.slab import round_up
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.partial_step import (
     ParameterSlice,

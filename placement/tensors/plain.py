@@ -116,10 +116,8 @@ LAZY_VIEW = "is a lazily conjugated or negated view, so its bytes are not its va
 
 
 def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `value`, through nested lists, tuples, deques and mappings of any depth, in their order.
-
-    Into `levels` plain objects, one inside the other, it looks as well (see `fields_of`).
-    """
+    """Every tensor in `value`, through nested lists, tuples, deques and mappings of any depth, in their order, and through `levels` plain
+    objects, one inside the other (see `fields_of`)."""
     stack: list[tuple[str, Any, int]] = [(name, value, levels)]
     visited: set[int] = set()
     while stack:
@@ -335,10 +333,8 @@ def sparse_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.T
 
 
 def own_storages(tensor: torch.Tensor) -> None:
-    """Copy indices or values that lie in another object's storage, which can then be moved. The tensor object stays the same.
-
-    The backward pass of an embedding uses the user's tensor of tokens itself as indices. Moving its storage would take the tokens away.
-    """
+    """Copy indices or values that lie in another object's storage: an embedding's backward pass uses the user's tensor of tokens itself as
+    indices, and moving its storage would take the tokens away. The tensor object stays the same."""
     parts = (tensor._indices(), tensor._values())
     shared = [torch._C._storage_Use_Count(part.untyped_storage()._cdata) > _OF_ITS_OWN for part in parts]
     if any(shared):

@@ -13,8 +13,8 @@ import torch
 from placement.core.errors import HostMemoryError
 from placement.devices.base import Device
 from placement.devices.host import shared_slab
-from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import new_file, opened_file
+from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy
 from placement.storage.layout import Adoptee, RangeLayout
 from placement.storage.shared.copy import SharedCopy, Shares

@@ -113,7 +113,7 @@ def no_memory() -> int:
 OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "write": (os, "pwritev", raises(errno.EIO)),
     "sync": (os, "fdatasync", raises(errno.EIO)),
-    "allocate": (disk_file, "_fallocate", refuses),
+    "allocate": (disk_file.libc, "fallocate", refuses),
     "open": (disk, "DiskFile", raises(errno.EMFILE)),
     "release": (disk_file, "_drop", lambda: False),
     "memory": (disk_file, "available_bytes", no_memory),

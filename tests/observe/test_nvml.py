@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import placement
-from placement.devices.inspection import Outside
+from placement.devices.memory import Outside
 from placement.observe import nvml
 from placement.observe.nvml import OtherProcesses
 from placement.testing import SimulatedDevice
@@ -105,7 +105,7 @@ def test_what_others_hold_is_not_shown_before_it_is_subtracted() -> None:
             self.asked.append(then)
 
     device = SimulatedDevice(1 << 20, chunk_bytes=4096)
-    outside = Outside(device, device.memory())
+    outside = Outside(device.communicators, device.memory())
     outside.watch(Others())  # type: ignore[arg-type]
     assert (outside.others_bytes, outside.own_bytes) == (None, None)
     Others.asked[0](3000)

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from placement.core.errors import HostMemoryError
 from placement.devices.host import disk_file
 from placement.devices.host.disk_file import DiskFile, release, renew
-from placement.devices.host.mapping import PAGE, libc
 from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import PAGE, Slab, libc
 
 BLOCK = 8192
 MIB = 1 << 20

@@ -12,8 +12,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
-from placement.devices.host.mapping import PAGE, free_huge_bytes, left_in_cgroups
-from placement.devices.host.slab import Slab, cut
+from placement.devices.host.slab import PAGE, Slab, cut, free_huge_bytes, left_in_cgroups
 from tests.support.programs import Programs
 
 

@@ -12,9 +12,8 @@ from placement.core.errors import HostMemoryError
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.host import reserve
 from placement.devices.host import slab as host
-from placement.devices.host.mapping import PAGE
 from placement.devices.host.reserve import promised_bytes, wait_until_ready
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import PAGE, Slab
 from tests.support.programs import Programs
 from tests.unit.test_host import mapped
 
@@ -270,7 +269,6 @@ def test_the_process_may_end_while_threads_are_at_work(programs: Programs, endin
     program = f"""
 import signal, sys, threading, time
 from placement.devices.host import reserve
-from placement.devices.host import mapping
 from placement.devices.host import slab as host
 reserve.PIECE_BYTES = 4096
 host._TOUCH_STEP = 4096

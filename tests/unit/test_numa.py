@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from placement.devices.host import numa
-from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import MappedSlab, new_file
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import PAGE, Slab
 
 MIB = 1 << 20
 GPU = "0000:3B:00.0"

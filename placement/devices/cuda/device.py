@@ -24,7 +24,7 @@ from placement.devices.cuda.poison import Poison
 from placement.devices.host import numa
 from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, check_span
+from placement.devices.host.slab import Slab, check_span, round_up
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20
@@ -77,7 +77,7 @@ class CudaDevice(Device):
         self._following = torch.cuda.Stream(self.torch_device)  # for work that follows copies, chunk by chunk, beside later copies
 
     def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self.granularity) * self.granularity
+        return round_up(nbytes, self.granularity)
 
     @property
     def adopter(self) -> Adopter:
@@ -113,7 +113,7 @@ class CudaDevice(Device):
     def _reserve(self, nbytes: int) -> _Addresses:
         self._collect()
         nbytes = self._rounded(max(nbytes, 1))
-        reserved = -(-nbytes // self.chunk_bytes) * self.chunk_bytes  # whole slots: see `mapping`
+        reserved = round_up(nbytes, self.chunk_bytes)  # whole slots: see `mapping`
         base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
         addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
         self._ranges.add(addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent))
@@ -280,19 +280,16 @@ class CudaDevice(Device):
 
     def _poisoned(self) -> Poison:
         if self._poison is None:
-            self._poison = self._make_poison()
+            full, tail = self._create(self.chunk_bytes), self._create(self.granularity)
+            addresses = self._reserve(full.nbytes + tail.nbytes)
+            addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
+            try:
+                self._poison = Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
+            except torch.OutOfMemoryError as exc:
+                raise DeviceMemoryError(f"{self.name}: not enough device memory for the check of the poison: {exc}") from exc
             with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
                 self._answers = Answers(self._words(NUM_BYTES), torch.int64)
         return self._poison
-
-    def _make_poison(self) -> Poison:
-        full, tail = self._create(self.chunk_bytes), self._create(self.granularity)
-        addresses = self._reserve(full.nbytes + tail.nbytes)
-        addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
-        try:
-            return Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
-        except torch.OutOfMemoryError as exc:
-            raise DeviceMemoryError(f"{self.name}: not enough device memory for the check of the poison: {exc}") from exc
 
     def compare_poison(self) -> None:
         if self._poison is not None:

@@ -33,11 +33,8 @@ def refuse_rocm(name: str) -> None:
 
 
 class Driver:
-    """The driver for one device, with torch's (the primary) context.
-
-    `with driver:` makes that context current on the calling thread. Reentrant. For `peers` see `CudaDevice`.
-    Raises PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
-    management, or a peer cannot reach it."""
+    """The driver for one device, with torch's (the primary) context, which `with driver:` makes current on the calling thread. Reentrant.
+    For `peers` and what is raised see `CudaDevice`."""
 
     def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
         refuse_rocm(f"cuda:{index}")

@@ -98,11 +98,8 @@ def _plugs(start: int, end: int) -> list[Place]:
 
 
 class PoolRange:
-    """A range from which torch allocates.
-    `addresses`: at least as long as `plan(sizes)` says.
-    `sizes`: the bytes of each storage that will come.
-    `owner`: storages may still come as long as it lives.
-    Raises RegistrationError: the settings of torch's allocator do not work with a pool over a range."""
+    """A range, at least as long as `plan(sizes)` says, from which torch allocates storages of these sizes. They may come as long as `owner`
+    lives. Raises RegistrationError: the settings of torch's allocator do not work with a pool over a range."""
 
     def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
         hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"

@@ -20,9 +20,8 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.background import BackgroundThread
-from placement.devices.host.mapping import PAGE, available_bytes, libc, round_up
 from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import Slab
+from placement.devices.host.slab import MADV_DONTNEED, PAGE, Slab, available_bytes, libc, round_up
 
 BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
 DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.
@@ -31,9 +30,6 @@ _CHECKING = 2  # the threads beside these that compute checksums, so that the di
 GoesOn = Callable[[], bool]  # whether to go on; asked on the calling thread between blocks
 
 logger = logging.getLogger("placement")
-_MADV_DONTNEED = 4
-_fallocate = libc.fallocate
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _warning = threading.Lock()  # taken by the first warning of the cache, for good
 
@@ -57,13 +53,10 @@ def check_directory(path: str | os.PathLike[str]) -> None:
 class DiskFile:
     """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
 
-    It has no name in the file system, so that its space is given back when this object dies, and when the process is killed. A checksum is
-    a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words. It needs
-    both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block some day. The standard
-    library computes them at the speed of the memory, outside of Python's lock.
-    `directory`: an existing folder on a local disk.
-    `name`: what messages call the file.
-    Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
+    It has no name in the file system (`name` is for messages), so that its space is given back when this object dies, and when the process
+    is killed. A checksum is a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of
+    the words. It needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block
+    some day. Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
         self.path = f"{os.fspath(directory)}/{name}"
@@ -74,7 +67,7 @@ class DiskFile:
         weakref.finalize(self, own.close).atexit = False
         self._file = own.fileno()
         # The whole length now, so that a full disk shows before a byte is written.
-        if self.nbytes and _fallocate(self._file, 0, 0, self.nbytes):
+        if self.nbytes and libc.fallocate(self._file, 0, 0, self.nbytes):
             number = ctypes.get_errno()
             if number not in _NOT_OFFERED:
                 raise OSError(number, os.strerror(number), self.path)
@@ -220,4 +213,4 @@ def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
 
 def _drop(slab: Slab) -> bool:
     size = round_up(slab.nbytes, PAGE)
-    return not size or libc.madvise(slab.address, size, _MADV_DONTNEED) == 0
+    return not size or libc.madvise(slab.address, size, MADV_DONTNEED) == 0

@@ -12,8 +12,7 @@ import os
 import platform
 from pathlib import Path
 
-from placement.devices.host.mapping import libc
-from placement.devices.host.slab import Place
+from placement.devices.host.slab import Place, libc
 
 _logger = logging.getLogger("placement")
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
@@ -50,11 +49,8 @@ def node_of(pci_address: str, system: Path = _SYSTEM) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> str | None:
-    """Have the memory of a mapping allocated on a node as far as it has room. Memory that is allocated already stays where it is.
-
-    Returns:
-        The reason why the kernel refused; None if it did not. The memory can be used all the same.
-    """
+    """Have the memory of a mapping allocated on a node as far as it has room. Memory that is allocated already stays where it is. Returns
+    the reason why the kernel refused, or None; the memory can be used all the same."""
     if _MBIND is None:
         return f"the number of the system call mbind is not known for {platform.machine()}"
     mask = (ctypes.c_ulong * (_BITS // 64))()

@@ -106,7 +106,7 @@ class Reservation:
 
     def _pin(self) -> None:
         if self.reason is None:
-            undo = functools.partial(self._unregister or _nothing, self._address)
+            undo = functools.partial(self._unregister or (lambda _: None), self._address)
             self.undo.append(undo)  # first, because a registration that raises may still have happened
             try:
                 self.reason = self._register(self._address, self._nbytes)
@@ -120,10 +120,6 @@ class Reservation:
 def _count_down(count: Iterator[int], last: int, ready: threading.Event) -> None:
     if next(count) == last and not _pool.stopping.is_set():
         ready.set()
-
-
-def _nothing(address: int) -> None:
-    """Stands in for a missing `unregister`."""
 
 
 class _Pool:

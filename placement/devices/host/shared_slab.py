@@ -15,9 +15,19 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.mapping import PAGE, READ_WRITE, available_bytes, map_for_life, round_up
 from placement.devices.host.reserve import Register, Reservation, promised_bytes
-from placement.devices.host.slab import Place, ReservedSlab, check_span, populate, tensor_at
+from placement.devices.host.slab import (
+    PAGE,
+    READ_WRITE,
+    Place,
+    ReservedSlab,
+    available_bytes,
+    check_span,
+    map_for_life,
+    populate,
+    round_up,
+    tensor_at,
+)
 
 
 @contextmanager

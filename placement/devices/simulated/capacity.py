@@ -46,11 +46,8 @@ class SharedCapacity:
                 self.claim(0, 0, wait=False)
 
     def claim(self, held_bytes: int, more_bytes: int, *, wait: bool = True) -> int:
-        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others leave that much.
-
-        Returns:
-            The bytes that the other devices hold. The claim for more was granted if the total is within the capacity.
-        """
+        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others leave that much. Returns the bytes that
+        the others hold: the claim for more was granted if the total is within the capacity."""
         # A new file object in each call, whose end releases the lock.
         with open(self.path, "r+b", buffering=0) as records_file:
             fcntl.flock(records_file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,19 +29,16 @@ from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
-from placement.devices.host import mapping
-from placement.devices.host.mapping import MAP_NORESERVE, PAGE, READ_WRITE, keep_from_children, libc, map_for_life, round_up
+from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, check_span, tensor_at
+from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, check_span, libc, map_for_life, round_up, tensor_at
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
 from placement.devices.simulated.capacity import SharedCapacity
 
-libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FILE_BYTES = 1 << 60  # the size of the memory file. File offsets are never reused, so no pattern of releases fragments it.
 _OTHER_MAPPINGS = 4096  # the number of the process's memory mappings that the device leaves to all other code
-_MADV_DONTNEED = 4
 _ENTRY_BYTES = 8
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0  # the index of the byte with the flags in an entry of the page map
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
@@ -186,9 +183,9 @@ class SimulatedDevice(Device):
             target.chunks = beside | placed  # before the pages are mapped, so that none can be released while it is behind an address
             for offset, chunk in placed.items():
                 self._fixed(target.base + offset, chunk.nbytes, chunk.file_offset)
-            keep_from_children(target.base + start, end - start)
+            libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
             # This only saves page faults, so a kernel that refuses it is fine.
-            libc.madvise(target.base + start, end - start, mapping.MADV_POPULATE_WRITE)
+            libc.madvise(target.base + start, end - start, slab.MADV_POPULATE_WRITE)
         except Exception:
             self.unmap(addresses, end - start, start)
             raise
@@ -202,11 +199,11 @@ class SimulatedDevice(Device):
         self._poison.note(target, start, end)
         for offset in range(start, end, self.chunk_bytes):
             self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags)
-        keep_from_children(target.base + start, end - start)
+        libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
         target.chunks = beside
 
     def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
-        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == mapping.MAP_FAILED:
+        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == slab.MAP_FAILED:
             raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
     def release(self, *chunks: Chunk) -> None:
@@ -331,7 +328,7 @@ class SimulatedRange(Addresses):
         """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
         if nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, mapping.NO_ACCESS, flags), granularity)
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, slab.NO_ACCESS, flags), granularity)
         self._vacant: tuple[dict[int, SimulatedChunk] | None, list[tuple[int, int]]] = None, []
         """The `chunks` at the last call of `vacant`, and its answer then."""
 
@@ -395,25 +392,21 @@ class PrivatePoison(SharedPoison):
         self._noted: list[WrittenPoison] = []
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
-        self._noted += self._copies(target, start, end)
-
-    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
-        for target in ranges:
-            for start, end in target.vacant():
-                for each in (copies := self._copies(target, start, end)):
-                    libc.madvise(target.base + each.start, each.nbytes, _MADV_DONTNEED)  # drops the copies: the file is behind them again
-                self._noted += copies
-        self.written, self._noted = self._noted, []
-        return bool(self.written)
-
-    def _copies(self, target: SimulatedRange, start: int, end: int) -> list[WrittenPoison]:
-        found: list[WrittenPoison] = []
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
             are_copies = _flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)
             for run in _COPIES.finditer(are_copies) if b"\x01" in are_copies else ():
-                found.append(WrittenPoison(target, first + run.start() * PAGE, (run.end() - run.start()) * PAGE))
-        return found
+                self._noted.append(WrittenPoison(target, first + run.start() * PAGE, (run.end() - run.start()) * PAGE))
+
+    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
+        for target in ranges:
+            for start, end in target.vacant():
+                noted_before = len(self._noted)
+                self.note(target, start, end)
+                for each in self._noted[noted_before:]:  # drop the copies: the file is behind them again
+                    libc.madvise(target.base + each.start, each.nbytes, slab.MADV_DONTNEED)
+        self.written, self._noted = self._noted, []
+        return bool(self.written)
 
 
 def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:

@@ -20,7 +20,7 @@ import torch
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
-from placement.engines.tagged import Residency, TaggedEngine, Weights
+from placement.engines.tagged import TaggedEngine, Weights
 from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, rollouts
 
 if TYPE_CHECKING:
@@ -41,15 +41,11 @@ _bases: dict[str, tuple[type[PlacedRollout], str]] = {}
 """The class to put before verl's adapter, and the path of that adapter, by the names under which this module has them placed."""
 
 
-class _Record(Residency):
-    """The record of an engine whose memory is free before placement asks for it, so that nothing becomes free by asking."""
-
-    def _see_freed(self, tags: frozenset[str], before: int) -> None: ...
-
-
 class ColocatedRollout(TaggedEngine):
     """The engine behind a rollout that verl's driver puts to sleep. `wake` wakes one part; `sleep` puts these parts to sleep, which are all
     that are awake; `free_bytes` are those of the device; `tags` are the parts that the driver puts to sleep."""
+
+    frees_when_asked = False  # the driver has put it to sleep before
 
     def __init__(
         self,
@@ -60,7 +56,6 @@ class ColocatedRollout(TaggedEngine):
         weights: Weights,
     ) -> None:
         super().__init__(tags=tags, weights=weights, offloaded=tags)
-        self.residency = _Record(self, tags, offloaded=tags, keeps_weights=weights == "keep", given={}, by_memory=True)
         self._wake, self._sleep, self._free_bytes = wake, sleep, free_bytes
         self._free_when_awake = 0
         self.may_wake = False  # whether verl has asked for it. A policy alone does not wake the rollout: verl's driver would not know.
@@ -166,7 +161,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
     async def update_weights(self, weights: Any, *args: Any, **keywords: Any) -> Any:
         """verl's own, after which the weights are valid. After an error nobody reads on: the actor's phases end, too."""
         engine = self._colocated
-        filling = engine if engine is not None and WEIGHTS in engine.residency.resident else None
+        filling = engine if engine is not None and WEIGHTS in engine.residency.resident_tags else None
         if filling is not None:
             filling.residency.stale = "a sync has begun and was not finished"
         try:

@@ -39,8 +39,8 @@ import torch
 
 from placement.core import interrupts
 from placement.core.states import Plan
-from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import MappedSlab
+from placement.devices.host.slab import PAGE
 
 _PAUSE_SECONDS = (0.00005, 0.005)  # pause between two looks at what the others say: the first one, and the longest
 _LOOK_SECONDS = 0.2  # how often a rank that waits looks whether the change has ended without it

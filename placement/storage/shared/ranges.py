@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from placement.devices.base import Device
-from placement.devices.host.mapping import PAGE, round_up
+from placement.devices.host.slab import PAGE, round_up
 from placement.devices.memory import Copy, HostSlab
 from placement.storage.layout import Adoptee, RangeLayout
 from placement.storage.pages import Behind, Pages, Side

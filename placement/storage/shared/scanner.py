@@ -18,8 +18,8 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.journal import logger
 from placement.devices.base import Device
-from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
+from placement.devices.host.slab import PAGE, round_up
 from placement.devices.memory import Copy, HostSlab
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, RangeLayout, byte_view

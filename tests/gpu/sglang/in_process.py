@@ -78,7 +78,7 @@ def after_close() -> None:
     with job() as made:
         made.step(6, is_twice=False)
         made.manager.close()
-        assert not made.engine.residency.resident
+        assert not made.engine.residency.resident_tags
         resume(made.engine)
         made.engine.assume(offloaded=[])
         models.assert_generated_by(made.module.to("cuda"), made.asked, generate(made.asked))

@@ -120,7 +120,7 @@ def after_close() -> None:
         made.step(6, is_twice=False)
         made.manager.close()
         assert _llms[0].llm_engine.is_sleeping()
-        assert not made.engine.residency.resident
+        assert not made.engine.residency.resident_tags
         with pytest.raises(EngineError, match="are offloaded"):
             made.engine.update_weights([])
         wake(made.engine)
@@ -184,7 +184,7 @@ def no_room_for_the_kv_cache() -> None:
         held = fill(sum(_blocks("weights")) + _blocks("kv_cache")[0] // 2)
         with pytest.raises(EngineError, match="out of memory"):
             made.manager.phase("rollout").__enter__()
-        assert made.engine.residency.resident == {"weights"}
+        assert made.engine.residency.resident_tags == {"weights"}
         assert made.manager.snapshot().unpaired_bytes > 0
         del held
         torch.cuda.empty_cache()

@@ -122,7 +122,7 @@ class Job:
         asyncio.run(self.replica.sleep())
 
     def tags(self) -> str:
-        return " ".join(sorted(self.adapter._colocated.residency.resident))
+        return " ".join(sorted(self.adapter._colocated.residency.resident_tags))
 
     def seen(self) -> tuple[dict[str, str], str, int, bool]:
         """States, the phase, the rollout's bytes, and whether all is in order."""
