@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from placement import Manager, RegistrationError
+from placement import Manager, PlacementError, RegistrationError, State
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
 from tests.group.conftest import beside
-from tests.support.ranks import Ranks
+from tests.group.replicated_worker import Rank, as_bytes
+from tests.support.ranks import Ranks, on_ranks
 
 
 def check_shares(seen: list[dict[str, Any]]) -> None:
@@ -34,17 +35,43 @@ def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks, generation: in
     check_shares(ranks.run(worker.loads, generation, False))
 
 
-def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(ranks: Ranks, generation: int) -> None:
-    ranks.run(worker.joins, generation, False)
+@on_ranks("ranks")
+def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(generation: int) -> None:
+    """Of a phase that wants it, and then where a policy keeps it on the device when idle."""
+    rank = Rank(generation, policy="resident")
+    before = rank.device.crossed["to_device"]
+    with rank.manager.phase("log_prob"):
+        rank.register()
+        assert rank.handle.state is State.GPU_RESIDENT
+        assert rank.device.crossed["to_device"] - before < rank.handle.num_bytes
+        rank.check_values()
+    assert rank.handle.state is State.GPU_RESIDENT
+    rank.check_values()
+    rank.manager.unregister("ref")  # from the device
+    rank.check_values()
+    rank.manager.close()
 
 
 @pytest.mark.parametrize(("other", "name"), [(0, "body.0.bias"), (1, "bytes")])
-def test_unequal_weights_are_refused_on_every_rank_by_name(ranks: Ranks, generation: int, other: int, name: str) -> None:
-    for told, crossed in ranks.run(worker.different, generation, False, other, name):
-        # Of two ranks nobody can say which is the odd one.
-        odd = max(other, 1) if ranks.world_size == 2 else other
-        assert f"'ref' cannot be replicated: {name!r} has other bytes on rank {odd}" in told
-        assert crossed
+@on_ranks("ranks")
+def test_unequal_weights_are_refused_on_every_rank_by_name(generation: int, other: int, name: str) -> None:
+    """One rank has another value; then all have the same ones."""
+    rank = Rank(generation)
+    changed = rank.ref.state_dict()[name].view(-1).view(torch.uint8)[-1:]
+    wanted, addresses = rank.wanted, rank.addresses()
+    if rank.rank == other:
+        changed ^= 1
+    rank.wanted = as_bytes(rank.ref)
+    told = rank.fails(rank.register, RegistrationError)
+    rank.check_unregistered(addresses)
+    # Of two ranks nobody can say which is the odd one.
+    odd = max(other, 1) if rank.world_size == 2 else other
+    assert f"'ref' cannot be replicated: {name!r} has other bytes on rank {odd}" in told
+    if rank.rank == other:
+        changed ^= 1
+    rank.wanted = wanted
+    rank.register()
+    assert rank.load()
 
 
 def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
@@ -71,12 +98,6 @@ def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_load_succeeds(ranks: Ranks, generation: int, failing: int) -> None:
-    for told in ranks.run(worker.out_of_memory, generation, False, failing):
-        assert all(f"rank {failing}: DeviceMemoryError" in each for each in told)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
 def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
     three: Ranks, generation: int, failing: int, counted: Callable[[str], None]
 ) -> None:
@@ -85,10 +106,15 @@ def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
     counted(f"replicated handles, 3 ranks: every device call of rank {failing} fails once: {max(cases)} cases")
 
 
-def test_the_process_group_goes(three: Ranks, generation: int) -> None:
-    for together, alone, reason, again in three.run(worker.destroyed, generation):
-        assert together < alone == again
-        assert reason == "the process group was destroyed"
+@on_ranks("three")
+def test_the_process_group_goes(generation: int) -> None:
+    rank = Rank(generation)
+    own = dist.new_group(backend="gloo")
+    rank.register(replicated=own)
+    together = rank.load()
+    dist.destroy_process_group(own)
+    assert together < rank.load() == rank.load()
+    assert rank.alone == "the process group was destroyed"
 
 
 def test_a_rank_that_cannot_read_the_decision_has_everything_and_the_others_go_on(three: Ranks, generation: int) -> None:
@@ -99,10 +125,25 @@ def test_a_rank_that_cannot_read_the_decision_has_everything_and_the_others_go_o
     three.close()  # their process group is not what it was
 
 
-def test_one_rank_leaves(three: Ranks, generation: int) -> None:
-    (_, nothing), *others = three.run(worker.leaves, generation)
-    assert nothing is None
-    assert all(reason == "rank 0 has unregistered it" for _, reason in others)
+@on_ranks("three")
+def test_one_rank_leaves(generation: int) -> None:
+    """Rank 0 makes the handle an ordinary one: nothing changes for the values of anybody."""
+    rank = Rank(generation)
+    rank.register()
+    rank.load()
+    if rank.rank == 0:
+        rank.manager.unregister("ref")
+        rank.check_values()
+        rank.register(replicated=False)
+    rank.load()
+    if rank.rank > 0:
+        assert rank.alone == "rank 0 has unregistered it"
+    if rank.rank == 1:  # where everything of it is gone, the others still have the copy
+        rank.manager.close()
+        rank.check_values()
+        rank.fails(rank.load, PlacementError)
+    elif rank.rank > 1:
+        rank.check_host_copy()
 
 
 def test_a_rank_dies_while_all_load() -> None:
@@ -121,11 +162,20 @@ def test_a_rank_dies_while_all_register() -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_rejoin(three: Ranks, generation: int, together: bool) -> None:
+@on_ranks("three")
+def test_rejoin(generation: int, together: bool) -> None:
     """It is loaded by all ranks together as before; by each for itself where its new group has other ranks."""
-    for crossed, alone, nbytes in three.run(worker.rejoins, generation, together):
-        assert alone == (None if together else "the group was made anew with other ranks")
-        assert [count < 0.6 * nbytes for count in crossed] == [True, together]
+    rank = Rank(generation)
+    rank.register()
+    storages = {each.data_ptr(): each.nbytes for each in [*rank.ref.parameters(), *rank.ref.buffers()]}
+    most_bytes = 0.6 * sum(storages.values())
+    assert rank.load() < most_bytes
+    store, place = dist.distributed_c10d._get_default_store(), (rank.rank, rank.world_size)
+    if not together:
+        store, place = dist.HashStore(), (0, 1)
+    rank.manager.rejoin(StoreGroup(store, *place, 20.0, generation=generation + 10_000))
+    assert (rank.load() < most_bytes) == together
+    assert rank.alone == (None if together else "the group was made anew with other ranks")
 
 
 def test_one_rank_alone_has_an_ordinary_handle() -> None:
