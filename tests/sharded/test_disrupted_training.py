@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -261,25 +261,6 @@ def _look(actor: training.Program, critic: training.Program, manager: placement.
         return actor_loss, critic_loss, training.digest(actor)
 
 
-def collected(name: str) -> None:
-    """Nobody holds the model any more: its handle goes, and with it every byte."""
-    device = simulated()
-    manager = placement.Manager(device=device)
-    program: Any = PROGRAMS[name]("cpu")
-    program.register(manager)
-    with manager.phase("train"):
-        program.learn(0)
-    with manager.phase("train"):
-        program.backward(0)
-        del program
-        gc.collect()
-    gc.collect()
-    assert not manager.handles, [*manager.handles]
-    assert device.memory().chunk_bytes == 0
-    assert_nothing_resident(manager)
-    manager.close()
-
-
 # A case for each way that something could be lost. Not with all: DDP itself raises after a backward that broke off.
 SCRIPTS = {
     forward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
@@ -287,16 +268,11 @@ SCRIPTS = {
     graph_over_a_transition: ("fsdp2", "ddp"),  # of FSDP1: see test_fsdp1
     left_for_good: ("fsdp2", "fsdp1_original"),
 }
-BODIES = {
-    collected: ("fsdp2", "fsdp1_original", "ddp"),
-}
 
 
-def cases(table: Mapping[Any, Sequence[str]]) -> list[Any]:
-    return [pytest.param(body, name, id=f"{body.__name__}-{name}") for body, names in table.items() for name in names]
-
-
-@pytest.mark.parametrize(("script", "name"), cases(SCRIPTS))
+@pytest.mark.parametrize(
+    ("script", "name"), [pytest.param(script, name, id=f"{script.__name__}-{name}") for script, names in SCRIPTS.items() for name in names]
+)
 @on_ranks("two_ranks")
 def test_a_script_sees_the_same_bytes_as_without_placement(script: Script, name: str) -> None:
     """Run a script plain and managed; what it sees must not differ."""
@@ -322,6 +298,21 @@ def test_a_switch_that_fails_at_any_device_call_loses_nothing(
     counted(f"a switch of {name} models, {'interrupted' if is_interrupt else 'failed'} at each device call: {failed[0]}")
 
 
-@pytest.mark.parametrize(("body", "name"), cases(BODIES))
-def test_ends_and_owners(two_ranks: Ranks, body: Callable[[str], None], name: str) -> None:
-    two_ranks.run(body, name)
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1_original", "ddp"])
+@on_ranks("two_ranks")
+def test_a_model_that_nobody_holds_any_more_goes_with_its_handle_and_every_byte(name: str) -> None:
+    device = simulated()
+    manager = placement.Manager(device=device)
+    program: Any = PROGRAMS[name]("cpu")
+    program.register(manager)
+    with manager.phase("train"):
+        program.learn(0)
+    with manager.phase("train"):
+        program.backward(0)
+        del program
+        gc.collect()
+    gc.collect()
+    assert not manager.handles, [*manager.handles]
+    assert device.memory().chunk_bytes == 0
+    assert_nothing_resident(manager)
+    manager.close()
