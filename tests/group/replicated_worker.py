@@ -19,6 +19,7 @@ from placement.group import BoardLost, StoreGroup
 from placement.storage.range import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_engines_apart import Engine
+from tests.sharded.training import bytes_of
 from tests.support.boards import FailingBoard, ForwardingBoard
 
 PAGE = 4096
@@ -54,11 +55,7 @@ class Reference(nn.Module):
 
 
 def as_bytes(model: nn.Module) -> dict[str, bytes]:
-    return {name: _bytes(value) for name, value in model.state_dict().items()}
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return bytes_of(model.state_dict())
 
 
 class Rank:
@@ -98,7 +95,7 @@ class Rank:
         assert as_bytes(self.ref) == self.wanted
 
     def check_host_copy(self) -> None:
-        assert {name: _bytes(value) for name, value in self.handle.state_dict().items()} == self.wanted
+        assert bytes_of(self.handle.state_dict()) == self.wanted
 
     def load(self) -> int:
         """One phase with the reference on the device. Returns the bytes that crossed the link to get there."""

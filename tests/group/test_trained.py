@@ -25,6 +25,7 @@ from tests.group import trained_worker as trained
 from tests.group.conftest import beside
 from tests.group.replicated_worker import PAGE, as_bytes, calls_to_fail, meet_again
 from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
+from tests.sharded.training import as_bytes as tensor_bytes
 from tests.support.ranks import Ranks, on_ranks
 from tests.unit import test_cast
 
@@ -95,7 +96,7 @@ def test_what_is_written_into_a_host_copy_is_the_ranks_own(generation: int, tmp_
     assert rank.shares[0] != writes  # who holds a state dict keeps what it shows
     assert writes or rank.shares[1]
     if held is not None:
-        assert as_bytes(rank.twin)["body.0.weight"] == trained._bytes(held["body.0.weight"])
+        assert as_bytes(rank.twin)["body.0.weight"] == tensor_bytes(held["body.0.weight"])
     del held
     rank.step()
     rank.check()

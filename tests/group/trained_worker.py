@@ -24,7 +24,8 @@ from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import copy as shared_copy
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, meet_again
+from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _cuda_device, as_bytes, meet_again
+from tests.sharded.training import bytes_of
 
 _SIZE = 64
 
@@ -154,16 +155,13 @@ class Rank:
 
     def check_loaded(self) -> None:
         assert as_bytes(self.actor) == as_bytes(self.twin)
-        assert _state(self.optimizer) == _state(self.twins_optimizer)
+        assert bytes_of([*self.optimizer.state.values()]) == bytes_of([*self.twins_optimizer.state.values()])
         self.manager.check_integrity()
 
     def check_offloaded(self) -> None:
         """Compare what the host copies have."""
-        assert {name: _bytes(value) for name, value in self.handle("actor").state_dict().items()} == as_bytes(self.twin)
-        state = self.handle("optimizer").state_dict()["state"]
-        found = {(key, name): _bytes(value) for key, entry in state.items() for name, value in entry.items()}
-        wanted = self.twins_optimizer.state_dict()["state"]
-        assert found == {(key, name): _bytes(value) for key, entry in wanted.items() for name, value in entry.items()}
+        assert bytes_of(self.handle("actor").state_dict()) == as_bytes(self.twin)
+        assert bytes_of(self.handle("optimizer").state_dict()["state"]) == bytes_of(self.twins_optimizer.state_dict()["state"])
 
     def fails(self, do: Callable[[], Any]) -> str:
         """What it raised."""
@@ -180,10 +178,6 @@ class Rank:
         gc.collect()
         if together:
             dist.barrier()
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[bytes]:
-    return [_bytes(value) for entry in optimizer.state.values() for value in entry.values()]
 
 
 def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any], switches: bool = False) -> dict[str, Any]:

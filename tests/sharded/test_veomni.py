@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from placement import NotResidentError, PhaseError
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded import training, veomni_worker
+from tests.sharded import veomni_worker
+from tests.sharded.training import bytes_of
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import make_manager
 
@@ -48,11 +46,11 @@ def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_par
     assert_nothing_resident(manager)
     with manager.phase("train"):
         program.learn(0)
-        inside = _flat(optimizer.state_dict())
+        inside = bytes_of(optimizer.state_dict())
         held = optimizer.state_dict()
     assert_nothing_resident(manager)
     for shown in (optimizer.state_dict(), handle.state_dict(), held):
-        assert _flat(shown) == inside
+        assert bytes_of(shown) == inside
     # The two parameters of `spare` have no gradient, so no state: looking for it must not make any (`state` is a defaultdict).
     assert [len(each.state) for each in inner] == [2, 2]
     assert handle.host_bytes <= reserved
@@ -62,17 +60,7 @@ def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_par
     with manager.phase("restore"):
         optimizer.load_state_dict(held)
     assert_nothing_resident(manager)
-    assert _flat(optimizer.state_dict()) == inside
+    assert bytes_of(optimizer.state_dict()) == inside
     manager.close()
     assert not any(each._optimizer_step_pre_hooks for each in inner)
     assert not {"step", "load_state_dict"} & set(vars(optimizer))
-
-
-def _flat(state_dict: Any) -> dict[str, Any]:
-    return {f"{name}{path}": each for name, value in state_dict.items() for path, each in _parts(value)}
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor):
-        return [(path, training.as_bytes(part)) for path, part in training.local_parts(value)]
-    return [("", value)]
