@@ -7,22 +7,12 @@ on one rank alone, without a value, a move or a collective. Real FSDP1, both way
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from placement.testing import assert_nothing_resident
 from tests.sharded.publish_worker import BUILDS, Model, manager_of, tokens, wanted_of
-from tests.support.ranks import on_ranks
-
-
-def no_collectives() -> Any:
-    """Whoever calls a collective of torch.distributed fails meanwhile."""
-    names = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "barrier", "reduce_scatter_tensor")
-    return mock.patch.multiple(dist, **{name: mock.Mock(side_effect=AssertionError(f"{name} was called")) for name in names})
+from tests.support.ranks import no_collectives, on_ranks
 
 
 @pytest.mark.parametrize("build", ["fsdp1_flat", "fsdp1_original", "fsdp2", "fsdp2_external"])

@@ -280,8 +280,9 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_p
     rank.end()
 
 
-def weights_of_masters(generation: int) -> None:
-    """A model whose weights are the cast of masters that all ranks share. Writing into these leaves the weights as they are."""
+@on_ranks("ranks")
+def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
+    """Writing into the masters leaves the weights as they are."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
@@ -304,10 +305,6 @@ def weights_of_masters(generation: int) -> None:
     job.check()
     job.manager.close()
     dist.barrier()
-
-
-def test_weights_that_are_the_cast_of_shared_masters(ranks: Ranks, generation: int) -> None:
-    ranks.run(weights_of_masters, generation)
 
 
 # --- a part of the group
