@@ -78,6 +78,10 @@ class Program:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def zeroes(self, step: int) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        return torch.tensor(float(step))
+
     # --- placement
 
     def register(self, manager: Manager) -> None:
@@ -145,10 +149,6 @@ class Wrapped(Program):
         """A backward pass that is not reduced: FSDP1 puts the shard of what was reduced before aside."""
         with self.model.no_sync():
             return super().backward(step)
-
-    def zeroes(self, step: int) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
-        return torch.tensor(float(step))
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         leaves = any(method == "learn_anew" for _, method in self.phases)
