@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -45,10 +44,6 @@ def engine_module(kind: str, device: str) -> Any:
             for _, part in training.local_parts(parameter):
                 part.mul_(0.5)
     return model
-
-
-def local_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
-    return {f"{name}{path}": training.as_bytes(part) for name, tensor in tensors for path, part in training.local_parts(tensor)}
 
 
 def whole_weights(module: nn.Module, device: str, adapters: Any = "merged") -> dict[str, torch.Tensor]:
@@ -105,7 +100,7 @@ class Rig:
     def state_dict(self) -> dict[str, bytes] | None:
         """This rank's part of the engine's state dict; None where its framework would have to gather it."""
         try:
-            return local_bytes(self.rollout.state_dict().items())
+            return training.bytes_of(self.rollout.state_dict())
         except NotResidentError:
             assert self.kind in GATHERING
             return None
@@ -138,7 +133,7 @@ def roll_out(engine: str, actor: str, device: str = "cpu") -> None:
             assert {name: len(value) for name, value in found.items()} == {name: len(value) for name, value in published.items()}
             assert found == published, [name for name, value in published.items() if found[name] != value]
             inside = rig.state_dict() if engine not in GATHERING else None
-            values = local_bytes(rig.module.named_parameters())
+            values = training.bytes_of(dict(rig.module.named_parameters()))
         rig.assert_away()
         assert rig.state_dict() == inside
         manager.check_integrity()
@@ -146,7 +141,7 @@ def roll_out(engine: str, actor: str, device: str = "cpu") -> None:
     module = rig.module
     manager.close()
     assert manager.device.memory().chunk_bytes == 0
-    assert local_bytes(module.named_parameters()) == values
+    assert training.bytes_of(dict(module.named_parameters())) == values
     if device == "cpu":  # elsewhere it has been left on the host
         with torch.no_grad():
             assert training.as_bytes(module(one_of_each.rows(5, device, same_data=True))) == new_answer

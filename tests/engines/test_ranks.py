@@ -19,7 +19,7 @@ from placement.engines import Follower, TaggedEngine
 from placement.group import StoreGroup
 from placement.group.protocol import Decision, Stage
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.threads import in_threads
+from tests.support.threads import on_all
 
 CHUNK = 4096
 CAPACITY = 32 * CHUNK
@@ -116,7 +116,7 @@ class EngineRank:
 
 def on_both(folder: Path, body: Callable[[EngineRank], Any]) -> list[Any]:
     store, barrier = dist.HashStore(), threading.Barrier(2)
-    return in_threads(*(lambda rank=rank: body(EngineRank(folder, store, barrier, rank)) for rank in range(2)))  # type: ignore[misc]
+    return on_all(range(2), lambda rank: body(EngineRank(folder, store, barrier, rank)))
 
 
 def test_no_rank_is_ahead_of_the_engine(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from placement import Manager, PhaseError
 from placement.frameworks.megatron import HybridState
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.pretend_cuda import mark, pretend_cuda
-from tests.sharded.training import as_bytes
+from tests.sharded.training import as_bytes, bytes_of
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
+from tests.support.ranks import no_collectives, on_ranks
 
 cpu_offloading = needs("megatron.core.optimizer.cpu_offloading")
 
@@ -270,10 +270,11 @@ class Hybrid(torch.optim.Optimizer):
             entry["master_param"] = inner
 
 
-def over_dtensors() -> tuple[list[str], list[Any], bool]:
+@on_ranks("two_ranks")
+def test_sharded_state_is_sharded_as_its_parameter_without_a_collective() -> None:
+    """A rank without elements has an empty entry of the same name in the same place. Same shape: see the module's docstring."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-    calls: list[str] = []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     # Of the second one rank has nothing: 1 row for two ranks.
@@ -284,36 +285,20 @@ def over_dtensors() -> tuple[list[str], list[Any], bool]:
         form = {"shape": parameter.shape, "stride": parameter.stride()}
         parameter.grad = DTensor.from_local(ones, mesh, [Shard(0)], run_check=False, **form)
     optimizer.step()
-    real = dist.all_gather_object, dist.all_gather, dist.all_reduce, dist.broadcast
-    for function in real:
-        setattr(dist, function.__name__, lambda *_, name=function.__name__, **__: calls.append(name))
-    try:
-        exported = HybridState(optimizer).exported()
-    finally:
-        for function in real:
-            setattr(dist, function.__name__, function)
-    moments = [[(type(v).__name__, tuple(v.shape)) for k, v in sorted(entry.items()) if k.startswith("exp")] for entry in exported.values()]
-    kinds = [(sorted(entry), found) for entry, found in zip(exported.values(), moments, strict=True)]
-    before = [as_bytes(inner) for inner in optimizer.param_to_inner_param.values()]
-    saved = copy.deepcopy(list(exported.values()))
+    with no_collectives():
+        first, second = exported = [*HybridState(optimizer).exported().values()]
+    assert sorted(first) == ["exp_avg", "exp_avg_sq", "master_param", "step"]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert isinstance(first[name], DTensor)
+        assert first[name].shape == (5, 6)
+    assert len(second) == (4 if dist.get_rank() == 0 else 0)
+    before = bytes_of([*optimizer.param_to_inner_param.values()])
+    saved = copy.deepcopy(exported)
     optimizer.step()
-    for parameter, entry in zip(parameters, saved, strict=True):
-        if not entry:
-            assert parameter._local_tensor.numel() == 0
     settings = [HybridState(optimizer).settings(group) for group in optimizer.param_groups]
     HybridState(optimizer).restore(dict(zip(parameters, saved, strict=True)), settings)
-    is_back = [as_bytes(inner) for inner in optimizer.param_to_inner_param.values()] == before
-    is_back &= [as_bytes(v._local_tensor) for e in saved for k, v in sorted(e.items()) if k.startswith("exp")] == [
-        as_bytes(v) for inner in optimizer.sub_optimizers[0].state.values() for k, v in sorted(inner.items()) if k.startswith("exp")
-    ]
-    return calls, kinds, is_back
-
-
-def test_sharded_state_is_sharded_as_its_parameter_without_a_collective(two_ranks: Ranks) -> None:
-    """A rank without elements has an empty entry of the same name in the same place. Same shape: see the module's docstring."""
-    outcomes = two_ranks.run(over_dtensors)
-    for calls, kinds, is_back in outcomes:
-        assert calls == []
-        assert is_back
-        assert kinds[0] == (["exp_avg", "exp_avg_sq", "master_param", "step"], [("DTensor", (5, 6))] * 2)
-    assert sorted(len(kinds[1][0]) for _, kinds, _ in outcomes) == [0, 4]
+    assert bytes_of([*optimizer.param_to_inner_param.values()]) == before
+    (inner,) = optimizer.sub_optimizers
+    for found, wanted in zip(inner.state.values(), filter(None, saved), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert as_bytes(found[name]) == as_bytes(wanted[name]._local_tensor)

@@ -21,7 +21,7 @@ from placement.tensors.plain import Owned
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded, worker
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 _REASON = "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
 
@@ -46,10 +46,10 @@ def test_steps(two_ranks: Ranks, one_rank: Ranks) -> None:
         assert not any(outcome.offloaded_bytes.values())
 
 
-def _nothing_moves() -> None:
+@on_ranks("two_ranks")
+def test_nothing_of_it_is_ever_moved() -> None:
     program = offloaded()
     model: Any = program.model
-    storages = _storages(program)
     manager, actor, adam = worker(model, program.optimizer)
     assert (actor.external_reason, adam.external_reason) == (_REASON, _REASON)
     assert adam.owners == (actor,)
@@ -63,32 +63,16 @@ def _nothing_moves() -> None:
     for step in range(2):
         with manager.phase("train"):
             program.learn(step)
-        assert {name: address for name, address in _storages(program).items() if name in storages} == storages
         assert (actor.resident_bytes, actor.host_bytes, actor.num_bytes, adam.resident_bytes) == (0, 0, 0, 0)
     assert float(model.blocks[0].calls) == 3  # the buffer, which torch moves with no policy
-    state = actor.state_dict()
-    assert [training.as_bytes(value.to_local()) for name, value in state.items() if "calls" not in name] == [
-        training.as_bytes(value._local_tensor) for name, value in model.state_dict().items() if "calls" not in name
-    ]
+    assert training.bytes_of(actor.state_dict()) == training.bytes_of(model.state_dict())
     assert manager.device.memory().chunk_bytes == 0
     assert_nothing_resident(manager)
     manager.close()
-    assert {name: address for name, address in _storages(program).items() if name in storages} == storages
 
 
-def _storages(program: training.Program) -> dict[str, int]:
-    return {
-        f"{name}{path}": part.untyped_storage().data_ptr()
-        for name, value in program.tensors()
-        for path, part in training.local_parts(value)
-    }
-
-
-def test_nothing_of_it_is_ever_moved(two_ranks: Ranks) -> None:
-    two_ranks.run(_nothing_moves)
-
-
-def _one_optimizer_for_both() -> None:
+@on_ranks("two_ranks")
+def test_an_optimizer_of_both_kinds_is_refused() -> None:
     """Half of its state is torch's to place and half is ours: neither moving it nor leaving it would be right."""
     kept, moved = sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False)), sharded(Model(blocks=1))
     optimizer, own = torch.optim.AdamW([*kept.parameters(), *moved.parameters()]), torch.optim.SGD(kept.parameters())
@@ -98,10 +82,6 @@ def _one_optimizer_for_both() -> None:
         manager.register("both", optimizer)
     assert set(manager.handles) == {"actor", "actor.optimizer", "critic"}
     manager.close()
-
-
-def test_an_optimizer_of_both_kinds_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(_one_optimizer_for_both)
 
 
 class _Elsewhere(Adapter):

@@ -11,7 +11,6 @@ import torch
 
 import placement
 from placement.policies import Colocated, Resident
-from placement.storage.disk import Place
 from placement.testing import assert_nothing_resident
 from tests.support.disk import send_to_disk, settle, spills_of
 
@@ -54,13 +53,6 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_steps_with_host_copies_that_were_on_disk_compute_the_same_bits(job: Job) -> None:
-    for _ in range(4):
-        job.step()
-        assert {spill.place for spill in send_to_disk(job.manager, "actor", "adam")} == {Place.DISK}
-    job.check()
-
-
 def test_what_leaves_is_not_page_locked_and_what_is_back_is(job: Job) -> None:
     job.step()
     slabs = [r.host for name in ("actor", "adam") for r in job.manager.handles[name].storage.ranges]
@@ -76,14 +68,6 @@ def test_what_leaves_is_not_page_locked_and_what_is_back_is(job: Job) -> None:
     for slab in slabs:
         slab.ready.wait()
     assert sum(slab.pinned_bytes for slab in slabs) == locked
-    job.check()
-
-
-def test_a_host_copy_that_is_given_up_while_the_device_has_the_bytes(job: Job) -> None:
-    job.step()
-    with job.manager.phase("log_prob"):
-        assert {spill.place for spill in send_to_disk(job.manager, "actor")} == {Place.NOWHERE}
-        assert job.actor.host_bytes == 0
     job.check()
 
 

@@ -35,21 +35,6 @@ def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks) -> None:
         assert all(abs(crossed - nbytes / world_size) < slack for crossed in each["crossed"])
 
 
-def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(ranks: Ranks) -> None:
-    ranks.run(worker.joins, next(_generations), True, deadline_seconds=DEADLINE_SECONDS)
-
-
-def test_unequal_weights_are_refused_on_every_rank_by_name(ranks: Ranks) -> None:
-    for told, crossed in ranks.run(worker.different, next(_generations), True, 1, "body.0.bias", deadline_seconds=DEADLINE_SECONDS):
-        assert "'ref' cannot be replicated: 'body.0.bias' has other bytes on rank 1" in told
-        assert crossed
-
-
-def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_load_succeeds(ranks: Ranks) -> None:
-    for told in ranks.run(worker.out_of_memory, next(_generations), True, 1, deadline_seconds=DEADLINE_SECONDS):
-        assert all("rank 1: DeviceMemoryError" in each for each in told)
-
-
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks) -> None:
     for told in ranks.run(full_rank_worker.trains_on, next(_generations), "cuda", 1, deadline_seconds=DEADLINE_SECONDS):
         assert len(told) == 2

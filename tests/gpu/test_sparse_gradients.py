@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import placement
-from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
 from tests.unit.test_sparse_gradients import WIDTH, WORDS, assert_parts, build, parts, tokens_of
@@ -26,10 +25,10 @@ def test_steps_with_everything_offloaded_in_between(optimizer: str) -> None:
 
 
 class Case:
-    def __init__(self, born: str = "cuda", **policy: bool) -> None:
+    def __init__(self, born: str) -> None:
         self.model = nn.Embedding(WORDS, WIDTH, sparse=True).to(born)
         self.optimizer = torch.optim.SparseAdam(self.model.parameters())
-        self.manager = placement.Manager(device="cuda:0", policy=Colocated(**policy))
+        self.manager = placement.Manager(device="cuda:0")
         self.actor = self.manager.register("actor", self.model, role="actor")
         self.manager.register("actor.optimizer", self.optimizer)
         self.tokens = tokens_of(0).cuda()
@@ -65,19 +64,6 @@ def test_a_gradient_comes_back_to_the_device_as_the_same_object(case: Case) -> N
             case.optimizer.step()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_between_phases(case: Case, set_to_none: bool) -> None:
-    with case.manager.phase("train"):
-        case.backward()
-    case.optimizer.zero_grad(set_to_none=set_to_none)
-    with case.manager.phase("train"):
-        assert case.model.weight.grad is None if set_to_none else case.gradient._nnz() == 0
-        case.backward()
-        case.optimizer.step()
-    assert case.manager.snapshot().wrong_writes == 0
-    assert case.manager.audit().ok
-
-
 def test_close_gives_an_offloaded_gradient_back_on_the_host(case: Case) -> None:
     with case.manager.phase("train"):
         case.backward()
@@ -88,17 +74,6 @@ def test_close_gives_an_offloaded_gradient_back_on_the_host(case: Case) -> None:
     assert_parts(case.gradient, wanted)
     case.model(tokens_of(1)).sum().backward()  # it can be added to there
     assert case.gradient._nnz() > wanted[1].shape[0]
-
-
-def test_dead_gradients_are_not_copied() -> None:
-    case = Case(drop_gradients=True)
-    before = case.actor.counters.offloaded_bytes
-    with case.manager.phase("train"):
-        case.backward()
-    assert case.actor.counters.offloaded_bytes == before
-    assert case.model.weight.grad is None
-    assert_nothing_resident(case.manager)
-    case.manager.close()
 
 
 def test_a_sparse_gradient_on_the_cpu_is_refused_at_registration() -> None:

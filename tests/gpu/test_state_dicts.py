@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +25,6 @@ class Extra(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         pass
-
-
-class Exported(nn.Linear):
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: value.float() * 1 for name, value in super().state_dict(*args, **kwargs).items()}
 
 
 def on_host(value: Any) -> Any:
@@ -76,26 +70,6 @@ def test_what_hooks_compute_is_the_same_in_every_state(manager: placement.Manage
         del found
     assert sorted(reduced) == sorted([*range(len(nodes))] * 2), "a gradient was accumulated past the hook of a framework"
     assert manager.audit().ok, manager.audit()
-
-
-@pytest.mark.parametrize("phase", [None, "restore"])
-def test_what_shows_copies_is_restored(phase: str | None, manager: placement.Manager, tmp_path: Path) -> None:
-    model = Exported(300, 200).cuda()
-    manager.register("actor", model, role="actor")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager.register("actor.optimizer", optimizer)
-    wanted = on_host(dict(model.state_dict()))
-    placement.checkpoint.save(manager, tmp_path)
-    with manager.phase("train"), torch.no_grad():
-        model.weight.zero_()
-    if phase is None:
-        placement.checkpoint.load(manager, tmp_path)
-    else:
-        with manager.phase(phase):
-            placement.checkpoint.load(manager, tmp_path)
-    assert same(on_host(dict(model.state_dict())), wanted)
-    with manager.phase("log_prob"):
-        assert torch.equal(model.weight.cpu(), wanted["weight"])
 
 
 def test_a_write_into_a_state_dict_that_is_still_queued_is_loaded(manager: placement.Manager) -> None:

@@ -13,6 +13,7 @@ from placement import Manager, State
 from placement.core.errors import CoordinatorLost, PlacementError
 from placement.group import Board, BoardLost, Group, StoreGroup
 from placement.testing import assert_nothing_resident
+from tests.sharded.training import bytes_of
 from tests.support.boards import STEPS, FailingBoard
 from tests.support.trainer import Trainer
 
@@ -73,15 +74,10 @@ class Rank(Trainer):
         self.problems: list[str] = []
         self.expected = self.values()
 
-    def values(self) -> dict[str, bytes]:
+    def values(self) -> dict[str, Any]:
         """Of every tensor, by name, in whatever state its handle is."""
-        found = {}
-        for name in ROLES:
-            state = self.manager.handles[name].state_dict()
-            if name == "adam":
-                state = {f"{key}.{what}": value for key, each in state["state"].items() for what, value in each.items()}
-            found |= {f"{name}.{key}": value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key, value in state.items()}
-        return found
+        states = {name: self.manager.handles[name].state_dict() for name in ROLES}
+        return bytes_of(states | {"adam": states["adam"]["state"]})
 
     def train(self) -> None:
         if self.manager.handles["actor"].state is State.TRAINING:

@@ -14,7 +14,7 @@ from placement.core.errors import GroupError
 from placement.group import Group, StoreGroup
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.support.threads import in_threads
+from tests.support.threads import on_all
 from tests.support.trainer import Trainer
 
 
@@ -89,11 +89,6 @@ def ranks_of(world_size: int, deadline_seconds: float = 30.0, store: Any = None,
     store = dist.HashStore() if store is None else store
     groups = [StoreGroup(store, rank, world_size, deadline_seconds, generation=generation) for rank in range(world_size)]
     return [Rank(group, **settings) for group in groups]
-
-
-def on_all(ranks: list[Rank], do: Callable[[Rank], Any]) -> list[Any]:
-    """At once; what each returned or raised, by rank."""
-    return in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
 
 
 def meet(ranks: list[Rank]) -> None:

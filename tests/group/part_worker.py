@@ -18,7 +18,7 @@ from placement.testing import assert_nothing_resident
 from tests.group.replicated_worker import as_bytes
 from tests.group.trained_worker import Actor, Heard
 from tests.sharded.one_of_each import mesh, net, program
-from tests.sharded.training import Program, device_of, here
+from tests.sharded.training import Program, bytes_of, device_of, here
 from tests.sharded.training import as_bytes as tensor_bytes
 
 
@@ -33,10 +33,6 @@ def shared_with(handle: Handle) -> list[tuple[int, ...]]:
     found = [r for r in handle.holding.ranges if isinstance(r, SharedRange)]
     assert found
     return [r.shares.members if r.is_shared else () for r in found]
-
-
-def _values(program: Program) -> dict[str, bytes]:
-    return {name: tensor_bytes(getattr(value, "_local_tensor", value)) for name, value in program.values()}
 
 
 def _trained(plain: Program, placed: Program, manager: Manager, steps: int) -> None:
@@ -69,9 +65,9 @@ def hybrid(generation: int, device: str) -> tuple[list[tuple[int, ...]], float]:
     members = [each for handle in handles for each in shared_with(handle)]
     share = sum(r.held_host_bytes for r in ranges) / sum(r.nbytes for r in ranges)
     with manager.phase("train"):
-        assert _values(placed) == _values(plain)
+        assert bytes_of(dict(placed.values())) == bytes_of(dict(plain.values()))
     manager.close()
-    assert _values(placed) == _values(plain)
+    assert bytes_of(dict(placed.values())) == bytes_of(dict(plain.values()))
     return members, share
 
 
@@ -102,9 +98,7 @@ def pairs(generation: int, different: int | None) -> list[str]:
             step(model, optimizers[1], number)
         shares = different is None or number < 3 or different not in numbers[ours]
         assert shared_with(handle) == [tuple(numbers[ours]) if shares else ()]
-    assert {name: tensor_bytes(value) for name, value in handle.state_dict().items()} == {
-        name: tensor_bytes(value) for name, value in twin.state_dict().items()
-    }
+    assert bytes_of(handle.state_dict()) == bytes_of(twin.state_dict())
     manager.close()
     assert as_bytes(model) == as_bytes(twin)
     return heard.take()

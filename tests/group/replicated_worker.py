@@ -19,6 +19,7 @@ from placement.group import BoardLost, StoreGroup
 from placement.storage.range import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_engines_apart import Engine
+from tests.sharded.training import bytes_of
 from tests.support.boards import FailingBoard, ForwardingBoard
 
 PAGE = 4096
@@ -54,11 +55,7 @@ class Reference(nn.Module):
 
 
 def as_bytes(model: nn.Module) -> dict[str, bytes]:
-    return {name: _bytes(value) for name, value in model.state_dict().items()}
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return bytes_of(model.state_dict())
 
 
 class Rank:
@@ -96,6 +93,9 @@ class Rank:
 
     def check_values(self) -> None:
         assert as_bytes(self.ref) == self.wanted
+
+    def check_host_copy(self) -> None:
+        assert bytes_of(self.handle.state_dict()) == self.wanted
 
     def load(self) -> int:
         """One phase with the reference on the device. Returns the bytes that crossed the link to get there."""
@@ -164,7 +164,7 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
     holding = rank.handle.holding
     assert holding is not None
     assert len(_shared_mappings()) == 1  # mapped, and not open any more
-    assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+    rank.check_host_copy()
     crossed = [rank.load() for _ in range(3)]
     with rank.manager.phase("log_prob") as step:
         step.switch("train")
@@ -173,7 +173,7 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
         rank.check_values()
         with rank.manager.phase("train", only=["ref"]):
             assert rank.handle.state is State.CPU_OFFLOADED
-            assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+            rank.check_host_copy()
             before = rank.device.crossed["to_device"]
         assert rank.handle.state is State.GPU_RESIDENT
         crossed.append(rank.device.crossed["to_device"] - before)
@@ -191,40 +191,6 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
     del holding
     assert not _shared_mappings()
     return seen
-
-
-def joins(generation: int, cuda: bool) -> None:
-    """Registered inside a phase that wants it; the policy keeps it on the device when idle; then it is not kept any more."""
-    rank = Rank(generation, cuda=cuda, policy="resident")
-    before = rank.device.crossed["to_device"]
-    with rank.manager.phase("log_prob"):
-        rank.register()
-        assert rank.handle.state is State.GPU_RESIDENT
-        assert rank.device.crossed["to_device"] - before < rank.handle.num_bytes
-        rank.check_values()
-    assert rank.handle.state is State.GPU_RESIDENT
-    rank.check_values()
-    rank.manager.unregister("ref")  # from the device
-    rank.check_values()
-    rank.manager.close()
-
-
-def different(generation: int, cuda: bool, other: int, name: str) -> tuple[str, int]:
-    """One rank has another value; then the same ones."""
-    rank = Rank(generation, cuda=cuda)
-    tensor = rank.ref.state_dict()[name]
-    flat = tensor.view(-1).view(torch.uint8)
-    if rank.rank == other:
-        flat[-1] ^= 1
-    wanted, rank.wanted = rank.wanted, as_bytes(rank.ref)
-    addresses = rank.addresses()
-    told = rank.fails(rank.register, RegistrationError)
-    rank.check_unregistered(addresses)
-    if rank.rank == other:
-        flat[-1] ^= 1
-    rank.wanted = wanted
-    rank.register()
-    return told, rank.load()
 
 
 MISTAKES: dict[str, Callable[[Rank], Any]] = {
@@ -253,24 +219,6 @@ def mistaken(generation: int) -> dict[str, str]:
         rank.check_unregistered(addresses)
     rank.register()
     rank.load()
-    return told
-
-
-def out_of_memory(generation: int, cuda: bool, failing: int) -> list[str]:
-    """One rank's driver refuses memory while all load: at the first chunk, in the middle, at the last."""
-    rank = Rank(generation, cuda=cuda)
-    handle = rank.register()
-    told = []
-    chunks = len(handle.holding.ranges[0].chunk_sizes)  # type: ignore[union-attr]
-    for at in (1, chunks // 2, chunks):
-        if rank.rank == failing:
-            rank.device.fail("create", at=at)
-        told.append(rank.fails(rank.load, GroupError))
-        assert handle.state is State.CPU_OFFLOADED
-        assert_nothing_resident(rank.manager)
-        rank.manager.check_integrity()
-        rank.load()
-    assert rank.alone is None
     return told
 
 
@@ -361,7 +309,7 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
         rank.fails(lambda: phase.__exit__(None, None, None), GroupError)
     assert_nothing_resident(rank.manager)
     rank.fails(rank.load, GroupError)  # no phase without the rank that died
-    assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+    rank.check_host_copy()
     alone = rank.alone
     rank.manager.unregister("ref")
     rank.check_values()
@@ -376,37 +324,6 @@ def killed_in_registration(generation: int, victim: int, step: str) -> str:
     told = rank.fails(rank.register, RegistrationError)
     rank.check_unregistered()
     return told
-
-
-def destroyed(generation: int) -> list[Any]:
-    """The process group goes while the ranks go on."""
-    rank = Rank(generation)
-    own = dist.new_group(backend="gloo")
-    rank.register(replicated=own)
-    together = rank.load()
-    dist.destroy_process_group(own)
-    alone = rank.load()
-    return [together, alone, rank.alone, rank.load()]
-
-
-def leaves(generation: int) -> list[Any]:
-    """Rank 0 makes the handle an ordinary one: nothing changes for the values of anybody."""
-    rank = Rank(generation)
-    rank.register()
-    rank.load()
-    if rank.rank == 0:
-        rank.manager.unregister("ref")
-        rank.check_values()
-        rank.register(replicated=False)
-    crossed = rank.load()
-    reason = None if rank.rank == 0 else rank.alone
-    if rank.rank == 1:  # where everything of it is gone, the others still have the copy
-        rank.manager.close()
-        rank.check_values()
-        rank.fails(rank.load, PlacementError)
-    elif rank.rank > 1:
-        assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
-    return [crossed, reason]
 
 
 def loads_behind_work(generation: int) -> bool:
@@ -457,21 +374,3 @@ def in_doubt(generation: int, deaf: int) -> list[Any]:
     rank.manager.unregister("ref")  # from the device, where it is in doubt
     rank.check_values()
     return [told, rank.device.crossed["to_host"]]
-
-
-def rejoins(generation: int, together: bool) -> Any:
-    """The bytes over the link, before and after the ranks have made their group anew, or each a group of its own."""
-    rank = Rank(generation)
-    rank.register()
-    crossed = [rank.load()]
-    store, place = dist.distributed_c10d._get_default_store(), (rank.rank, rank.world_size)
-    if not together:
-        store, place = dist.HashStore(), (0, 1)
-    rank.manager.rejoin(StoreGroup(store, *place, 20.0, generation=generation + 10_000))
-    crossed.append(rank.load())
-    return crossed, rank.alone, sum(len(each) for each in as_storages(rank.ref))
-
-
-def as_storages(model: nn.Module) -> list[bytes]:
-    """What it holds, each storage once."""
-    return list({each.data_ptr(): _bytes(each) for each in [*model.parameters(), *model.buffers()]}.values())

@@ -15,7 +15,7 @@ from placement import EngineError, Manager, Phase, PlacementError
 from placement.engines import TaggedEngine
 from placement.group import StoreGroup
 from placement.testing import Faults, SimulatedDevice
-from tests.support.threads import in_threads
+from tests.support.threads import on_all
 
 WORLD = 2
 TAGS = ("weights", "kv_cache")
@@ -100,22 +100,22 @@ class Rank:
 @contextmanager
 def made(policy: str, **settings: int | None) -> Iterator[list[Rank]]:
     store = dist.HashStore()
-    ranks = in_threads(*(lambda rank=rank: Rank(store, rank, policy, **settings) for rank in range(WORLD)))  # type: ignore[misc]
+    ranks = on_all(range(WORLD), lambda rank: Rank(store, rank, policy, **settings))
     yield ranks
     for rank in ranks:
         rank.manager.close()
         assert rank.device.memory().chunk_bytes == 0
 
 
-def on_all(ranks: list[Rank], do: Callable[[Rank], str]) -> list[str]:
-    answers = in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
+def together(ranks: list[Rank], do: Callable[[Rank], str]) -> list[str]:
+    answers = on_all(ranks, do)
     assert ranks[0].bodies == ranks[1].bodies, "a rank has begun a phase alone"
     return answers
 
 
 def go_on(ranks: list[Rank], steps: int = 3) -> None:
     for _ in range(steps):
-        assert on_all(ranks, Rank.step) == ["done"] * WORLD
+        assert together(ranks, Rank.step) == ["done"] * WORLD
 
 
 def _happens(event: str, chance: random.Random) -> Callable[[Rank, Phase], None]:
@@ -158,7 +158,7 @@ def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> No
                 if rank.rank == unlucky:
                     happens(rank, phase)
 
-            answers = on_all(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
+            answers = together(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
             assert len({answer == "done" for answer in answers}) == 1, answers
-            assert on_all(ranks, _mended) == ["done"] * WORLD
+            assert together(ranks, _mended) == ["done"] * WORLD
         go_on(ranks)

@@ -19,8 +19,8 @@ from placement import Manager
 from placement.core.errors import GroupError, PhaseError
 from placement.group import Group, StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.manager_ranks import Rank, enter, meet, on_all, ranks_of
-from tests.support.threads import in_threads
+from tests.group.manager_ranks import Rank, enter, meet, ranks_of
+from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK
 
 SHORT_SECONDS = 0.3

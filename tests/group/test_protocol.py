@@ -17,7 +17,7 @@ from placement.group import Board, Group, StoreGroup, protocol
 from placement.group.protocol import MAX_BYTES, Basis, Decision, Proposal, Vote, abort, decode
 from placement.group.store import StoreBoard
 from tests.support.boards import ForwardingBoard
-from tests.support.threads import in_threads
+from tests.support.threads import in_threads, on_all
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
 OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})
@@ -27,11 +27,6 @@ DEADLINE = 3.0
 def groups_of(world_size: int, deadline_seconds: float = 5.0, store: Any = None, generation: int = 0) -> list[StoreGroup]:
     store = dist.HashStore() if store is None else store
     return [StoreGroup(store, rank, world_size, deadline_seconds, generation=generation) for rank in range(world_size)]
-
-
-def on_all(groups: Sequence[Group], body: Callable[[Any], Any]) -> list[Any]:
-    """`body(group)` on every rank; what each returned or raised, by rank."""
-    return in_threads(*(lambda group=group: body(group) for group in groups))  # type: ignore[misc]
 
 
 def change(group: Group, budget_bytes: int = 100) -> int:

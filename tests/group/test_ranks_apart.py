@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from placement.core.states import Plan, View
 from placement.group import Group, StoreGroup
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
-from tests.support.threads import in_threads
+from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK, WIDTH, Trainer
 
 WORLD = 2
@@ -71,11 +70,7 @@ class Rank(Trainer):
 
 
 def made(store: dist.Store, **settings: Any) -> list[Rank]:
-    return in_threads(*(lambda rank=rank: Rank(store, rank, **settings) for rank in range(WORLD)))  # type: ignore[misc]
-
-
-def on_all(ranks: list[Rank], do: Callable[[Rank], Any]) -> list[Any]:
-    return in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
+    return on_all(range(WORLD), lambda rank: Rank(store, rank, **settings))
 
 
 def go_on(ranks: list[Rank], steps: int) -> None:
@@ -118,7 +113,7 @@ def test_whatever_sets_two_ranks_apart_they_go_on_together(seed: int) -> None:
             assert on_all(ranks, values) == [None] * WORLD
         event = chance.choice(["fails", "gives_up", ""])
         how: dict[str, Any] = {event: chance.randrange(WORLD)} if event else {}
-        answers = on_all(ranks, lambda rank, how=how: rank.step(inside=budget_bytes is None, **how))  # type: ignore[misc]
+        answers = on_all(ranks, lambda rank, how=how: rank.step(inside=budget_bytes is None, **how))
         if event == "fails":
             assert answers[how["fails"]] == "ArithmeticError: a bad batch"
             assert f"rank {how['fails']}: ArithmeticError: a bad batch" in answers[1 - how["fails"]]

@@ -17,9 +17,9 @@ from placement.group.protocol import Decision
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.fault_worker import join_store
-from tests.group.manager_ranks import Rank, on_all
+from tests.group.manager_ranks import Rank
 from tests.group.processes import Processes, StoreService
-from tests.support.threads import in_threads
+from tests.support.threads import in_threads, on_all
 
 DEADLINE_SECONDS = 20.0
 WORLD = 3
@@ -138,7 +138,7 @@ def test_a_rank_that_has_not_heard_a_decision_goes_on_in_a_new_group(lost: int) 
     assert found[1 - lost].startswith("GroupError")
     assert ranks[lost].manager.handles["actor"].state is State.GPU_RESIDENT  # prepared, and not decided
     assert "manager.rejoin" in body(ranks[lost])
-    again = in_threads(*(lambda rank=rank: StoreGroup(store, rank, 2, 30.0, generation=1) for rank in range(2)))  # type: ignore[misc]
+    again = on_all(range(2), lambda rank: StoreGroup(store, rank, 2, 30.0, generation=1))
     for rank, group in zip(ranks, again, strict=True):
         rank.group = group
         rank.manager.rejoin(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import logging
@@ -18,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placement import Handle, HostMemoryError, Manager, checkpoint
+from placement import Handle, Manager
 from placement.core.errors import GroupError, PlacementError
 from placement.group import StoreGroup
-from placement.storage.cast import CastRange
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import copy as shared_copy
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _bytes, _cuda_device, as_bytes, calls_to_fail, meet_again
-from tests.unit import test_cast
+from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _cuda_device, as_bytes, meet_again
+from tests.sharded.training import bytes_of
 
 _SIZE = 64
 
@@ -69,18 +67,21 @@ class Rank:
         self.torch_device = self.device.torch_device
         self.actor, self.optimizer = self._made(1024 if cuda else size)
         self.twin, self.twins_optimizer = self._made(1024 if cuda else size)
-        self.manager.register("actor", self.actor, role="actor", replicated=replicated)
-        self.manager.register("optimizer", self.optimizer, replicated=replicated)
+        self.register(replicated)
         self.data = torch.Generator().manual_seed(self.rank)
         self.stays = "policy" in settings
         """Whether the policy may leave handles on the device between phases."""
         self.switches = False
         """Whether what is trained is offloaded by a switch to another phase."""
 
-    def _made(self, size: int) -> tuple[Actor, torch.optim.Optimizer]:
+    def _made(self, size: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(3)
         actor = Actor(size).to(self.torch_device)
         return actor, torch.optim.AdamW(actor.parameters(), lr=1e-2)
+
+    def register(self, replicated: bool) -> None:
+        self.manager.register("actor", self.actor, role="actor", replicated=replicated)
+        self.manager.register("optimizer", self.optimizer, replicated=replicated)
 
     # --- what is shared
 
@@ -154,16 +155,13 @@ class Rank:
 
     def check_loaded(self) -> None:
         assert as_bytes(self.actor) == as_bytes(self.twin)
-        assert _state(self.optimizer) == _state(self.twins_optimizer)
+        assert bytes_of([*self.optimizer.state.values()]) == bytes_of([*self.twins_optimizer.state.values()])
         self.manager.check_integrity()
 
     def check_offloaded(self) -> None:
         """Compare what the host copies have."""
-        assert {name: _bytes(value) for name, value in self.handle("actor").state_dict().items()} == as_bytes(self.twin)
-        state = self.handle("optimizer").state_dict()["state"]
-        found = {(key, name): _bytes(value) for key, entry in state.items() for name, value in entry.items()}
-        wanted = self.twins_optimizer.state_dict()["state"]
-        assert found == {(key, name): _bytes(value) for key, entry in wanted.items() for name, value in entry.items()}
+        assert bytes_of(self.handle("actor").state_dict()) == as_bytes(self.twin)
+        assert bytes_of(self.handle("optimizer").state_dict()["state"]) == bytes_of(self.twins_optimizer.state_dict()["state"])
 
     def fails(self, do: Callable[[], Any]) -> str:
         """What it raised."""
@@ -173,14 +171,13 @@ class Rank:
             return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
         raise AssertionError("nothing failed")
 
-    def end(self) -> None:
+    def end(self, *, together: bool = True) -> None:
+        """Close the manager: the actor has its values in ordinary memory."""
         self.manager.close()
         assert as_bytes(self.actor) == as_bytes(self.twin)
         gc.collect()
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[bytes]:
-    return [_bytes(value) for entry in optimizer.state.values() for value in entry.values()]
+        if together:
+            dist.barrier()
 
 
 def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any], switches: bool = False) -> dict[str, Any]:
@@ -202,7 +199,6 @@ def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: 
         assert all(r.alone is None for r in rank.ranges())
     seen["values"] = as_bytes(rank.twin)
     rank.end()
-    dist.barrier()
     return seen
 
 
@@ -250,56 +246,10 @@ def differs(generation: int, other: int, born: bool, cuda: bool = False) -> list
     assert not heard.take()
     rank.check_offloaded()
     rank.end()
-    dist.barrier()
     return told
 
 
-def writes_while_offloaded(generation: int, on: list[int], directory: str) -> list[list[bool]]:
-    """Values that are written into host copies are this rank's; once all ranks have the same ones, they share a host copy again."""
-    rank = Rank(generation)
-    rank.actor.number = rank.twin.number = 1  # a checkpoint has the buffers of one rank
-    rank.step()
-    seen = [rank.shares]
-    held = None
-    if rank.rank in on:  # through a state dict
-        held = rank.handle("actor").state_dict()
-        held["body.0.weight"].fill_(0.25)
-        with torch.no_grad():
-            rank.twin.body[0].weight.fill_(0.25)
-    seen.append(rank.shares)
-    dist.barrier()
-    rank.check_offloaded()
-    if len(on) < rank.world_size:  # put it right, so that the ranks are alike again
-        with rank.manager.phase("train"), torch.no_grad():
-            rank.check_loaded()
-            for actor in (rank.actor, rank.twin):
-                actor.body[0].weight.fill_(0.25)
-    rank.check()
-    seen.append(rank.shares)
-    if held is not None:
-        assert as_bytes(rank.twin)["body.0.weight"] == _bytes(held["body.0.weight"])
-    del held
-    rank.step()
-    rank.check()
-    seen.append(rank.shares)
-    checkpoint.save(rank.manager, directory)
-    at_first = copy.deepcopy((rank.twin.state_dict(), rank.twins_optimizer.state_dict()))
-    rank.step()
-    dist.barrier()
-    checkpoint.load(rank.manager, directory)
-    rank.twin.load_state_dict(at_first[0])
-    rank.twins_optimizer.load_state_dict(at_first[1])
-    seen.append(rank.shares)
-    rank.check()
-    rank.step()
-    rank.check()
-    seen.append(rank.shares)
-    rank.end()
-    dist.barrier()
-    return seen
-
-
-def _arm(rank: Rank, method: str, when: str, do: Callable[[], Any]) -> None:
+def arm(method: str, when: str, do: Callable[[], Any]) -> None:
     """Do something at the next call of a method of any shared host copy."""
     plain = getattr(shared_copy.SharedCopy, method)
 
@@ -328,7 +278,7 @@ def _hurries(rank: Rank, seconds: float) -> None:
         for name in ("actor", "optimizer"):
             rank.handle(name).holding._ranks.deadline_seconds = seconds  # type: ignore[union-attr]
 
-    _arm(rank, "wait_for_all", "after", hurry)
+    arm("wait_for_all", "after", hurry)
 
 
 def killed(
@@ -342,7 +292,7 @@ def killed(
         rank.check()
     dist.barrier()
     if rank.rank == victim:
-        _arm(rank, method, when, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        arm(method, when, lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
         _hurries(rank, 10.0 if cuda else 1.0)
     try:
@@ -354,7 +304,7 @@ def killed(
     rank.manager.check_integrity()
     shares = rank.shares
     rank.check_offloaded()
-    rank.end()
+    rank.end(together=False)
     return shares, heard.take()
 
 
@@ -368,7 +318,7 @@ def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
     dist.broadcast(pid, victim)
     stops = rank.rank == victim
     if stops:
-        _arm(rank, method, when, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        arm(method, when, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     else:
         _hurries(rank, 0.5)
     error = None
@@ -396,175 +346,4 @@ def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
     rank.check()
     assert rank.shares == [True, True]
     rank.end()
-    dist.barrier()
     return shares
-
-
-def errs(generation: int, failing: int) -> list[Any]:
-    """The user's code raises on one rank, after its step. Returns what this rank shares, what it was told, what it shares later."""
-    rank, heard = Rank(generation), Heard()
-    rank.step()
-    rank.check()
-    batch = rank.batch()
-    rank.learn(batch, placed=False)
-    with contextlib.suppress(GroupError, ZeroDivisionError), rank.training():
-        rank.learn(batch, placed=True)
-        if rank.rank == failing:
-            raise ZeroDivisionError
-    assert_nothing_resident(rank.manager)
-    seen = [rank.shares, heard.take()]
-    rank.check_offloaded()
-    meet_again(rank.check)
-    rank.step()
-    rank.check()
-    seen.append(rank.shares)
-    rank.end()
-    dist.barrier()
-    return seen
-
-
-def lacks_memory(generation: int, lacking: int) -> list[Any]:
-    """The ranks part, and one has no host memory for a copy of its own. Returns whether that was told, and what is on the device then."""
-    rank = Rank(generation)
-    rank.step()
-    rank.check()
-
-    def spoil(actor: Actor) -> None:
-        actor.odd += rank.rank
-
-    if rank.rank == lacking:
-        rank.device.fail("host", at=1, forever=True)
-    told = rank.fails(lambda: rank.step(also=spoil))
-    resident = rank.handle("actor").resident_bytes
-    rank.group.deadline_seconds = 1.0
-    if resident:
-        with contextlib.suppress(GroupError), rank.manager.phase("train"):  # nothing is lost
-            rank.check_loaded()
-    dist.barrier()
-    rank.group.deadline_seconds = 20.0
-    rank.device.clear()
-    meet_again(rank.check)
-    rank.check_offloaded()
-    shares = rank.shares
-    rank.end()
-    dist.barrier()
-    return [told, bool(resident), shares]
-
-
-def resumes(generation: int, directory: str) -> list[list[bool]]:
-    """A checkpoint is loaded into an optimizer that has made no step. The ranks share a host copy of its state after their next step."""
-    first = Rank(generation)
-    first.actor.number = first.twin.number = 1
-    first.step()
-    checkpoint.save(first.manager, directory)
-    assert first.shares == [True, True]  # to read it needs no copy
-    dist.barrier()
-    first.end()
-    rank = Rank(generation + 50_000)
-    rank.actor.number = rank.twin.number = 1
-    checkpoint.load(rank.manager, directory)
-    rank.twin.load_state_dict(first.twin.state_dict())
-    rank.twins_optimizer.load_state_dict(first.twins_optimizer.state_dict())
-    rank.check_offloaded()
-    seen = [rank.shares]
-    rank.step()
-    seen.append(rank.shares)
-    rank.check()
-    rank.end()
-    dist.barrier()
-    return seen
-
-
-def fails(generation: int, failing: int, born: bool) -> list[list[bool]]:
-    """Each step of the shared write raises on one rank, in turn. Returns what this rank shares after the next step that succeeds."""
-    seen = []
-    rank: Rank | None = None
-    for number, (method, when) in enumerate(STEPS):
-        if rank is None:
-            rank = Rank(generation + 100_000 * number)
-            if not born:
-                rank.step()
-                rank.check()
-        kind = (RuntimeError, HostMemoryError)[(number + born) % 2]
-        if rank.rank == failing:
-            _arm(rank, method, when, functools.partial(_raise, kind("injected")))
-        with contextlib.suppress(PlacementError, RuntimeError), mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5):
-            rank.step()
-        rank.check_offloaded()
-        meet_again(rank.check)
-        for _ in range(2):
-            rank.step()
-            rank.check()
-        seen.append(rank.shares)
-        if born:
-            rank.end()
-            dist.barrier()
-            rank = None
-    if rank is not None:
-        rank.end()
-        dist.barrier()
-    return seen
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def faults(generation: int, failing: int, switches: bool) -> int:
-    """Device calls of a training phase fail once on one rank: see `calls_to_fail`. Returns the cases."""
-    rank = Rank(generation)
-    rank.switches = switches
-    rank.step()
-    calls = rank.device.calls.copy()
-    rank.check()
-    rank.step()
-    counts = {name: count - calls[name] for name, count in rank.device.calls.items()}
-    cases = 0
-    for operation, count in counts.items():
-        for at in calls_to_fail(count):
-            if rank.rank == failing:
-                rank.device.fail(operation, at=at)
-            _step_that_may_fail(rank)
-            rank.device.clear()
-            meet_again(rank.check)
-            cases += 1
-    rank.end()
-    dist.barrier()
-    return cases
-
-
-def _step_that_may_fail(rank: Rank) -> None:
-    """A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on."""
-    batch = torch.full((3, rank.actor.size), 0.1)
-    try:
-        with rank.training():
-            rank.learn(batch, placed=True, averages=False)
-            rank.learn(batch, placed=False, averages=False)
-    except (PlacementError, RuntimeError):
-        pass
-
-
-def weights_of_masters(generation: int) -> None:
-    """A model whose weights are the cast of masters that all ranks share. Writing into these leaves the weights as they are."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
-    places: list[bool] = []
-    cast = CastRange.cast_to_device
-
-    def cast_from(r: CastRange, indices: Any) -> None:
-        places.extend(r.optimizer.on_device for _ in indices)
-        cast(r, indices)
-
-    for seed in range(2):
-        with mock.patch.object(CastRange, "cast_to_device", cast_from):
-            job.train(seed)
-        assert places
-        assert all(places), "the masters were read on the host, although they come to the device"
-        assert job.is_cast
-        assert job.optimizer.host_bytes < 6 * job.weight_bytes / world_size + (1 << 14)
-    job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
-    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
-    job.check()
-    job.manager.close()
-    dist.barrier()

@@ -13,13 +13,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from placement import Handle, Manager
-from placement.core.states import State
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded.training import as_bytes, local_parts
+from tests.sharded.training import as_bytes, bytes_of, local_parts
 
-CPU_OFFLOADED, GPU_RESIDENT, TRAINING = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.TRAINING
 WIDTH = 12
-STATES = {"offloaded": None, "resident": "log_prob", "syncing": "weight_sync", "training": "train", "checkpoint": "checkpoint"}
 
 
 class Net(torch.nn.Module):
@@ -82,11 +79,7 @@ class Program:
         """Every value that a checkpoint has to bring back, as this rank's bytes, read as a user reads them."""
         model = self.model.state_dict() if self.manager is None else self.actor.state_dict()
         optimizer = self.optimizer.state_dict() if self.manager is None else self.adam.state_dict()
-        found = {f"model.{name}": as_bytes(part) for name, value in model.items() for _, part in local_parts(value)}
-        for number, entry in optimizer["state"].items():
-            for key, value in entry.items():
-                parts = local_parts(value) if isinstance(value, torch.Tensor) else [("", torch.tensor(float("nan")))]
-                found |= {f"optimizer.{number}.{key}": as_bytes(part) for _, part in parts}
+        found = bytes_of({"model": model, "optimizer": optimizer["state"]})
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
         return found | {"groups": repr(groups).encode()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +83,12 @@ def worker(model: torch.nn.Module, optimizer: Any, **keywords: Any) -> tuple[Man
 # --- programs
 
 
-def plain_fsdp2() -> Program:
+def plain_fsdp2(phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))) -> Program:
     """Uneven shards, one rank without any of a parameter, tied weights, adapters added before sharding, frozen layers, prefetching."""
     model = sharded(Model(make=LoRA))
     model.set_modules_to_forward_prefetch([model.blocks[0]])
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True)
-    phases = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
     return Program(model, optimizer, functools.partial(loss_of, model), phases=phases)
 
 

@@ -33,6 +33,7 @@ from placement.policies import Colocated
 from placement.publish import ahead
 from placement.storage.range import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import assert_same
 
 CHUNK_BYTES = 4096
 WIDTH, ROWS = 24, 31
@@ -249,14 +250,6 @@ def read(handle: Any, **options: Any) -> dict[str, torch.Tensor]:
             tensor.view(torch.uint8).fill_(0xAB) if tensor.is_contiguous() and tensor.ndim else None  # it is ours: nobody notices
     assert [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()] == announced
     return found
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(wanted), (list(found), list(wanted))
-    for name, value in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (found[name], value))
-        assert one.equal(other), name
 
 
 def publish(build: str, streams: bool) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import one_of_each
 from tests.sharded.checkpoint_worker import WIDTH, Net, Program, build
-from tests.sharded.training import as_bytes, local_parts
+from tests.sharded.training import as_bytes, assert_same, bytes_of
 from tests.support.ranks import Ranks, on_ranks
 
 CPU_OFFLOADED, GPU_RESIDENT, TRAINING = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.TRAINING
@@ -73,21 +73,21 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
     objects = program.objects()
     for name, into in zip(STATES, itertools.cycle(("training", "offloaded", "resident"))):
         _in(program, STATES[into], functools.partial(checkpoint.load, manager, tmp_path / name))
-        _assert_same(program.values(), wanted, f"{name} into {into}")
+        assert_same(program.values(), wanted, f"{name} into {into}")
         assert program.objects() == objects
         with manager.phase("log_prob"):
-            _assert_same(program.values(), wanted, f"{name} into {into}, loaded")
+            assert_same(program.values(), wanted, f"{name} into {into}, loaded")
         program.train(9)  # so that the next has something to undo
     checkpoint.load(manager, tmp_path / "training")
     assert program.train(3, 4, 5) == after
-    _assert_same(program.values(), end, "resumed")
+    assert_same(program.values(), end, "resumed")
     for name, into in (("offloaded", None), ("training", "restore")):
         fresh = build(kind, seed=1)  # its optimizer has no state yet
         assert fresh.manager is not None
         _in(fresh, into, functools.partial(checkpoint.load, fresh.manager, tmp_path / name))
-        _assert_same(fresh.values(), wanted, f"into an optimizer without state, {into}")
+        assert_same(fresh.values(), wanted, f"into an optimizer without state, {into}")
         assert fresh.train(3, 4, 5) == after
-        _assert_same(fresh.values(), end, f"resumed by an optimizer without state, {into}")
+        assert_same(fresh.values(), end, f"resumed by an optimizer without state, {into}")
 
 
 def _save_in_the_background(manager: Manager, path: str) -> None:
@@ -108,13 +108,13 @@ def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, tmp_path: 
     dcp.load(state, checkpoint_id=tmp_path / "ours")
     set_model_state_dict(plain.model, state["actor"])  # type: ignore[arg-type]
     set_optimizer_state_dict(plain.model, plain.optimizer, state["actor.optimizer"])  # type: ignore[arg-type]
-    _assert_same(plain.values(), wanted, "read by torch")
+    assert_same(plain.values(), wanted, "read by torch")
     state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     fresh = build(kind, seed=1)
     assert fresh.manager is not None
     checkpoint.load(fresh.manager, tmp_path / "theirs")
-    _assert_same(fresh.values(), wanted, "written by torch")
+    assert_same(fresh.values(), wanted, "written by torch")
     assert fresh.train(3, 4) == after
     assert plain.train(3, 4) == after
 
@@ -171,12 +171,12 @@ def test_the_wrappers_in_a_dict_of_the_users(tmp_path: Path) -> None:
         found: dict[str, Any] = {"model": checkpoint.Model(fresh.actor), "optimizer": checkpoint.Optimizer(fresh.adam), "step": 0}
         dcp.load(found, checkpoint_id=tmp_path / name, planner=checkpoint.LoadPlanner())
         assert found["step"] == 2
-        _assert_same(fresh.values(), wanted, name)
+        assert_same(fresh.values(), wanted, name)
         fresh.train(3)
-        _assert_same(fresh.values(), program.values(), name)
+        assert_same(fresh.values(), program.values(), name)
         program.train(4)
         dcp.load(dict(state), checkpoint_id=tmp_path / name)  # in place, by torch's own planner: everything is there
-        _assert_same(program.values(), wanted, f"{name}, in place")
+        assert_same(program.values(), wanted, f"{name}, in place")
         program.train(3)
 
 
@@ -387,8 +387,7 @@ def test_what_shows_copies_is_loaded_by_its_own_code_and_where_that_fails_every_
     manager.register("actor.optimizer", optimizer)
 
     def values() -> list[dict[str, bytes]]:
-        shown = handle.state_dict(), other.state_dict()
-        return [{name: as_bytes(part) for name, value in found.items() for _, part in local_parts(value)} for found in shown]
+        return [bytes_of(each.state_dict()) for each in (handle, other)]
 
     saved = values()
     checkpoint.save(manager, tmp_path)
@@ -404,12 +403,6 @@ def test_what_shows_copies_is_loaded_by_its_own_code_and_where_that_fails_every_
     with nullcontext() if refused_by is None else told, nullcontext() if phase is None else manager.phase(phase):
         checkpoint.load(manager, tmp_path)
     assert values() == saved if refused_by is None else values()[1] == changed[1]
-
-
-def _assert_same(found: dict[str, bytes], wanted: dict[str, bytes], where: str) -> None:
-    assert list(found) == list(wanted), f"{where}: {sorted({*found} ^ {*wanted})}"
-    different = [name for name in wanted if found[name] != wanted[name]]
-    assert not different, f"{where}: {different}"
 
 
 def test_a_program_of_which_all_are_saved_on_a_gpu(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -13,18 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from placement import Manager, NotResidentError
-from placement.group import StoreGroup
-from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.support.frameworks import Later, needs
+from tests.support.frameworks import needs
 from tests.support.ranks import Ranks
 from tests.support.worker import make_manager
 
-peft = Later("peft")
+peft = needs("peft")
 WIDTH = 64
 CHUNK_BYTES = 4096
 
@@ -68,67 +65,6 @@ def build(sharded: bool, save_head: bool) -> training.Program:
 
 def compare(sharded: bool, save_head: bool) -> training.Outcome:
     return training.compare(functools.partial(build, sharded, save_head))
-
-
-# --- ranks that share the base
-
-
-def shares_its_base(generation: int) -> list[tuple[bool, int, int]]:
-    """DDP over LoRA, trained and merged on every rank, as its twin is that is not placed.
-
-    Returns before and after the first merge: whether the ranks share a host copy of the base, host bytes of this rank, and the base's.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = StoreGroup(dist.distributed_c10d._get_default_store(), rank, world_size, 20.0, generation=generation)
-    manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES), group=group)
-    (ours, adam), (plain, plains_adam) = [_seeded() for _ in range(2)]
-    handle = manager.register("actor", ours, role="actor", replicated=True)
-    manager.register("actor.optimizer", adam)
-    assert handle.holding is not None
-    (base,) = (r for r in handle.holding.ranges if isinstance(r, SharedRange) and r.is_frozen)
-
-    def check() -> None:
-        values = [dict(each.module.named_parameters()) for each in (ours, plain)]
-        for name, wanted in values[1].items():
-            assert training.as_bytes(handle.state_dict()[f"module.{name}"]) == training.as_bytes(wanted), name
-
-    def seen() -> tuple[bool, int, int]:
-        assert_nothing_resident(manager)
-        manager.check_integrity()
-        return base.is_shared, handle.host_bytes, base.nbytes
-
-    found = []
-    for step in range(6):
-        with manager.phase("train"):
-            _learn(ours, adam, step)
-        _learn(plain, plains_adam, step)
-        check()
-        if step == 2:
-            found.append(seen())
-        if step in (2, 4):
-            with manager.phase("weight_sync"):
-                ours.module.merge_adapter()
-            plain.module.merge_adapter()
-            check()
-            with manager.phase("weight_sync"):
-                ours.module.unmerge_adapter()
-            plain.module.unmerge_adapter()
-            check()
-    found.append(seen())
-    manager.close()
-    return found
-
-
-def _seeded() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = adapted(save_head=True)
-    return DistributedDataParallel(model, gradient_as_bucket_view=True), torch.optim.AdamW(trained(model), lr=1e-2)
-
-
-def _learn(model: nn.Module, adam: torch.optim.Optimizer, number: int) -> None:
-    (model(batch(number)) - 1).square().mean().backward()
-    adam.step()
-    adam.zero_grad()
 
 
 # --- adapters that come and go
@@ -179,34 +115,8 @@ def story(phase: Callable[[str], AbstractContextManager[Any]]) -> Iterator[tuple
     yield run("log_prob", look, 13)
 
 
-def tell() -> dict[str, Any]:
-    """The story plain and under a manager. Returns what a test asserts."""
-    plain = [(values(model, adam), loss) for model, adam, loss in story(lambda _: nullcontext())]
-    manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
-    seen: list[Any] = []
-    hosts: list[int] = []
-    for model, adam, loss in story(manager.phase):
-        if not manager.handles:
-            manager.register("actor", model, role="actor")
-            manager.register("actor.optimizer", adam)
-        assert_nothing_resident(manager)
-        seen.append((values(manager.handles["actor"], manager.handles["actor.optimizer"]), loss))
-        hosts.append(manager.handles["actor"].host_bytes)
-    manager.close()
-    return {"plain": plain, "seen": seen, "hosts": hosts}
-
-
 def values(model: Any, optimizer: Any) -> dict[str, bytes]:
-    found = {f"model.{name}": training.as_bytes(value) for name, value in model.state_dict().items()}
-    for index, entry in optimizer.state_dict()["state"].items():
-        found |= {f"optimizer.{index}.{key}": training.as_bytes(value) for key, value in entry.items()}
-    return found
-
-
-needs("peft")
-
-GENERATION = 500_000
-"""Of this file's one group: other files count theirs from small numbers, on the same processes."""
+    return training.bytes_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
 def test_steps_of_lora(one_rank: Ranks) -> None:
@@ -219,19 +129,22 @@ def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
-def test_ranks_share_the_base_also_after_adapters_are_merged_into_it(two_ranks: Ranks) -> None:
-    before, after = zip(*two_ranks.run(shares_its_base, GENERATION), strict=True)
-    assert [is_shared for is_shared, *_ in (*before, *after)] == [True] * 4
-    assert sum(host for _, host, _ in after) == pytest.approx(sum(host for _, host, _ in before), abs=4096)
-
-
 def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() -> None:
-    told = tell()
-    for number, (plain, seen) in enumerate(zip(told["plain"], told["seen"], strict=True)):
-        assert seen[1] == plain[1], f"the loss of part {number} differs from the plain run's"
-        assert list(seen[0]) == list(plain[0]), f"part {number}"
-        assert seen[0] == plain[0], f"part {number}: {[name for name, value in plain[0].items() if seen[0][name] != value]}"
-    hosts = told["hosts"]
+    """The story plain and under a manager."""
+    plain = [(values(model, adam), loss) for model, adam, loss in story(lambda _: nullcontext())]
+    manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
+    hosts: list[int] = []
+    for number, (model, adam, loss) in enumerate(story(manager.phase)):
+        if not manager.handles:
+            manager.register("actor", model, role="actor")
+            manager.register("actor.optimizer", adam)
+        assert_nothing_resident(manager)
+        wanted, plain_loss = plain[number]
+        assert loss == plain_loss, f"the loss of part {number} differs from the plain run's"
+        training.assert_same(values(manager.handles["actor"], manager.handles["actor.optimizer"]), wanted, f"part {number}")
+        hosts.append(manager.handles["actor"].host_bytes)
+    assert len(hosts) == len(plain)
+    manager.close()
     assert hosts[4] > hosts[3]  # the second adapter
     assert hosts[-1] == hosts[3]  # deleted: its host memory is given back
 

@@ -11,6 +11,7 @@ import torch
 
 from placement import Manager, NotResidentError
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded.training import bytes_of
 from tests.support.frameworks import needs
 from tests.support.worker import make_manager
 
@@ -58,19 +59,13 @@ def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / "adapter_model.safetensors"))
 
 
-def _same(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == true.keys()
-    for name, value in true.items():
-        assert torch.equal(found[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("config", [pytest.param(each, id=name) for name, each in _READ_IN_STATE_DICT.items()])
 def test_an_adapter_is_saved_while_offloaded(config: Callable[[], Any], tmp_path: Path) -> None:
     model = _adapted(config())
     true, true_state = _saved(model, tmp_path / "true"), {k: v.clone() for k, v in peft.get_peft_model_state_dict(model).items()}
     _registered(model)
-    _same(_saved(model, tmp_path / "found"), true)
-    _same(peft.get_peft_model_state_dict(model), true_state)
+    assert bytes_of(_saved(model, tmp_path / "found")) == bytes_of(true)
+    assert bytes_of(peft.get_peft_model_state_dict(model)) == bytes_of(true_state)
 
 
 @pytest.mark.parametrize("config", [pytest.param(each, id=name) for name, each in _READ_PAST_IT.items()])
@@ -84,9 +79,9 @@ def test_what_peft_reads_past_the_state_dict_is_saved_in_a_phase(config: Callabl
     assert not (tmp_path / "refused").exists()
     with pytest.raises(NotResidentError, match="cannot be saved by PEFT"):
         peft.get_peft_model_state_dict(model)
-    _same(manager.handles["actor"].state_dict(), values)
+    assert bytes_of(manager.handles["actor"].state_dict()) == bytes_of(values)
     with manager.phase("log_prob"):
-        _same(_saved(model, tmp_path / "found"), true)
+        assert bytes_of(_saved(model, tmp_path / "found")) == bytes_of(true)
     assert_nothing_resident(manager)
 
 

@@ -13,20 +13,8 @@ from placement import RegistrationError
 from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
-from tests.sharded.veomni_worker import is_installed, veomni
+from tests.sharded.veomni_worker import EXPERTS, WIDTH, Model, is_installed, veomni
 from tests.support.ranks import Ranks, on_ranks
-
-
-class Mixture(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = torch.nn.Linear(6, 6)
-        self.experts = torch.nn.Module()
-        self.experts.up = torch.nn.Parameter(torch.randn(4, 6, 8))
-        self.experts.down = torch.nn.Parameter(torch.randn(4, 8, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(x)
 
 
 @pytest.mark.skipif(not is_installed("veomni"), reason="veomni is not installed")
@@ -35,11 +23,11 @@ class Mixture(torch.nn.Module):
 def test_experts_that_veomni_cut_are_published_whole(expert_parallel: int) -> None:
     """VeOmni's own plan cuts the experts, then `fully_shard` cuts them along another dimension, as VeOmni does it."""
     world = dist.get_world_size()
-    wanted = wanted_of(model := Mixture())
+    wanted = wanted_of(model := Model(EXPERTS))
     mesh = init_device_mesh("cpu", (world // expert_parallel, expert_parallel), mesh_dim_names=("ep_fsdp", "ep"))
     plan = veomni("distributed.parallel_plan").ParallelPlan({"ep": {"experts.up": Shard(0), "experts.down": Shard(0)}})
     model._fqn2spec_info = plan.apply(model, {"ep": mesh})
-    assert model.experts.up.shape[0] == 4 // expert_parallel
+    assert model.experts.up.shape[0] == EXPERTS // expert_parallel
     fully_shard(model.experts, mesh=mesh["ep_fsdp"], shard_placement_fn=lambda _: Shard(1))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     for streams in (False, True):
@@ -49,7 +37,7 @@ def test_experts_that_veomni_cut_are_published_whole(expert_parallel: int) -> No
             with manager.phase("weight_sync"):
                 assert_same(read(actor, bucket_bytes=500), wanted)
             with manager.phase("log_prob"), torch.no_grad():
-                model(torch.ones(2, 6))  # the root stays unsharded
+                model(torch.ones(2, WIDTH))  # the root stays unsharded
         assert_nothing_resident(manager, allow_foreign=True)
         manager.close()
 

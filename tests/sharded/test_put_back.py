@@ -121,7 +121,7 @@ def trains_on(
     WAYS[way](program.model)
     manager.close()  # nobody was told, and nothing is lost
     program.reshard()
-    training._assert_same(training.digest(program), values, "after close()")
+    training.assert_same(training.digest(program), values, "after close()")
     return told
 
 

@@ -19,6 +19,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
+from tests.sharded.training import bytes_of
 from tests.support.worker import make_manager
 
 WIDTH = 64
@@ -97,34 +98,30 @@ def test_training_on_a_frozen_quantised_base_does_not_change_by_a_bit(package: s
 def test_state_dicts_of_quantised_weights_read_the_same_in_every_state(package: str, kind: str) -> None:
     model = BUILD[package](kind)
     model(batch(0))  # the first forward of an 8-bit layer moves its statistics into another object
-    wanted = hashes(model.state_dict())
+    wanted = bytes_of(model.state_dict())
     manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
     handle = manager.register("actor", model, role="actor", readonly=True)
     assert_nothing_resident(manager, allow_foreign=kind == "nested")
-    assert hashes(model.state_dict()) == hashes(handle.state_dict()) == wanted
+    assert bytes_of(model.state_dict()) == bytes_of(handle.state_dict()) == wanted
     with manager.phase("log_prob"):
         held = model.state_dict()
-    assert hashes(held) == wanted
+    assert bytes_of(held) == wanted
     assert_nothing_resident(manager, allow_foreign=kind == "nested")
     manager.close()
-    assert hashes(model.state_dict()) == wanted
-
-
-def hashes(state_dict: Any) -> dict[str, bytes]:
-    return {f"{name}{path}": training.as_bytes(part) for name, value in state_dict.items() for path, part in training.local_parts(value)}
+    assert bytes_of(model.state_dict()) == wanted
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_a_wrapped_weight_keeps_its_dtype_and_its_scales_when_it_is_published(kind: str, streams: bool) -> None:
     model = BUILD["torchao"](kind)
-    wanted = hashes({name: value for name, value in model.state_dict().items() if ".base." in name})
+    wanted = bytes_of({name: value for name, value in model.state_dict().items() if ".base." in name})
     manager = make_manager(policy=Colocated(stream_sync=streams))
     actor = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"):
         found = {name: value for bucket in actor.weights(dtype="bfloat16") for name, value in bucket}
         assert [info.dtype for info in actor.weights_info(dtype="bfloat16")] == [value.dtype for value in found.values()]
-        assert hashes({name: value for name, value in found.items() if ".base." in name}) == wanted
+        assert bytes_of({name: value for name, value in found.items() if ".base." in name}) == wanted
         assert found["0.down.weight"].dtype is torch.bfloat16
         with pytest.raises(ValueError, match=r"'0\.base\.weight'.*only with its scales"):
             actor.weights(dtype={"0.base.weight": torch.bfloat16})
@@ -143,10 +140,10 @@ def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() ->
         ]
     # Another model is quantised while both are offloaded, with the code that they share.
     torch.manual_seed(7)
-    late = hashes(bitsandbytes_model("nested").state_dict())
+    late = bytes_of(bitsandbytes_model("nested").state_dict())
     manager.close()
     torch.manual_seed(7)
-    assert hashes(bitsandbytes_model("nested").state_dict()) == late
+    assert bytes_of(bitsandbytes_model("nested").state_dict()) == late
     assert [training.as_bytes(model(batch(0))) for model in models] == [training.as_bytes(output) for output in outputs]
 
 
@@ -220,32 +217,23 @@ def test_quantised_optimizer_state_is_sized_saved_and_guarded(name: str) -> None
     reserved = handle.host_bytes
     with manager.phase("train"):
         made.learn(0)
-        wanted = flat(made.optimizer.state_dict())
+        wanted = bytes_of(made.optimizer.state_dict())
         resident = made.optimizer.state_dict()
     if "Lion" not in name:  # its twin does not know min_8bit_size, which bitsandbytes keeps elsewhere
         assert handle.host_bytes <= reserved, "what the first step bore does not fit into what registration set aside"
     assert_nothing_resident(manager)
-    assert flat(made.optimizer.state_dict()) == flat(resident) == wanted
+    assert bytes_of(made.optimizer.state_dict()) == bytes_of(resident) == wanted
     with pytest.raises(NotResidentError, match="restore"):
         made.optimizer.load_state_dict(resident)
     with manager.phase("restore"):
         made.optimizer.load_state_dict(made.optimizer.state_dict())
-        assert flat(made.optimizer.state_dict()) == wanted
+        assert bytes_of(made.optimizer.state_dict()) == wanted
     assert_nothing_resident(manager)
-    assert flat(handle.state_dict()) == wanted
-    assert flat(resident) == wanted
+    assert bytes_of(handle.state_dict()) == wanted
+    assert bytes_of(resident) == wanted
     manager.close()
-    assert flat(made.optimizer.state_dict()) == wanted
+    assert bytes_of(made.optimizer.state_dict()) == wanted
     assert "load_state_dict" not in vars(made.optimizer)
-
-
-def flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, torch.Tensor):
-        return {f"{path}{name}": training.as_bytes(part) for name, part in training.local_parts(value)}
-    if isinstance(value, (dict, list, tuple)):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return {name: each for key, part in pairs for name, each in flat(part, f"{path}.{key}").items()}
-    return {path: value}
 
 
 def test_paged_optimizers_are_refused() -> None:

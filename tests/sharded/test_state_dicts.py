@@ -16,15 +16,8 @@ from torch.utils._pytree import tree_map_only
 from placement import CheckpointError, Manager, NotResidentError, checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.checkpoint_worker import Program, build
-from tests.sharded.training import as_bytes, local_parts
+from tests.sharded.training import as_bytes, bytes_of, local_parts
 from tests.support.ranks import on_ranks
-
-
-def parts(values: Any, path: str = "") -> dict[str, bytes]:
-    if isinstance(values, torch.Tensor):
-        return {f"{path}{inner}": as_bytes(part) for inner, part in local_parts(values)}
-    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, (list, tuple)) else ()
-    return {key: part for name, value in pairs for key, part in parts(value, f"{path}.{name}").items()}
 
 
 def live(program: Program) -> dict[str, bytes]:
@@ -33,7 +26,7 @@ def live(program: Program) -> dict[str, bytes]:
     with program.manager.phase("restore"):
         model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
         state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
-        return parts({"model": model, "state": state})
+        return bytes_of({"model": model, "state": state})
 
 
 @on_ranks("two_ranks")
@@ -89,10 +82,9 @@ def test_what_hooks_compute_of_sharded_parameters() -> None:
         model(torch.ones(2, 7)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        wanted = parts({"model": dict(model.state_dict()), "part": dict(model[1].state_dict()), "state": optimizer.state_dict()["state"]})
-        assert ".model.0._extra_state.whole" in wanted
-    found = parts({"model": dict(handle.state_dict()), "part": dict(model[1].state_dict()), "state": adam.state_dict()["state"]})
-    assert found == wanted
+        wanted = bytes_of([model.state_dict(), model[1].state_dict(), optimizer.state_dict()["state"]])
+        assert "0.0._extra_state.whole" in wanted
+    assert bytes_of([handle.state_dict(), model[1].state_dict(), adam.state_dict()["state"]]) == wanted
     assert_nothing_resident(manager)
 
 
@@ -143,27 +135,27 @@ def test_a_held_state_dict_follows_a_sharded_handle(kind: str) -> None:
         objects = [id(part) for _, value in _tensors(shown) for _, part in local_parts(value)]
         for number in (2, 3):
             wanted = live(program)
-            assert parts(shown) == wanted, f"{kind}, taken in {taken}"
+            assert bytes_of(shown) == wanted, f"{kind}, taken in {taken}"
             assert_nothing_resident(manager)
             with manager.phase("log_prob"):
-                assert parts(shown) == wanted
+                assert bytes_of(shown) == wanted
             program.train(number)
             assert live(program) != wanted
         assert [id(part) for _, value in _tensors(shown) for _, part in local_parts(value)] == objects
         file = io.BytesIO()
         torch.save(shown, file)
         file.seek(0)
-        assert parts(torch.load(file, weights_only=False)) == live(program)
+        assert bytes_of(torch.load(file, weights_only=False)) == live(program)
         if kind == "fsdp2" and dist.get_world_size() > 1:
             assert any(part.numel() == 0 for _, value in _tensors(shown["model"]) for _, part in local_parts(value)) == (
                 dist.get_rank() == 1
             )
     last = live(program)
     manager.close()
-    assert parts(shown) == last  # from here on it is a copy
+    assert bytes_of(shown) == last  # from here on it is a copy
     program.manager = None
     program.train(4)
-    assert parts(shown) == last
+    assert bytes_of(shown) == last
 
 
 def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
@@ -188,9 +180,7 @@ def test_an_optimizer_that_takes_over_what_it_had_shown() -> None:
     program.train(2, 3)
     other = build("fsdp2", managed=False)
     other.train(1, 2, 3)
-    assert {name: as_bytes(part) for name, value in program.actor.state_dict().items() for _, part in local_parts(value)} == {
-        name: as_bytes(part) for name, value in other.model.state_dict().items() for _, part in local_parts(value)
-    }
+    assert bytes_of(program.actor.state_dict()) == bytes_of(other.model.state_dict())
 
 
 @on_ranks("two_ranks")
@@ -200,7 +190,7 @@ def test_fsdp1_is_not_gathered_from_poison(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords))
     model = FullyShardedDataParallel(model, **keywords)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        wanted = parts(model.state_dict())
+        wanted = bytes_of(model.state_dict())
     manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
     handle = manager.register("actor", model, role="actor")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -216,12 +206,12 @@ def test_fsdp1_is_not_gathered_from_poison(tmp_path: Path) -> None:
     with manager.phase("restore"):
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             found = handle.state_dict()
-            assert parts(found) == wanted
+            assert bytes_of(found) == wanted
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
             sharded = handle.state_dict()
             assert sharded.keys() == found.keys()
             shards = {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()}
             assert shards
     assert {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()} == shards
-    assert parts(found) == wanted  # gathered, so it is a copy
+    assert bytes_of(found) == wanted  # gathered, so it is a copy
     assert_nothing_resident(manager)

@@ -78,6 +78,10 @@ class Program:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def zeroes(self, step: int) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        return torch.tensor(float(step))
+
     # --- placement
 
     def register(self, manager: Manager) -> None:
@@ -145,10 +149,6 @@ class Wrapped(Program):
         """A backward pass that is not reduced: FSDP1 puts the shard of what was reduced before aside."""
         with self.model.no_sync():
             return super().backward(step)
-
-    def zeroes(self, step: int) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
-        return torch.tensor(float(step))
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         leaves = any(method == "learn_anew" for _, method in self.phases)
@@ -236,9 +236,9 @@ def compare(
     moved = {name: (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) for name, handle in managed.handles.items()}
     with managed.phase("restore"):
         program.reshard()
-        _assert_same(digest(program), values, "on the device")
+        assert_same(digest(program), values, "on the device")
     managed.close()
-    _assert_same(digest(program), values, "after close()")
+    assert_same(digest(program), values, "after close()")
     assert managed.device.memory().chunk_bytes == 0
     return Outcome(tuple(shown), peaks, {name: each[0] for name, each in moved.items()}, {name: each[1] for name, each in moved.items()})
 
@@ -293,6 +293,16 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def bytes_of(tree: Any, path: str = "") -> dict[str, Any]:
+    """Every tensor inside dicts and lists as the bytes that this rank has of it, and everything else as it is, by path."""
+    if isinstance(tree, torch.Tensor):
+        return {f"{path}{inner}": as_bytes(part) for inner, part in local_parts(tree)}
+    if not isinstance(tree, (Mapping, list, tuple)):
+        return {path: tree}
+    children = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    return {name: leaf for key, child in children for name, leaf in bytes_of(child, f"{path}.{key}" if path else str(key)).items()}
+
+
 def local_parts(tensor: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The plain tensors that hold a tensor's bytes on this rank."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -320,7 +330,7 @@ def _run_plain(build: Callable[[], Program], steps: int) -> tuple[list[bytes], d
     return losses, digest(program)
 
 
-def _assert_same(found: Mapping[str, str], wanted: Mapping[str, str], where: str) -> None:
+def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
     assert list(found) == list(wanted), f"{where}: {sorted({*found} ^ {*wanted})}"
     different = [name for name, value in wanted.items() if found[name] != value]
-    assert not different, f"{where}: the bytes of {', '.join(different)} differ from the plain run's"
+    assert not different, f"{where}: the bytes of {', '.join(different)} differ"

@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from placement import NotResidentError, PhaseError
-from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.support.worker import make_manager
 
 WIDTH, EXPERTS = 12, 4
 
@@ -110,56 +106,3 @@ def batch(number: int, device: str) -> torch.Tensor:
 
 def compare(expert_parallel: int) -> training.Outcome:
     return training.compare(functools.partial(build, expert_parallel))
-
-
-def state_is_never_made_up(expert_parallel: int) -> dict[str, Any]:
-    """State dicts before and after the first step, inside and outside phases. Returns what a test asserts."""
-    program = build(expert_parallel)
-    manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-    program.register(manager)
-    handle, optimizer = manager.handles["actor.optimizer"], program.optimizer
-    experts, rest = program.optimizers()
-    found: dict[str, Any] = {"owners": [owner.name for owner in handle.owners], "reserved": handle.host_bytes}
-
-    found["before"] = sorted({name.split(".")[0] for name in handle.state_dict()})
-    try:
-        optimizer.state_dict()
-    except (NotResidentError, PhaseError) as error:
-        found["refused"] = f"{type(error).__name__}: {error} {error.__notes__}"
-    found["rates"] = [group["lr"] for each in (experts, rest) for group in each.param_groups]
-    found["gradients"] = [name for name, each in program.model.named_parameters() if each.grad is not None]
-    found["born before"] = [len(each.state) for each in (experts, rest)]
-    assert_nothing_resident(manager)
-
-    with manager.phase("train"):
-        program.learn(0)
-        inside = _flat(optimizer.state_dict())
-        held = optimizer.state_dict()
-    assert_nothing_resident(manager)
-    # The two parameters of `spare` have no gradient, so no state: looking for it must not make any (`state` is a defaultdict).
-    found["born"] = [len(each.state) for each in (experts, rest)]
-    found["host"] = handle.host_bytes
-    found["same"] = [_flat(each) == inside for each in (optimizer.state_dict(), handle.state_dict(), held)]
-    found["still born"] = [len(each.state) for each in (experts, rest)]
-    for what, call in (("step", optimizer.step), ("load", lambda: optimizer.load_state_dict(held))):
-        try:
-            call()
-        except (NotResidentError, PhaseError) as error:
-            found[what] = f"{type(error).__name__}: {error}"
-    with manager.phase("restore"):
-        optimizer.load_state_dict(held)
-    assert_nothing_resident(manager)
-    found["loaded"] = _flat(optimizer.state_dict()) == inside
-    manager.close()
-    hooks = sum(len(each._optimizer_step_pre_hooks) for each in (experts, rest))
-    found["guards left"] = hooks + len({"step", "load_state_dict"} & set(vars(optimizer)))
-    return found
-
-
-def _flat(state_dict: Any) -> dict[str, Any]:
-    pairs: Iterator[tuple[str, Any]] = iter(state_dict.items())
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        parts = training.local_parts(value, name) if isinstance(value, torch.Tensor) else ()
-        found |= {path: training.as_bytes(part) for path, part in parts} or {name: value}
-    return found

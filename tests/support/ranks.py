@@ -19,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,12 @@ def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]
 
 def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def no_collectives() -> Any:
+    """Whoever calls a collective of torch.distributed fails meanwhile."""
+    names = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "barrier", "reduce_scatter_tensor")
+    return mock.patch.multiple(dist, **{name: mock.Mock(side_effect=AssertionError(f"{name} was called")) for name in names})
 
 
 class RankError(AssertionError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 HANG_SECONDS = 60.0
@@ -26,3 +26,8 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
         thread.join(HANG_SECONDS)
         assert not thread.is_alive()
     return results
+
+
+def on_all(ranks: Iterable[Any], do: Callable[[Any], Any]) -> list[Any]:
+    """`do(rank)` for all at once; what each returned or raised, by rank."""
+    return in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]

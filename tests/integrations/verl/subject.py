@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from placement import Manager
 from placement.testing import assert_nothing_resident
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.worker import batch
-from tests.sharded.training import as_bytes, local_parts
+from tests.sharded.training import as_bytes, bytes_of
 
 OFF, GPU, SYNC, TRAIN = "CPU_OFFLOADED", "GPU_RESIDENT", "SYNCING", "TRAINING"
 
@@ -33,7 +33,7 @@ class Subject:
     def __init__(self, worker: Any, manager: Manager | None) -> None:
         self.worker = worker
         self.engine = worker.engine
-        self.manager = manager
+        self.manager: Any = manager
         self.seen = Seen()
         self._loss = worker.loss_fn
         worker.set_loss_fn(self._watching)
@@ -83,11 +83,10 @@ class Subject:
 
     def finish(self) -> Seen:
         """What it answered, and the values of model and optimizer as a checkpoint would have them."""
-        found = {f"model.{name}": value for name, value in self.engine.module.state_dict().items()} if not self._gathers else {}
+        found = {} if self._gathers else {"model": self.engine.module.state_dict()}
         if self.engine.optimizer is not None:
-            for number, entry in self.engine.optimizer.state_dict()["state"].items():
-                found |= {f"optimizer.{number}.{key}": value for key, value in entry.items()}
-        self.seen.values = {f"{name}.{at}": as_bytes(part) for name, value in found.items() for at, part in local_parts(value)}
+            found["optimizer"] = self.engine.optimizer.state_dict()["state"]
+        self.seen.values = bytes_of(found)
         return self.seen
 
     @property
@@ -95,19 +94,40 @@ class Subject:
         return isinstance(self.engine.module, torch.distributed.fsdp.FullyShardedDataParallel)
 
 
-def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywords: Any) -> tuple[Subject, Subject]:
+class Pair(NamedTuple):
+    """The same worker with verl's own offloading, and under placement."""
+
+    own: Subject
+    placed: Subject
+
+    def train(self, seed: int) -> None:
+        for subject in self:
+            subject.train(seed)
+
+    def infer(self, seed: int) -> None:
+        for subject in self:
+            subject.infer(seed)
+
+    def publish(self, **arguments: Any) -> dict[str, bytes]:
+        """What both publish."""
+        own, placed = (subject.publish(**arguments) for subject in self)
+        assert own == placed
+        return placed
+
+    def same(self) -> None:
+        """Both have answered the same, and have the same values."""
+        theirs, mine = (subject.finish() for subject in self)
+        assert mine.answers == theirs.answers
+        assert mine.values.keys() == theirs.values.keys()
+        assert [name for name, value in mine.values.items() if theirs.values[name] != value] == []
+
+
+def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywords: Any) -> Pair:
     own = Subject(workers.build(model, placed=False, **keywords), None)
     manager = workers.use_simulated(device, policy)
     placed = Subject(workers.build(model, placed=True, **keywords), manager)
     assert type(own.engine) is not type(placed.engine)
-    return own, placed
-
-
-def same(own: Subject, placed: Subject) -> None:
-    mine, theirs = placed.finish(), own.finish()
-    assert mine.answers == theirs.answers
-    assert mine.values.keys() == theirs.values.keys()
-    assert [name for name, value in mine.values.items() if theirs.values[name] != value] == []
+    return Pair(own, placed)
 
 
 @contextmanager

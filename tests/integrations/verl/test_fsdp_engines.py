@@ -13,7 +13,7 @@ import torch.distributed as dist
 from placement import DeviceMemoryError, NotResidentError
 from placement.devices.simulated.device import SimulatedDevice
 from placement.testing import Faults
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Subject, logged, pair, same
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Subject, logged, pair
 from tests.integrations.verl.worker import CAPACITY, batch
 from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
@@ -70,27 +70,27 @@ def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy
 @on_ranks("one_rank")
 def test_manual_control(model: Path) -> None:
     """The states of actor and optimizer after each call of `to`, with batches in between that move nothing themselves."""
-    own, placed = pair(model)
+    _, placed = both = pair(model)
 
     def states() -> tuple[str, str]:
         now = placed.states()
         return now["actor"], now["actor.optimizer"]
 
-    for subject in (own, placed):
+    for subject in both:
         subject.worker.to("device")
     assert states() == (TRAIN, TRAIN)
-    for subject in (own, placed):
+    for subject in both:
         for seed in range(2):
             subject.seen.answers.append(_losses(subject, seed, disable_auto_offload=True))
     assert states() == (TRAIN, TRAIN)
-    for subject in (own, placed):
+    for subject in both:
         subject.worker.to("cpu", model=False, optimizer=True, grad=False)
     assert states() == (GPU, OFF)
-    for subject in (own, placed):
+    for subject in both:
         subject.seen.answers.append(as_bytes(subject.worker.infer_batch(_tagged(5, disable_auto_offload=True))["log_probs"].values()))
         subject.seen.answers.append(sorted(subject.publish_inside().items()))
     assert states() == (GPU, OFF)
-    for subject in (own, placed):
+    for subject in both:
         subject.worker.to("cpu")
         subject.worker.to("cpu")  # once more does nothing
         subject.check()
@@ -98,17 +98,16 @@ def test_manual_control(model: Path) -> None:
     with pytest.raises(NotResidentError):  # a batch that moves nothing, and the model is away
         placed.worker.infer_batch(_tagged(6, disable_auto_offload=True))
     placed.check()
-    for subject in (own, placed):
-        subject.train(2)
-    same(own, placed)
+    both.train(2)
+    both.same()
 
 
 @on_ranks("one_rank")
 def test_moves_by_hand_that_verl_refuses_are_refused(model: Path) -> None:
-    own, placed = pair(model)
+    both = pair(model)
     gradients = "Gradient buffers must be moved to device along with model parameters"
     for arguments, said in (({"device": "cuda:0"}, ""), ({"device": "device"}, ""), ({"device": "cpu", "model": False}, gradients)):
-        for subject in (own, placed):
+        for subject in both:
             with pytest.raises(AssertionError, match=f"^{gradients}$" if said else "^$"):
                 subject.engine.to(**arguments)
             subject.check()
@@ -136,7 +135,7 @@ class _Refused(Exception):
 def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     """And the next calls compute what verl's own worker computes."""
     faults = Faults(SimulatedDevice(CAPACITY))
-    own, placed = pair(model, device=faults)
+    _, placed = both = pair(model, device=faults)
     raised: list[str] = []
 
     def fails(subject: Subject, kind: type[BaseException], call: Any) -> None:
@@ -151,7 +150,7 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
     def refuse(**_: Any) -> Any:
         raise _Refused
 
-    for subject in (own, placed):
+    for subject in both:
         subject.train(0)
         subject.worker.set_loss_fn(refuse)
         fails(subject, _Refused, lambda subject=subject: subject.worker.train_batch(batch(1)))
@@ -172,10 +171,9 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
             raise _Refused
     del weights
     placed.check()
-    for subject in (own, placed):
-        subject.train(2)
-        subject.infer(3)
-    same(own, placed)
+    both.train(2)
+    both.infer(3)
+    both.same()
     assert DeviceMemoryError.__name__ in raised
     assert raised.count("_Refused") == 4
     assert raised.count("DeviceMemoryError") + raised.count("InjectedFault") == 9
@@ -183,9 +181,8 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
 
 @on_ranks("one_rank")
 def test_reset_replaces_model_and_optimizer(model: Path) -> None:
-    own, placed = pair(model, strategy="fsdp")
-    assert placed.manager is not None
-    for subject in (own, placed):
+    own, placed = both = pair(model, strategy="fsdp")
+    for subject in both:
         subject.train(0)
         subject.worker.reset()
     placed.check()
@@ -195,10 +192,9 @@ def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     own.worker.reset()
     placed.check()
     assert sum(handle.host_bytes for handle in placed.manager.handles.values()) == host
-    for subject in (own, placed):
-        subject.train(1)
-        subject.infer(2)
-    same(own, placed)
+    both.train(1)
+    both.infer(2)
+    both.same()
     assert dist.is_initialized()
     assert list(placed.manager.handles) == ["actor", "actor.optimizer"]
 
@@ -206,14 +202,12 @@ def test_reset_replaces_model_and_optimizer(model: Path) -> None:
 @pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", (True, False)), ("fsdp", (False, True))], ids=["parameters", "optimizer"])
 @on_ranks("one_rank")
 def test_only_one_of_the_flags(model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
-    own, placed = pair(model, offload=offload, strategy=strategy)
-    assert placed.manager is not None
+    _, placed = both = pair(model, offload=offload, strategy=strategy)
     for seed in range(2):
-        for subject in (own, placed):
-            subject.infer(seed)
-            subject.train(seed)
-        assert own.publish() == placed.publish()
-    same(own, placed)
+        both.infer(seed)
+        both.train(seed)
+        both.publish()
+    both.same()
     handles = placed.manager.handles
     for name, is_moved in zip(("actor", "actor.optimizer"), offload, strict=True):
         assert (handles[name].counters.loaded_bytes > 0, handles[name].external) == (is_moved, not is_moved)
@@ -231,14 +225,13 @@ def test_only_one_of_the_flags(model: Path, strategy: str, offload: tuple[bool, 
 @on_ranks("one_rank")
 def test_an_engine_that_stays_verls_own_says_why(model: Path, keywords: dict[str, Any], reason: str) -> None:
     with logged() as records:
-        own, placed = pair(model, **keywords)
-    assert placed.manager is not None
-    for subject in (own, placed):
+        _, placed = both = pair(model, **keywords)
+    for subject in both:
         subject.infer(0)
         if not keywords.get("forward_only"):
             subject.train(0)
         subject.publish()
-    same(own, placed)
+    both.same()
     assert list(placed.manager.handles) == []
     assert len(records) == 1
     assert reason in records[0]
@@ -254,26 +247,22 @@ LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora":
 )
 @on_ranks("one_rank")
 def test_a_policy_that_publishes_from_the_host(model: Path, keywords: dict[str, Any], expected: tuple[str, bool]) -> None:
-    own, placed = pair(model, policy="colocated(stream_sync=True)", **keywords)
-    assert placed.manager is not None
-    for subject in (own, placed):
-        subject.train(0)
-    assert own.publish() == placed.publish()
+    _, placed = both = pair(model, policy="colocated(stream_sync=True)", **keywords)
+    both.train(0)
+    both.publish()
     weights, _ = placed.engine.get_per_tensor_param()
     handle = placed.manager.handles["actor"]
     assert (handle.state.value, handle.resident_bytes > 0) == expected
     weights.close()
     placed.check()
-    for subject in (own, placed):
-        subject.train(1)
-    same(own, placed)
+    both.train(1)
+    both.same()
 
 
 @on_ranks("one_rank")
 def test_a_policy_that_brings_the_optimizer_for_its_step_alone(model: Path) -> None:
-    own, placed = pair(model, policy="colocated('optimizer_step')")
-    for subject in (own, placed):
-        for seed in range(2):
-            subject.train(seed)
-    same(own, placed)
+    _, placed = both = pair(model, policy="colocated('optimizer_step')")
+    for seed in range(2):
+        both.train(seed)
+    both.same()
     assert placed.seen.states["train"] == {"actor": TRAIN, "actor.optimizer": OFF}

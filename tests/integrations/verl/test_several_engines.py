@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integrations.verl import worker as workers
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Subject, logged, pair, same
-from tests.sharded.training import as_bytes, local_parts
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Pair, Subject, logged, pair
+from tests.sharded.training import as_bytes, bytes_of, local_parts
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
 
@@ -82,7 +82,7 @@ def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
         with workers.unpinned():
             theirs.infer(9)
         mine.infer(9)
-        same(theirs, mine)
+        Pair(theirs, mine).same()
     for mine in placed:
         mine.check()
 
@@ -105,25 +105,23 @@ def _three(model: Path, placed: bool) -> list[Any]:
 def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
     """Steps with LoRA, and what is published of it: merged, or the base once and the adapters alone."""
     options = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": merge}}
-    own, placed = pair(model, lora=options, **keywords)
-    assert placed.manager is not None
+    _, placed = both = pair(model, lora=options, **keywords)
     for seed in range(2):
-        for subject in (own, placed):
-            subject.train(seed)
-            subject.infer(seed)
+        both.train(seed)
+        both.infer(seed)
         if not merge and not seed:
-            assert own.publish(base_sync_done=False) == placed.publish(base_sync_done=False)
-        assert own.publish(base_sync_done=True) == placed.publish(base_sync_done=True)
+            both.publish(base_sync_done=False)
+        both.publish(base_sync_done=True)
         if not merge:
             layered = {"base_sync_done": True, "layered_summon": True}
-            assert own.publish(**layered) == placed.publish(**layered)
+            both.publish(**layered)
         if merge:  # given up half-way: what was merged is undone before the model leaves
-            for subject in (own, placed):
+            for subject in both:
                 weights, _ = subject.engine.get_per_tensor_param()
                 next(weights)
                 weights.close()
             placed.check()
-    same(own, placed)
+    both.same()
     assert len(placed.publish(base_sync_done=True)) == (27 if merge else 28)
     assert placed.seen.states["publish"]["actor"] == SYNC
 
@@ -138,10 +136,10 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
 @on_ranks("one_rank")
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
     """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of the model, and so they do here."""
-    own, placed = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
+    both = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
     moves = torch.nn.Module.to
     published = []
-    for subject in (own, placed):
+    for subject in both:
         subject.train(0)
         torch.nn.Module.to = lambda module, *_, **__: module._apply(torch.clone)  # type: ignore[method-assign, assignment, misc]
         try:
@@ -151,26 +149,25 @@ def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
         subject.train(1)
         subject.infer(2)
     assert published[0] == published[1]
-    same(own, placed)
+    both.same()
     assert len(published[1]) == 27
 
 
 def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
     """FSDP2's CPUOffloadPolicy places the model. What placement says of it in every state, and that nothing of it has moved or changed."""
     with logged() as records:
-        own, placed = pair(model, offload_policy=True, **keywords)
-    assert placed.manager is not None
+        own, placed = both = pair(model, offload_policy=True, **keywords)
     handles = placed.manager.handles
     name = placed.engine._role
     handle, found = handles[name], {"external": {each.name: each.external_reason for each in handles.values()}, "log": records}
     places = _places(placed)
     infos = handle.weights_info()
     for seed in range(2):
-        for subject in (own, placed):
+        for subject in both:
             subject.infer(seed)
             if not keywords.get("forward_only"):
                 subject.train(seed)
-        assert own.publish() == placed.publish()
+        both.publish()
     placed.worker.to("device")  # verl's own `to` fails on a GPU here
     found["by hand"] = placed.states()
     placed.worker.to("cpu")
@@ -179,7 +176,7 @@ def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
         with contextlib.nullcontext() if phase is None else placed.manager.phase(phase, only=[handle]):
             assert handle.weights_info() == infos
             values = handle.state_dict()
-            assert _bytes_of(values) == _bytes_of(own.engine.module.state_dict())
+            assert bytes_of(values) == bytes_of(own.engine.module.state_dict())
             if phase == "weight_sync" and name == "actor":
                 published = {label: as_bytes(value) for bucket in handle.weights() for label, value in bucket}
                 assert published == own.publish()
@@ -187,7 +184,7 @@ def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
     assert _places(placed) == places
     assert all(each.counters.loaded_bytes == each.host_bytes == 0 for each in handles.values())
     assert placed.manager.audit().ok
-    same(own, placed)
+    both.same()
     found["states"] = placed.seen.states
     return found
 
@@ -195,10 +192,6 @@ def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
 def _places(subject: Subject) -> dict[str, tuple[torch.device, int]]:
     values = {name: part for name, value in subject.engine.module.named_parameters() for _, part in local_parts(value)}
     return {name: (part.device, part.data_ptr()) for name, part in values.items()}
-
-
-def _bytes_of(values: dict[str, Any]) -> dict[str, bytes]:
-    return {f"{name}{at}": as_bytes(part) for name, value in values.items() for at, part in local_parts(value)}
 
 
 @pytest.mark.parametrize("offload", [(True, True), (False, False)], ids=["both flags", "no flag"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from placement import DeviceMemoryError, GroupError, PlacementError
 from tests.integrations.verl import delta_sync
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, moves_of_verl, pair, same
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, moves_of_verl, pair
 from tests.integrations.verl.test_several_engines import lora
 from tests.integrations.verl.worker import batch
 from tests.sharded.training import as_bytes
@@ -32,13 +32,12 @@ KINDS: dict[str, dict[str, Any]] = {
 @on_ranks("two_ranks")
 def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, keywords: dict[str, Any]) -> None:
     """Steps of both; then each loads the other's checkpoint and goes on."""
-    own, placed = pair(model, **keywords)
+    own, placed = both = pair(model, **keywords)
     for seed in range(2):
-        for subject in (own, placed):
-            subject.infer(10 + seed)
-            subject.train(seed)
-        assert own.publish() == placed.publish()
-    same(own, placed)
+        both.infer(10 + seed)
+        both.train(seed)
+        both.publish()
+    both.same()
     for subject, name in ((own, "own"), (placed, "placed")):
         subject.worker.save_checkpoint(str(tmp_path / name), global_step=2)
         subject.check()
@@ -48,7 +47,7 @@ def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, ke
         subject.check()
         subject.train(3)
         subject.infer(13)
-    same(own, placed)
+    both.same()
     with moves_of_verl() as called:
         placed.infer(14)
         placed.train(4)
@@ -89,8 +88,7 @@ def test_lora(model: Path) -> None:
 @on_ranks("two_ranks")
 def test_ranks_are_one_group(model: Path) -> None:
     """Memory that one rank lacks for a training and an inference is an error of both, and both can go on."""
-    own, placed = pair(model)
-    assert placed.manager is not None
+    _, placed = both = pair(model)
     for call, seed in ((placed.worker.train_batch, 0), (placed.worker.infer_batch, 1)):
         device = placed.manager.device
         create = device.create
@@ -104,10 +102,9 @@ def test_ranks_are_one_group(model: Path) -> None:
             call(batch(seed))
         device.create = create  # type: ignore[method-assign]
         placed.check()
-    for subject in (own, placed):
-        subject.train(0)
-        subject.infer(1)
-    same(own, placed)
+    both.train(0)
+    both.infer(1)
+    both.same()
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])

@@ -1,0 +1,339 @@
+"""Replicated handles of what is trained: one host copy of weights and optimizer state, written by all ranks together. Over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from placement import HostMemoryError, checkpoint
+from placement.core.errors import GroupError, PlacementError
+from placement.group import StoreGroup
+from placement.storage.cast import CastRange
+from placement.storage.shared import copy as shared_copy
+from placement.testing import assert_nothing_resident
+from tests.group import part_worker
+from tests.group import trained_worker as trained
+from tests.group.conftest import beside
+from tests.group.replicated_worker import PAGE, as_bytes, calls_to_fail, meet_again
+from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
+from tests.sharded.training import as_bytes as tensor_bytes
+from tests.support.ranks import Ranks, on_ranks
+from tests.unit import test_cast
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    started = Ranks(4)
+    yield started
+    started.close()
+
+
+def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(four: Ranks, generation: int) -> None:
+    together = four.run(trained.trains, generation, 6, False, True, {})
+    alone = four.run(trained.trains, generation + 100_000, 6, False, False, {})
+    for ours, theirs in zip(together, alone, strict=True):
+        names = [name for name in ours["values"] if name != "seen"]
+        assert all(ours["values"][name] == theirs["values"][name] == together[0]["values"][name] for name in names)
+        slack = 20 * PAGE  # whole pages of each chunk
+        assert abs(ours["host"] - ours["own"] - ours["shared"] / 4) < slack
+        assert abs(ours["to_host"] - ours["shared"] / 4) < slack
+        assert abs(ours["first"] - ours["shared"] / 4) < slack
+        assert theirs["host"] > 0.95 * ours["shared"] < 1.05 * theirs["to_host"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}], ids=["cyclic", "resident", "verified"]
+)
+def test_replicas_are_shared_under_each_policy(two_ranks: Ranks, generation: int, settings: dict[str, Any]) -> None:
+    first, second = two_ranks.run(trained.trains, generation, 6, False, True, settings, True)
+    assert first["host"] + second["host"] < 1.1 * first["shared"]
+
+
+@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
+def test_replicas_that_differ_are_told_and_have_host_copies_of_their_own(three: Ranks, generation: int, born: bool) -> None:
+    for told in three.run(trained.differs, generation, 2, born):
+        assert len(told) == 2
+        assert all("has other bytes on rank 2 than on the rest" in each for each in told)
+        assert "'actor' has" in told[0]
+        assert "'body.2.bias'" in told[0]
+        assert "'optimizer'" in told[1]
+        assert "exp_avg" in told[1]
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]])
+@on_ranks("two_ranks")
+def test_what_is_written_into_a_host_copy_is_the_ranks_own(generation: int, tmp_path: Path, on: list[int]) -> None:
+    """Once all ranks have the same values, they share a host copy again."""
+    rank = Rank(generation)
+    writes = rank.rank in on
+    rank.actor.number = rank.twin.number = 1  # a checkpoint has the buffers of one rank
+    rank.step()
+    assert rank.shares == [True, True]
+    held = None
+    if writes:  # through a state dict
+        held = rank.handle("actor").state_dict()
+        held["body.0.weight"].fill_(0.25)
+        with torch.no_grad():
+            rank.twin.body[0].weight.fill_(0.25)
+    assert rank.shares == [not writes, True]
+    dist.barrier()
+    rank.check_offloaded()
+    if len(on) < rank.world_size:  # put it right, so that the ranks are alike again
+        with rank.manager.phase("train"), torch.no_grad():
+            rank.check_loaded()
+            for actor in (rank.actor, rank.twin):
+                actor.body[0].weight.fill_(0.25)
+    rank.check()
+    assert rank.shares[0] != writes  # who holds a state dict keeps what it shows
+    assert writes or rank.shares[1]
+    if held is not None:
+        assert as_bytes(rank.twin)["body.0.weight"] == tensor_bytes(held["body.0.weight"])
+    del held
+    rank.step()
+    rank.check()
+    assert rank.shares == [True, True]
+    checkpoint.save(rank.manager, tmp_path / "a")
+    at_first = copy.deepcopy((rank.twin.state_dict(), rank.twins_optimizer.state_dict()))
+    rank.step()
+    dist.barrier()
+    checkpoint.load(rank.manager, tmp_path / "a")
+    rank.twin.load_state_dict(at_first[0])
+    rank.twins_optimizer.load_state_dict(at_first[1])
+    assert rank.shares == [False, False]
+    rank.check()
+    rank.step()
+    rank.check()
+    assert rank.shares == [True, True]
+    rank.end()
+
+
+def test_a_rank_dies_while_all_write() -> None:
+    """After a first step, at each step of the write; where the optimizer's state is born, and in a switch, at some."""
+    cases = [(1, *step, False, False) for step in STEPS]
+    cases += [(1, *step, born, not born) for born in (True, False) for step in STEPS[::4]]
+    for case, (first, _, third) in zip(cases, beside(trained.killed, cases), strict=True):
+        met = case[1:3] != ("meet", "before")
+        for shares, told in (first, third):
+            assert shares[0] == met, case
+            assert met or "rank 1 has died" in told[0]
+
+
+def test_a_rank_stops_while_all_write_and_goes_on_later() -> None:
+    cases = [(1, "meet", "before"), (1, "meet", "after"), (1, "note_arrived", "before"), (1, "wait_for_shares", "before")]
+    for case, (first, _, third) in zip(cases, beside(trained.stopped, cases, dies=False), strict=True):
+        assert first[0] == third[0] == (case != cases[0]), case
+
+
+@pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
+@on_ranks("three")
+def test_each_step_of_the_shared_write_may_fail_on_one_rank(generation: int, born: bool) -> None:
+    """In turn. After the next step that succeeds all share a host copy again."""
+    rank: Rank | None = None
+    for number, (method, when) in enumerate(STEPS):
+        if rank is None:
+            rank = Rank(generation + 100_000 * number)
+            if not born:
+                rank.step()
+                rank.check()
+        kind = (RuntimeError, HostMemoryError)[(number + born) % 2]
+        if rank.rank == 1:
+            arm(method, when, functools.partial(_raise, kind("injected")))
+        with contextlib.suppress(PlacementError, RuntimeError), mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5):
+            rank.step()
+        rank.check_offloaded()
+        meet_again(rank.check)
+        for _ in range(2):
+            rank.step()
+            rank.check()
+        assert rank.shares == [True, True], (method, when)
+        if born:
+            rank.end()
+            rank = None
+    if rank is not None:
+        rank.end()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def faults(generation: int, failing: int, switches: bool) -> int:
+    """Device calls of a training phase fail once on one rank: see `calls_to_fail`. Returns the cases."""
+    rank = Rank(generation)
+    rank.switches = switches
+    rank.step()
+    calls = rank.device.calls.copy()
+    rank.check()
+    rank.step()
+    counts = {name: count - calls[name] for name, count in rank.device.calls.items()}
+    cases = 0
+    for operation, count in counts.items():
+        for at in calls_to_fail(count):
+            if rank.rank == failing:
+                rank.device.fail(operation, at=at)
+            _step_that_may_fail(rank)
+            rank.device.clear()
+            meet_again(rank.check)
+            cases += 1
+    rank.end()
+    return cases
+
+
+def _step_that_may_fail(rank: Rank) -> None:
+    """A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on."""
+    batch = torch.full((3, rank.actor.size), 0.1)
+    with contextlib.suppress(PlacementError, RuntimeError), rank.training():
+        rank.learn(batch, placed=True, averages=False)
+        rank.learn(batch, placed=False, averages=False)
+
+
+@pytest.mark.parametrize(("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
+def test_device_calls_may_fail_while_replicas_train(
+    two_ranks: Ranks, generation: int, failing: int, switches: bool, counted: Callable[[str], None]
+) -> None:
+    cases = two_ranks.run(faults, generation, failing, switches, deadline_seconds=240.0)
+    assert min(cases) > 10
+    counted(f"trained replicas: device calls of rank {failing} fail once: {cases[0]} cases")
+
+
+@on_ranks("three")
+def test_an_error_on_one_rank_parts_the_ranks_until_the_next_step(generation: int) -> None:
+    """The user's code raises on rank 1, after its step."""
+    rank, heard = Rank(generation), Heard()
+    rank.step()
+    rank.check()
+    batch = rank.batch()
+    rank.learn(batch, placed=False)
+    with contextlib.suppress(GroupError, ZeroDivisionError), rank.training():
+        rank.learn(batch, placed=True)
+        if rank.rank == 1:
+            raise ZeroDivisionError
+    assert_nothing_resident(rank.manager)
+    assert rank.shares == [False, False]
+    assert ("alone" if rank.rank == 1 else "rank 1") in heard.take()[0]
+    rank.check_offloaded()
+    meet_again(rank.check)
+    rank.step()
+    rank.check()
+    assert rank.shares == [True, True]
+    rank.end()
+
+
+@on_ranks("two_ranks")
+def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation: int) -> None:
+    """The ranks part, and rank 0 has no host memory for it."""
+    rank = Rank(generation)
+    lacks = rank.rank == 0
+    rank.step()
+    rank.check()
+
+    def spoil(actor: Actor) -> None:
+        actor.odd += rank.rank
+
+    if lacks:
+        rank.device.fail("host", at=1, forever=True)
+    told = rank.fails(lambda: rank.step(also=spoil))
+    assert ("HostMemoryError" if lacks else "rank 0: HostMemoryError") in told
+    assert bool(rank.handle("actor").resident_bytes) == lacks
+    rank.group.deadline_seconds = 1.0
+    if lacks:
+        with contextlib.suppress(GroupError), rank.manager.phase("train"):  # nothing is lost
+            rank.check_loaded()
+    dist.barrier()
+    rank.group.deadline_seconds = 20.0
+    rank.device.clear()
+    meet_again(rank.check)
+    rank.check_offloaded()
+    assert not rank.shares[0]
+    rank.end()
+
+
+@on_ranks("two_ranks")
+def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_path: Path) -> None:
+    """From the next step on, where a checkpoint was loaded into an optimizer that had made no step."""
+    first = Rank(generation)
+    first.actor.number = first.twin.number = 1
+    first.step()
+    checkpoint.save(first.manager, tmp_path / "a")
+    assert first.shares == [True, True]  # to read it needs no copy
+    dist.barrier()
+    first.end()
+    rank = Rank(generation + 50_000)
+    rank.actor.number = rank.twin.number = 1
+    checkpoint.load(rank.manager, tmp_path / "a")
+    rank.twin.load_state_dict(first.twin.state_dict())
+    rank.twins_optimizer.load_state_dict(first.twins_optimizer.state_dict())
+    rank.check_offloaded()
+    assert rank.shares == [False, False]
+    rank.step()
+    assert rank.shares == [True, True]
+    rank.check()
+    rank.end()
+
+
+@on_ranks("ranks")
+def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
+    """Writing into the masters leaves the weights as they are."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
+    places: list[bool] = []
+    cast = CastRange.cast_to_device
+
+    def cast_from(r: CastRange, indices: Any) -> None:
+        places.extend(r.optimizer.on_device for _ in indices)
+        cast(r, indices)
+
+    for seed in range(2):
+        with mock.patch.object(CastRange, "cast_to_device", cast_from):
+            job.train(seed)
+        assert places
+        assert all(places), "the masters were read on the host, although they come to the device"
+        assert job.is_cast
+        assert job.optimizer.host_bytes < 6 * job.weight_bytes / world_size + (1 << 14)
+    job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
+    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
+    job.check()
+    job.manager.close()
+    dist.barrier()
+
+
+# --- a part of the group
+
+
+def test_ranks_of_a_mesh_that_replicates_share_their_shards(four: Ranks, generation: int) -> None:
+    seen = four.run(part_worker.hybrid, generation, "cpu")
+    for rank, (members, _) in enumerate(seen):
+        assert set(members) == {(rank % 2, rank % 2 + 2)}
+        assert len(members) >= 2  # of the weights, and of the optimizer's state
+    shares = [share for _, share in seen]
+    assert [shares[rank] + shares[rank + 2] for rank in (0, 1)] == pytest.approx([1, 1], rel=0.15)  # whole pages
+
+
+@pytest.mark.parametrize("different", [None, 3])
+def test_ranks_of_each_process_group_share_a_copy(four: Ranks, generation: int, different: int | None) -> None:
+    for rank, told in enumerate(four.run(part_worker.pairs, generation, different)):
+        if different is None or rank % 2 != different % 2:
+            assert told == []
+        else:
+            assert "'odd' or 'body.0.weight' has other bytes on rank 3 than on the rest" in told[0]
+
+
+def test_ranks_of_each_machine_share_a_copy(three: Ranks, generation: int) -> None:
+    assert three.run(part_worker.machines, generation, 1) == [[(0, 2)] * 2, [(1,)] * 2, [(0, 2)] * 2]
+
+
+def test_a_group_that_nobody_can_tell_is_refused(three: Ranks, generation: int) -> None:
+    for sharded, unequal in three.run(part_worker.refused, generation):
+        assert "0 replicate all of them" in sharded
+        # Rank 0 has another group than the others. All raise the reason of the rank that failed first.
+        assert any(f"of the {of} ranks of its process group {came} register it" in unequal for of, came in ((2, 1), (3, 2)))
