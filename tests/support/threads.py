@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 HANG_SECONDS = 60.0
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """Call in another thread, "helper_0"; what it returns or raises comes out here."""
+    with ThreadPoolExecutor(1, thread_name_prefix="helper") as pool:
+        return pool.submit(call).result()
 
 
 def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
