@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from placement.devices.base import Device
-from placement.devices.simulated import device as simulated_device
 from placement.devices.simulated.device import PrivatePoison
 from placement.testing import Faults, SimulatedDevice
+from tests.support.poison import of_an_old_kernel
 
 CHUNKS = 8
 """Capacity of the simulated devices, in full chunks."""
@@ -27,10 +27,7 @@ def wrapped() -> Device:
 
 
 def compared() -> Device:
-    """On a kernel that does not say which pages were written: poison that all ranges share, compared by its bytes."""
-    with pytest.MonkeyPatch.context() as kernel:
-        kernel.setattr(simulated_device, "_tells_copies", lambda page_map, file: False)
-        return simulated()
+    return of_an_old_kernel(simulated)
 
 
 def cuda() -> Device:

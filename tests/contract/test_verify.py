@@ -16,7 +16,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import assert_same, learn
+from tests.support.worker import Worker, assert_same, learn
 
 CHUNK = 16384
 SIDE = 64
@@ -253,26 +253,21 @@ def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_ag
 
 
 def test_state_on_its_first_way_to_the_host_is_compared_too() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    adam = torch.optim.AdamW(model.parameters())
-    device = BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-    manager = Manager(device=device, verify="always")
-    actor, optimizer = manager.register("actor", model, role="actor"), manager.register("adam", adam)
-    with manager.phase("train") as phase:
-        learn(model, adam)
-        adam.zero_grad()
-        state = copy.deepcopy(adam.state_dict())
-        values = copy.deepcopy(model.state_dict())
+    worker = Worker(device=(device := BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))), verify="always")
+    first = r"'actor.optimizer': 'state.* differs between the device and the host copy after its first offload"
+    with worker.manager.phase("train", only=["actor"]) as phase:
+        learn(worker.net, worker.adam)
+        worker.adam.zero_grad()
+        state, values = copy.deepcopy(worker.adam.state_dict()), copy.deepcopy(worker.net.state_dict())
         device.spoil("to_host")
-        with pytest.raises(IntegrityError, match=r"'adam': 'state.* differs between the device and the host copy after its first offload"):
+        with pytest.raises(IntegrityError, match=first):
             phase.switch("log_prob", only=["actor"])
-        assert optimizer.state is State.TRAINING
-        assert_same(adam.state_dict(), state)
+        assert worker.optimizer.state is State.TRAINING
+        assert_same(worker.adam.state_dict(), state)
         phase.switch("log_prob", only=["actor"])
-        assert optimizer.state is State.CPU_OFFLOADED
-        assert_same(optimizer.state_dict(), state)
-    assert_same(dict(actor.state_dict()), dict(values))
+        assert worker.optimizer.state is State.CPU_OFFLOADED
+        assert_same(worker.optimizer.state_dict(), state)
+    assert_same(dict(worker.actor.state_dict()), dict(values))
 
 
 @pytest.mark.parametrize("verify", ["always", "sample", "off"])
@@ -294,15 +289,10 @@ def test_nothing_else_changes(verify: str) -> None:
 
 
 def test_zeroed_gradients_and_others_pass() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    adam = torch.optim.AdamW(model.parameters())
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), verify="always")
-    manager.register("actor", model, role="actor")
-    manager.register("adam", adam)
+    worker = Worker(verify="always")
     for step in range(4):
-        with manager.phase("train"):
-            learn(model, adam, step)
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam, step)
         if step % 2:
-            adam.zero_grad(set_to_none=False)
-    assert_nothing_resident(manager)
+            worker.adam.zero_grad(set_to_none=False)
+    assert_nothing_resident(worker.manager)

@@ -49,6 +49,7 @@ def test_the_table_of_transitions_is_that_of_the_code() -> None:
 
 def test_the_diagram_is_that_of_the_code() -> None:
     assert between(CONCEPTS, "states").strip() == f"```mermaid\n{diagram().strip()}\n```"
+    assert diagram().count("-->") == len(placement.TRANSITIONS) + 1
 
 
 def test_every_state_and_phase_is_explained() -> None:

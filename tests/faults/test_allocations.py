@@ -6,7 +6,7 @@ Two steps in a row are swept, because they differ: in the first one optimizer st
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
 from placement.testing import InjectedFault
-from tests.faults.harness import FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes, many_cases
+from tests.faults.harness import FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes
 
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
@@ -30,12 +30,6 @@ def undisturbed() -> list[dict[str, str]]:
         check_left(worker)
         values.append(dict(worker.committed))
     return values
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_cases() -> Iterator[None]:
-    with many_cases():
-        yield
 
 
 def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:

@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from placement.devices.host import disk_file
 from placement.devices.host.slab import Slab
 from placement.planning.host_tier import UseHistory
 from placement.storage import disk
-from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
+from tests.faults.harness import FaultyWorker, check_sound, check_values
 from tests.support.disk import send_to_disk, settle, tier_of
 from tests.support.forked import processes
 
@@ -30,12 +30,6 @@ pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the h
 CAPACITY_BYTES = 256 * 1024
 LIMIT_BYTES = 42 * 1024
 """The actor and its optimizer, and not the rollout engine beside them."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_cases() -> Iterator[None]:
-    with many_cases():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 import placement
 import placement.policies
 from placement.core import interrupts
-from tests.faults.harness import FaultyWorker, Foresight, check_left, check_sound, many_cases
+from tests.faults.harness import FaultyWorker, Foresight, check_left, check_sound
 from tests.faults.test_streamed_step import Job
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
@@ -197,12 +197,6 @@ OPERATIONS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("enter_and_leave", "holds", "register"), Case),
     "streamed_step": StreamedStep,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_cases() -> Iterator[None]:
-    with many_cases():
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,16 +15,11 @@ from placement import State
 from placement.devices.memory import Copy, Direction
 from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import PAGE, FaultyWorker, Foresight, calls_to_fail, check_left, check_sound, check_values, many_cases
+from tests.faults.harness import PAGE, FaultyWorker, Foresight, calls_to_fail, check_left, check_sound, check_values
 from tests.faults.test_allocations import FAULTS
+from tests.support.threads import until
 
 CAPACITY_BYTES = 256 * 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_cases() -> Iterator[None]:
-    with many_cases():
-        yield
 
 
 def a_few_phases(worker: FaultyWorker) -> None:
@@ -87,10 +82,7 @@ class Gate(Faults):
         super().copy(copies, direction)
 
     def wait_until_started(self, bursts: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.started < bursts:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)  # another thread is at work
+        until(lambda: self.started >= bursts)
 
 
 BURSTS = 6

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from placement.phases.phase import PhaseContext
 from tests.model.drawn_policy import PHASES_USED
 from tests.model.values import ANY, Values
 from tests.model.world import Level
+from tests.support.threads import in_a_thread
 
 PHASES = st.sampled_from((*PHASES_USED, "train", "train"))
 Fault = tuple[str, int] | None
@@ -24,12 +23,6 @@ FAULTS = (
     st.none() | st.none() | st.tuples(st.sampled_from(["host", "reserve", "create", "map", "copy", "sync"]), st.sampled_from([1, 1, 2, 4]))
 )
 ONLY = st.none() | st.frozensets(ANY, max_size=2)
-
-
-def in_a_thread(call: Callable[[], object]) -> None:
-    """Call in another thread; what it raises is raised here."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result()
 
 
 def leave_with_error(phase: PhaseContext) -> None:

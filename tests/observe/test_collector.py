@@ -156,11 +156,6 @@ def test_multiprocess_mode_changes_and_writes_nothing(tmp_path: Path, make_handl
     assert list(tmp_path.iterdir()) == []
 
 
-def test_importing_the_package_imports_no_metrics_library() -> None:
-    code = "import sys, placement, placement.observe; placement.Manager, placement.WeightInfo; sys.exit('prometheus_client' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")
 def test_promtool_finds_nothing_to_say(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
     text = as_text(sample_snapshot(make_handle, make_snapshot))

@@ -17,6 +17,7 @@ from placement.devices.memory import Outside
 from placement.observe import nvml
 from placement.observe.nvml import OtherProcesses
 from placement.testing import SimulatedDevice
+from tests.support.threads import until
 
 
 @dataclass
@@ -61,13 +62,6 @@ class Library:
         self._call("processes")
         assert device == "GPU-1"
         return self.processes
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_bytes_of_others() -> None:

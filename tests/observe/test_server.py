@@ -153,6 +153,16 @@ def test_a_client_of_one_byte_at_a_time_is_cut_off(snapshot: Snapshot) -> None:
             assert client.recv(1) == b""
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"GET /" + b"a" * (1 << 17) + b" HTTP/1.1\r\n\r\n", b"414"), (b"\x00\xff\x16\x03\x01garbage\r\n\r\n", b"400")]
+)
+def test_what_is_no_request_is_refused_and_the_server_goes_on(server: MetricsServer, sent: bytes, status: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(sent)
+        assert status in client.recv(4096)
+    assert request(server, "/healthz")[0] == 200
+
+
 # Binding and closing
 
 

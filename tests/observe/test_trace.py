@@ -59,12 +59,7 @@ def test_it_says_what_another_policy_would_have_to_know(manager: placement.Manag
     assert (about["policy"], about["worker_role"]) == ("colocated", "hybrid")
     (facts,) = about["handles"]
     handle = manager.handles["actor"]
-    assert (facts["name"], facts["role"], facts["num_bytes"], facts["host_bytes"]) == (
-        "actor",
-        "actor",
-        handle.num_bytes,
-        handle.host_bytes,
-    )
+    assert facts.items() >= {"name": "actor", "role": "actor", "num_bytes": handle.num_bytes, "host_bytes": handle.host_bytes}.items()
     spans = {event["name"]: event["args"] for event in events_of(path, "X") if event["cat"] == "phase"}
     assert spans == {"idle": {}, "log_prob": {"only": ["actor"]}}
 
@@ -131,4 +126,3 @@ def test_mistakes_in_the_command_are_said(manager: placement.Manager, tmp_path: 
             main(["trace", "http://127.0.0.1:9", "--seconds", seconds])
         assert "--seconds" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-    assert not (tmp_path / "gone.json").exists()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from placement import Manager
 from placement.planning.host_tier import DiskTier
 from placement.storage.disk import Keeper, Place, Spill
 from placement.storage.pages import ChunkPool
+from tests.support.threads import until
 
 
 def tier_of(manager: Manager) -> DiskTier:
@@ -27,13 +27,6 @@ def is_idle(keeper: Keeper) -> bool:
 
 def settle(manager: Manager) -> None:
     until(lambda: is_idle(tier_of(manager)._keeper))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the background work did not come to it"
-        time.sleep(0.001)  # a thread is at work
 
 
 def spills_of(manager: Manager, name: str) -> list[Spill]:

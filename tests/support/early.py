@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import placement
 from placement import Plan, View
 from placement.policies import Colocated
+from tests.support.threads import until
 
 
 class Early(Colocated):
@@ -26,9 +26,5 @@ class Early(Colocated):
 
 
 def wait_for_copies(manager: placement.Manager) -> None:
-    deadline = time.monotonic() + 60
-    for handle in manager.handles.values():
-        for r in () if handle.holding is None else handle.holding.ranges:
-            while r.pages.unfilled():
-                assert time.monotonic() < deadline, f"the copies of what is early of {handle.name!r} were not started within a minute"
-                time.sleep(0.001)  # a thread starts them, and tells nobody
+    for holding in [handle.holding for handle in manager.handles.values() if handle.holding is not None]:
+        until(lambda holding=holding: not any(r.pages.unfilled() for r in holding.ranges))  # type: ignore[misc]

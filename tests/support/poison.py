@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
 import torch
 
 from placement.devices.base import poison_bytes
+from placement.devices.simulated import device as simulated_device
+
+Made = TypeVar("Made")
+
+
+def of_an_old_kernel(make: Callable[[], Made]) -> Made:
+    """Makes a device on a kernel that does not say which pages were written: all ranges share poison, and it is compared by its bytes."""
+    with pytest.MonkeyPatch.context() as kernel:
+        kernel.setattr(simulated_device, "_tells_copies", lambda page_map, file: False)
+        return make()
 
 
 def poison(offset: int, nbytes: int) -> torch.Tensor:

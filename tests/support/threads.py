@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 HANG_SECONDS = 60.0
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what another thread does and tells nobody."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the other thread did not come to it"
+        time.sleep(0.001)
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """Call in another thread, "helper_0"; what it returns or raises comes out here."""
+    with ThreadPoolExecutor(1, thread_name_prefix="helper") as pool:
+        return pool.submit(call).result()
 
 
 def in_threads(*bodies: Callable[[], Any]) -> list[Any]:

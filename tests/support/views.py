@@ -1,10 +1,21 @@
-"""What a policy is shown after one of its plans."""
+"""What a policy is shown, and shown again after one of its plans."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from placement import Plan, View
+from placement import HandleView, Plan, State, View
+
+
+def handle(name: str, kind: str = "module", role: str | None = None, **fields: Any) -> HandleView:
+    """Ten bytes off the device. Its role is its name, where a test says no other."""
+    return HandleView(**{"name": name, "kind": kind, "role": role or name, "state": State.CPU_OFFLOADED, "num_bytes": 10, **fields})
+
+
+def used(plan: Plan) -> dict[str, State]:
+    """What a plan has on the device, or in use."""
+    return {name: state for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
 
 
 def after(before: View, plan: Plan) -> View:

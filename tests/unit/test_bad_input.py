@@ -124,6 +124,21 @@ def test_what_is_no_phase(worker: Worker) -> None:
 ANSWERS: dict[str, tuple[Any, str]] = {
     "forgets": (lambda view: Plan({"actor": State.GPU_RESIDENT}), "forgets 'actor.optimizer', 'ref', 'critic'"),
     "prefetches text": (lambda view: view.total_plan({}, prefetch={"actor": "1GiB"}), "prefetches '1GiB' bytes of 'actor'"),
+    "prefetches less than nothing": (lambda view: view.total_plan({}, prefetch={"critic": -1}), "prefetches -1 bytes of 'critic'"),
+    "prefetches a ghost": (lambda view: view.total_plan({}, prefetch={"ghost": 1}), "names 'ghost', which are not registered"),
+    "prefetches what it loads": (
+        lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, prefetch={"actor": 1}),
+        "prefetches 'actor', which it wants GPU_RESIDENT",
+    ),
+    "drops gradients of a ghost": (lambda view: view.total_plan({}, dropped={"ghost"}), "names 'ghost', which are not registered"),
+    "drops gradients of an optimizer": (
+        lambda view: view.total_plan({}, dropped={"actor.optimizer"}),
+        "drops gradients of 'actor.optimizer', an optimizer",
+    ),
+    "drops gradients in training": (
+        lambda view: view.total_plan({"actor": State.TRAINING}, dropped={"actor"}),
+        "drops gradients of 'actor' and wants it in TRAINING",
+    ),
     "invents": (lambda view: Plan({**view.total_plan({}).targets, "ghost": State.GPU_RESIDENT}), "names 'ghost', which are not registered"),
     "trains readonly": (lambda view: view.total_plan({"ref": State.TRAINING}), "wants 'ref' in TRAINING, which is readonly"),
     "streams without a sync": (lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, ["actor"]), "streams 'actor' without SYNCING"),

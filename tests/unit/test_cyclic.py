@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from placement import HandleView, Plan, State, View
+from placement import HandleView, Plan, View
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Cyclic
-from tests.support.views import after
-from tests.support.worker import Turns, Worker
+from tests.support.views import after, handle, used
+from tests.support.worker import GPU, TRAIN, Turns, Worker
 
-OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 STEP = ("rollout", "log_prob", "values", "train", "weight_sync")
-
-
-def handle(name: str, kind: str = "module", role: str | None = None, **fields: Any) -> HandleView:
-    return HandleView(**{"name": name, "kind": kind, "role": role or name, "state": OFF, "num_bytes": 10, **fields})
 
 
 WORKER = (
@@ -42,10 +37,6 @@ def resident(*names: str, of: tuple[HandleView, ...] = WORKER) -> tuple[HandleVi
 def coming(phase: str, cycle: tuple[str, ...] = STEP) -> tuple[str, ...]:
     at = cycle.index(phase)
     return cycle[at + 1 :] + cycle[:at]
-
-
-def used(plan: Plan) -> dict[str, State]:
-    return {name: state for name, state in plan.targets.items() if state is not OFF}
 
 
 def steady(policy: Cyclic, budget_bytes: int, phases: tuple[str, ...]) -> dict[str, Plan]:

@@ -19,7 +19,8 @@ from placement.planning.host_tier import DiskTier
 from placement.policies import Colocated
 from placement.storage.disk import Place
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.disk import damage, send_to_disk, settle, spills_of, tier_of, until
+from tests.support.disk import damage, send_to_disk, settle, spills_of, tier_of
+from tests.support.threads import until
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, net
 from tests.unit.test_prefetch import ALL, early_bytes
 from tests.unit.test_saving import late_worker

@@ -21,7 +21,8 @@ from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityE
 from placement.core.settings import Settings
 from placement.devices.host import disk_file
 from placement.testing import SimulatedDevice
-from tests.support.disk import damage, send_to_disk, settle, until
+from tests.support.disk import damage, send_to_disk, settle
+from tests.support.threads import until
 
 PAGE = 4096
 CHUNK = 8 * PAGE

@@ -17,6 +17,7 @@ from placement.devices.host import numa
 from placement.devices.host.slab import Slab
 from placement.devices.inspection import Inspection, inspect, settled
 from placement.testing import Faults, InjectedFault, SimulatedDevice
+from tests.unit.test_numa import GPU, machine
 
 CHUNK = 64 << 10
 
@@ -108,12 +109,8 @@ def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("node", "shown"), [("1", "from node 1 of 2"), ("-1", "2 nodes, the device's is not known"), (None, "one node")])
 def test_the_numa_node_of_the_device(node: str | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(1 if node is None else 2):
-        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
-    if node is not None:
-        (tmp_path / "bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
-        (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text(node)
-    nodes, node_of = numa.nodes(tmp_path), numa.node_of("0000:3B:00.0", tmp_path)
+    machine(tmp_path, 1 if node is None else 2, node)
+    nodes, node_of = numa.nodes(tmp_path), numa.node_of(GPU, tmp_path)
     assert (nodes, node_of) == ((2, 1) if node == "1" else (2, None) if node else (1, None))
     monkeypatch.setattr(inspection.numa, "nodes", lambda: nodes)
     monkeypatch.setattr(inspection.numa, "node_of", lambda _: node_of)

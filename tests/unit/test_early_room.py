@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from placement.testing import assert_nothing_resident
 from tests.faults.test_allocations import FAULTS
 from tests.support.early import Early
 from tests.support.late_device import LateDevice
+from tests.support.threads import until
 from tests.support.worker import Worker, assert_same, learn
 from tests.unit.test_prefetch import ALL, CHUNK, last_load, used_bytes
 
@@ -62,11 +62,8 @@ def train(worker: Worker, seed: int = 0) -> None:
 
 def wait_for_the_thread(worker: Worker) -> None:
     """Until the reference has all the memory that it wants, or the thread has stopped."""
-    deadline = time.monotonic() + 60
     copies = worker.manager._stack.reconciler.prefetcher._copies
-    while copies._bursts:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # a thread is at work
+    until(lambda: not copies._bursts)
     with copies._lock:  # it has started the last burst
         pass
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import placement
-from placement import Plan, PolicyError
+from placement import Plan
 from placement.engines.base import TorchEngine
 from placement.policies import Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -235,25 +235,3 @@ def test_an_engine_has_gradients_as_a_module_has() -> None:
         backward(model)
     assert gradients(model) == [None] * 4
     assert handle.counters.offloaded_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("dropped", "message"),
-    [
-        ({"ghost"}, "names 'ghost', which are not registered"),
-        ({"actor.optimizer"}, "drops gradients of 'actor.optimizer', an optimizer"),
-        ({"actor"}, "drops gradients of 'actor' and wants it in TRAINING"),
-    ],
-)
-def test_a_plan_that_drops_the_wrong_thing_is_refused(dropped: set[str], message: str) -> None:
-    worker = Worker(policy=Scripted(eval=lambda view: view.total_plan({"actor": TRAIN}, dropped=dropped)))
-    with pytest.raises(PolicyError, match=message):
-        worker.manager.enter("eval")
-
-
-def test_plans_with_dropped_gradients_combine() -> None:
-    outer = Plan({"a": OFF, "b": OFF}, dropped=frozenset({"a"}))
-    inner = Plan({"a": TRAIN, "b": GPU}, dropped=frozenset({"b"}))
-    assert inner.limited_to(["b"], outer) == Plan({"a": OFF, "b": GPU}, dropped=frozenset({"a", "b"}))
-    assert inner.also("a", GPU).dropped == {"b"}
-    assert inner.without("b") == Plan({"a": TRAIN})

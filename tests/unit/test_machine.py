@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 
 from placement import PhaseError, State, Trigger
 from placement.core.states import TRANSITIONS
-from placement.registration.handle import Handle, diagram, path
-
-CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
+from placement.registration.handle import Handle, path
 
 
 def machine_in(state: State) -> Handle:
@@ -78,10 +74,3 @@ def test_paths_take_no_detour(source: tuple[State, bool], target: tuple[State, b
 def test_what_is_no_node_has_no_path(node: tuple[State, bool]) -> None:
     with pytest.raises(ValueError, match=r"no handle can be"):
         path((State.CPU_OFFLOADED, False), node)
-
-
-def test_the_page_of_concepts_shows_the_diagram_of_the_table() -> None:
-    shown = re.search(r"<!-- states -->\s*```mermaid\n(.*?)\n```\s*<!-- /states -->", CONCEPTS.read_text(), re.DOTALL)
-    assert shown is not None, "concepts.md has no diagram between <!-- states --> and <!-- /states -->"
-    assert shown.group(1).strip() == diagram().strip()
-    assert diagram().count("-->") == len(TRANSITIONS) + 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import placement
-from placement import Manager, PlacementError, TorchEngine
+from placement import Manager, PhaseError, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice
 from tests.support.threads import in_threads
 from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
@@ -202,6 +202,11 @@ def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice |
 
 
 def test_a_closed_manager_says_so_and_its_objects_are_free(worker: Worker) -> None:
+    with worker.manager.phase("train"):
+        with pytest.raises(PhaseError, match="'train' is open"):
+            worker.manager.close()
+        learn(worker.net, worker.adam)
+    worker.manager.close()
     worker.manager.close()
     for work in (lambda: worker.manager.enter("train"), worker.manager.audit, lambda: worker.manager.register("x", worker.net)):
         with pytest.raises(PlacementError, match="closed"):

@@ -9,16 +9,11 @@ import pytest
 
 import placement
 import placement.policies
-from placement import HandleView, Plan, PolicyError, State, View
+from placement import HandleView, PolicyError, State, View
 from placement.core.states import PHASES
 from placement.policies import AsyncRollout, Colocated, Resident
-from tests.support.views import after
-
-OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
-
-
-def handle(name: str, kind: str = "module", role: str | None = None, **fields: Any) -> HandleView:
-    return HandleView(**{"name": name, "kind": kind, "role": role or name, "state": OFF, "num_bytes": 10, **fields})
+from tests.support.views import after, handle, used
+from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 
 def view(phase: str, *handles: HandleView, **fields: Any) -> View:
@@ -35,10 +30,6 @@ WORKER = (
     handle("teacher", readonly=True),
     handle("engine", "engine", "rollout", num_bytes=100),
 )
-
-
-def used(plan: Plan) -> dict[str, State]:
-    return {name: state for name, state in plan.targets.items() if state is not OFF}
 
 
 TRAINED = {"actor": TRAIN, "actor.optimizer": TRAIN, "critic": TRAIN, "critic.optimizer": TRAIN}

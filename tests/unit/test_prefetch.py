@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 import placement
-from placement import Plan, PolicyError, State, View
-from placement.policies import Colocated
+from placement import State
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Early, wait_for_copies
 from tests.support.worker import CAPACITY, Worker, assert_same
@@ -149,25 +148,6 @@ def test_gradients_zeroed_while_offloaded_are_zero_though_the_old_ones_came_earl
         step.switch("train")
         assert all(bool((each.grad == 0).all()) for each in worker.net.parameters() if each.grad is not None)
         assert any(each.grad is not None for each in worker.net.parameters())
-
-
-def test_plans_that_prefetch_the_impossible_are_refused() -> None:
-    cases: dict[str, Callable[[View, Plan], Plan]] = {
-        "it names 'nobody', which are not registered": lambda v, p: v.total_plan(p.targets, prefetch={"nobody": 1}),
-        "it prefetches 'actor', which it wants GPU_RESIDENT": lambda v, p: v.total_plan(p.targets, prefetch={"actor": 1}),
-        "it prefetches -1 bytes of 'critic'": lambda v, p: v.total_plan(p.targets, prefetch={"critic": -1}),
-    }
-    for message, change in cases.items():
-
-        class Wrong(Colocated):
-            def plan(self, view: View, change: Callable[[View, Plan], Plan] = change) -> Plan:
-                plan = super().plan(view)
-                return change(view, plan) if view.phase == "log_prob" else plan
-
-        worker = Worker(policy=Wrong())
-        with pytest.raises(PolicyError, match=message), worker.manager.phase("log_prob"):
-            pass
-        assert_nothing_resident(worker.manager)
 
 
 def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets_less_from_then_on() -> None:

@@ -67,7 +67,7 @@ def test_importing_and_using_the_core_brings_in_nothing_optional() -> None:
     code = """
 import sys, torch
 of_torch = set(sys.modules)  # where cuda-bindings is installed, torch imports it
-import placement
+import placement, placement.observe
 placement.Manager, placement.Engine, placement.WeightInfo  # loaded when they are first used
 optional = ("placement.policies", "placement.testing", "prometheus_client", "ray", "vllm", "sglang", "verl", "transformers", "cuda")
 optional += ("torch.distributed.checkpoint", "accelerate", "deepspeed", "megatron", "torchao")

@@ -198,6 +198,3 @@ def test_state_in_torchs_memory_is_not_taken_for_that_of_others() -> None:
                 assert adam.state is placement.State.TRAINING
         device.torch_bytes = 0  # freed, or behind the range by now
     assert adam.num_bytes == 40 * PAGE
-
-
-# --- state that was created, and that no offload has taken in yet: counted as it is after each training

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from placement import IntegrityError
-from placement.devices.simulated import device as simulated_device
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.poison import of_an_old_kernel
 from tests.support.worker import CAPACITY, assert_same, batch, make_manager
 
 Tensors = dict[str, torch.Tensor]
@@ -20,10 +20,8 @@ Write = Callable[[torch.Tensor], object]
 
 
 def compared() -> SimulatedDevice:
-    """A device whose kernel does not say which pages were written, so that poison is compared by its bytes, as on a GPU."""
-    with pytest.MonkeyPatch.context() as kernel:
-        kernel.setattr(simulated_device, "_tells_copies", lambda page_map, file: False)
-        return SimulatedDevice(CAPACITY)
+    """A device whose poison is compared by its bytes, as on a GPU."""
+    return of_an_old_kernel(lambda: SimulatedDevice(CAPACITY))
 
 
 class Program:
