@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from placement.devices.cuda.device import CudaDevice
-from placement.devices.host import mapping
 from placement.devices.host import slab as host
 from placement.devices.inspection import inspect
 from placement.devices.memory import Copy
@@ -79,13 +78,13 @@ def test_a_dead_slab_leaves_addresses_that_can_be_registered_again(device: CudaD
     del slab
     assert device._pinning.pinned_bytes == 0
     fixed = 0x100000 | 0x22  # MAP_FIXED_NOREPLACE, private, anonymous
-    assert mapping.libc.mmap(address, nbytes, mapping.READ_WRITE, fixed, -1, 0) == address
+    assert host.libc.mmap(address, nbytes, host.READ_WRITE, fixed, -1, 0) == address
     try:
         with device._driver:
             assert device._driver.failed("cuMemHostRegister", address, nbytes, 0) is None
             assert device._driver.failed("cuMemHostUnregister", address) is None
     finally:
-        mapping.libc.munmap(ctypes.c_void_p(address), nbytes)
+        host.libc.munmap(ctypes.c_void_p(address), nbytes)
 
 
 def test_what_dies_half_registered_is_unregistered(device: CudaDevice) -> None:
