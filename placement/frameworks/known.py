@@ -119,8 +119,12 @@ def frameworks_of(root: torch.nn.Module) -> list[Framework]:
 
 def wrappers() -> list[tuple[type, str]]:
     """The wrapper classes that are imported, and the attribute name of the wrapped submodule in each."""
-    found = [wrapper for each in frameworks() for wrapper in each.wrappers]
-    return [(cls, wrapper.inner) for wrapper in found if (cls := loaded_class(*wrapper.cls)) is not None]
+    found = []
+    for each in frameworks():
+        for wrapper in each.wrappers:
+            if (cls := loaded_class(*wrapper.cls)) is not None:
+                found.append((cls, wrapper.inner))
+    return found
 
 
 def own_state(optimizer: object) -> OwnState | None:
