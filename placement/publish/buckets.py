@@ -183,7 +183,7 @@ def weights(
     """See `Handle.weights`."""
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
-    nbytes, described = _begin(handle, bucket_bytes, dtype, adapters, names)
+    nbytes, described = _begin(handle, bucket_bytes, dtype, _found(handle, adapters, names))
     return _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
 
 
@@ -191,7 +191,7 @@ def weight_changes(
     handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
-    nbytes, described = _begin(handle, bucket_bytes, dtype, adapters, names)
+    nbytes, described = _begin(handle, bucket_bytes, dtype, _found(handle, adapters, names))
     last = handle.published if handle.published is not None and handle.published.version == since else None
     with plainly():
         publication = Publication(handle.storage, [(info.name, weight, info.dtype) for info, weight in described], last)
@@ -207,14 +207,13 @@ def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, beg
 
 
 def _begin(
-    handle: Publisher, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
+    handle: Publisher, bucket_bytes: int | str, dtype: Cast, found: list[tuple[str, Weight]]
 ) -> tuple[int, list[tuple[WeightInfo, Weight]]]:
-    """The bytes of a bucket, and everything to publish, if the handle can be published now."""
+    """The bytes of a bucket, and everything found with its description, if the handle can be published now."""
     nbytes = bytes_of("bucket_bytes", bucket_bytes)
     if nbytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
     _require_syncing(handle)
-    found = _found(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
     return nbytes, [(info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
