@@ -120,7 +120,8 @@ class ForwardGuard(_Guard):
 
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            if self._is_off():
+            # Dynamo traces this, and guards the compiled code on the values that are read.
+            if (known := self._handle()) is not None and (is_off(known) or not getattr(known.storage, "is_consistent", True)):
                 from placement.registration.refused_trace import refuse_while_compiling
 
                 refuse_while_compiling(self._key)
@@ -135,11 +136,6 @@ class ForwardGuard(_Guard):
             refuse(handle, "called", "its offload has begun, in another thread: end the phase after the last call")
         if handle.adapter is not None and (reason := handle.adapter.away()) is not None:
             refuse(handle, "called", reason)
-
-    def _is_off(self) -> bool:
-        """Whether the guard would refuse, in code that dynamo can trace. The compiled code is guarded on the values read here."""
-        handle = self._handle()
-        return handle is not None and (is_off(handle) or not getattr(handle.storage, "is_consistent", True))
 
 
 class StepGuard(_Guard):
