@@ -193,7 +193,6 @@ class FromHostCopies(TorchFunctionMode):
 
 
 def is_reading() -> bool:
-    """Whether this thread is inside `FromHostCopies`."""
     return any(isinstance(mode, FromHostCopies) for mode in _get_current_function_mode_stack())
 
 

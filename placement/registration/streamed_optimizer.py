@@ -210,7 +210,6 @@ class StepParts:
         """The chunks of a parameter's state in these ranges, by the addresses of its tensors: finding them takes 12 us a parameter."""
 
     def of(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
-        """The parts of a parameter, in order."""
         entry = optimizer.state.get(parameter)
         whole = Piece(self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter))
         if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes and is_elementwise(optimizer):
@@ -220,7 +219,6 @@ class StepParts:
         return [StepPart(parameter, whole)]
 
     def _chunks_of(self, entry: Any) -> tuple[RangeChunk, ...]:
-        """The chunks that have bytes of a parameter's state."""
         if self._found_in is not self.storage.ranges:
             self._found_in, self._chunks = self.storage.ranges, {}
         tensors = [*_tensors_in(entry)]
