@@ -111,7 +111,7 @@ class StreamedOptimizer:
         for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
             self._refuse(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
-            handle.guards.append(_StepCall(self, optimizer))
+            handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
             self._is_installed = True
 
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,14 +174,10 @@ class StreamedOptimizer:
 
 
 class _StepCall(MethodCall):
-    """Stands in for `step` of one optimizer."""
-
-    def __init__(self, streamed: StreamedOptimizer, target: Any) -> None:
-        self._streamed = weakref.ref(streamed)  # weak: the optimizer must not keep its storage alive
-        super().__init__(self._streamed, target, "step")
+    """Stands in for `step` of one optimizer. Its guard is a weak reference: the optimizer must not keep its storage alive."""
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        streamed = self._streamed()
+        streamed: StreamedOptimizer | None = self._guard()
         if streamed is not None and streamed.is_wanted:
             return streamed.step(target, args, kwargs)
         return method(*args, **kwargs)
