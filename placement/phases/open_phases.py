@@ -116,7 +116,6 @@ class OpenPhases:
     # --- where everything belongs
 
     def base_plan(self) -> Plan:
-        """The plan that applies now, kept handles included."""
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:

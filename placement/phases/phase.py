@@ -70,7 +70,6 @@ class Phase:
         return self._weakly()
 
     def _opened(self) -> OpenPhase | None:
-        """The phase, while it is open."""
         context = self._context()
         return None if context is None or context.phase not in context._stack.phases.all else context.phase
 

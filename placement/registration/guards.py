@@ -120,7 +120,8 @@ class ForwardGuard(_Guard):
 
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            if self._is_off():
+            # Dynamo traces this, and guards the compiled code on the values that are read.
+            if (known := self._handle()) is not None and (is_off(known) or not getattr(known.storage, "is_consistent", True)):
                 from placement.registration.refused_trace import refuse_while_compiling
 
                 refuse_while_compiling(self._key)
@@ -135,11 +136,6 @@ class ForwardGuard(_Guard):
             refuse(handle, "called", "its offload has begun, in another thread: end the phase after the last call")
         if handle.adapter is not None and (reason := handle.adapter.away()) is not None:
             refuse(handle, "called", reason)
-
-    def _is_off(self) -> bool:
-        """Whether the guard would refuse, in code that dynamo can trace. The compiled code is guarded on the values read here."""
-        handle = self._handle()
-        return handle is not None and (is_off(handle) or not getattr(handle.storage, "is_consistent", True))
 
 
 class StepGuard(_Guard):
@@ -326,12 +322,8 @@ class OwnMethodCall(MethodCall):
     go on working while the state is offloaded. So the method runs, but the first operation that would read or write a tensor of it, or of
     what it steps, raises before it runs, and what the method had set until then is undone."""
 
-    def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str) -> None:
-        super().__init__(handle, target, name)
-        self._handle = handle
-
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle = self._handle()
+        handle: Handle | None = self._guard()
         known = () if handle is None or is_reading() else (handle, *handle.owners)
         unusable = next((each for each in known if is_off(each) or each.state is State.SYNCING), None)
         if handle is None or unusable is None:
@@ -397,7 +389,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
         hooks.append(part.register_state_dict_post_hook(guard))
-        hooks.append(StateDictCall(owner, part))
+        hooks.append(StateDictCall(owner, part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
         if gathers:
             hooks.append(GatherGuard(handle).install(part))
@@ -477,7 +469,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
     if "_optimizer_state_dict_post_hooks" in fields:
         hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
     if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
-        hooks.append(StateDictCall(_Guard(handle).handle, target))
+        hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
         _install_zero_calls(_Guard(handle).handle, target, hooks)
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():

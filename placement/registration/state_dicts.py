@@ -49,14 +49,10 @@ _WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
 
 
 class StateDictCall(MethodCall):
-    """Stands in for `state_dict` of a module, a submodule or an optimizer. `handle` returns None once the handle is gone."""
-
-    def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str = "state_dict") -> None:
-        super().__init__(handle, target, name)
-        self._handle = handle
+    """Stands in for `state_dict` of a module, a submodule or an optimizer. Its guard returns the handle; None once that is gone."""
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle = self._handle()
+        handle: Handle | None = self._guard()
         if handle is None:
             return method(*args, **kwargs)
         if is_reading() or not _is_offloaded(handle):
@@ -88,7 +84,7 @@ class ZeroCall(StateDictCall):
     """Stands in for `zero_grad` of a module or an optimizer. While gradients are offloaded, the call zeroes their host copies."""
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle = self._handle()
+        handle = self._guard()
         with nullcontext() if handle is None or not _is_offloaded(handle) else FromHostCopies():
             return method(*args, **kwargs)
 
@@ -193,7 +189,6 @@ class FromHostCopies(TorchFunctionMode):
 
 
 def is_reading() -> bool:
-    """Whether this thread is inside `FromHostCopies`."""
     return any(isinstance(mode, FromHostCopies) for mode in _get_current_function_mode_stack())
 
 

@@ -111,7 +111,7 @@ class StreamedOptimizer:
         for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
             self._refuse(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
-            handle.guards.append(_StepCall(self, optimizer))
+            handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
             self._is_installed = True
 
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,14 +174,10 @@ class StreamedOptimizer:
 
 
 class _StepCall(MethodCall):
-    """Stands in for `step` of one optimizer."""
-
-    def __init__(self, streamed: StreamedOptimizer, target: Any) -> None:
-        self._streamed = weakref.ref(streamed)  # weak: the optimizer must not keep its storage alive
-        super().__init__(self._streamed, target, "step")
+    """Stands in for `step` of one optimizer. Its guard is a weak reference: the optimizer must not keep its storage alive."""
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        streamed = self._streamed()
+        streamed: StreamedOptimizer | None = self._guard()
         if streamed is not None and streamed.is_wanted:
             return streamed.step(target, args, kwargs)
         return method(*args, **kwargs)
@@ -210,7 +206,6 @@ class StepParts:
         """The chunks of a parameter's state in these ranges, by the addresses of its tensors: finding them takes 12 us a parameter."""
 
     def of(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
-        """The parts of a parameter, in order."""
         entry = optimizer.state.get(parameter)
         whole = Piece(self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter))
         if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes and is_elementwise(optimizer):
@@ -220,7 +215,6 @@ class StepParts:
         return [StepPart(parameter, whole)]
 
     def _chunks_of(self, entry: Any) -> tuple[RangeChunk, ...]:
-        """The chunks that have bytes of a parameter's state."""
         if self._found_in is not self.storage.ranges:
             self._found_in, self._chunks = self.storage.ranges, {}
         tensors = [*_tensors_in(entry)]

@@ -168,11 +168,10 @@ class Storage(abc.ABC):
 
     # --- checks
 
-    @abc.abstractmethod
     def is_consistent_in(self, state: State) -> bool:
         """Whether a handle in this state needs no repair: no interrupted move has left anything half done."""
+        return True
 
-    @abc.abstractmethod
     def check(self, name: str, state: State) -> None:
         """Raise IntegrityError, with the numbers, if what is declared and what is measured disagree."""
 
@@ -197,11 +196,6 @@ class NotBuilt(Storage):
     num_bytes = 0
     resident_bytes = 0
 
-    def is_consistent_in(self, state: State) -> bool:
-        return True
-
-    def check(self, name: str, state: State) -> None: ...
-
 
 class ExternalStorage(Storage):
     """The bytes of an object whose framework places them (FSDP2's `CPUOffloadPolicy`, DeepSpeed, Megatron's hybrid optimizer).
@@ -218,9 +212,3 @@ class ExternalStorage(Storage):
         """Count the bytes that the object has on an accelerator now, each torch storage once."""
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
         self.resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
-
-    def is_consistent_in(self, state: State) -> bool:
-        return True
-
-    def check(self, name: str, state: State) -> None:
-        """Do nothing: the framework answers for its own bytes."""

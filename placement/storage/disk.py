@@ -105,7 +105,6 @@ class Spill:
             return self.is_here
 
     def require_values(self) -> None:
-        """Raise IntegrityError if values are lost."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
 

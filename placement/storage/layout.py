@@ -160,7 +160,6 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
-    """A new tensor of this form over a storage."""
     dtype, offset, size, stride = form
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 

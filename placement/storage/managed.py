@@ -292,7 +292,6 @@ class ManagedStorage(AdoptedStorage):
             self.on_device = False
 
     def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """See `Pages.settle`."""
         r.pages.settle(Side.DEVICE, chunk_pool)
 
     def before_forced_offload(self, r: Range) -> None:

@@ -107,7 +107,6 @@ class Pages:
         return [index for index, page in enumerate(self.table) if page.memory is not None and page.behind in behind]
 
     def without_memory(self) -> list[int]:
-        """The pages that have no memory, ascending."""
         return [index for index, page in enumerate(self.table) if page.memory is None]
 
     def unfilled(self) -> list[int]:
@@ -120,7 +119,6 @@ class Pages:
         return [index for index, page in aside if page.newest is not Side.HOST and page.copied != "to_device"]
 
     def bytes_of(self, indices: Iterable[int]) -> int:
-        """Device bytes of pages."""
         return sum([self.sizes[index] for index in indices])
 
     def used_bytes_of(self, indices: Iterable[int]) -> int:
@@ -234,7 +232,6 @@ class Pages:
                 page.copied = page.mark = None
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Wait for the copies from and to these pages."""
         marks = dict.fromkeys(self.table[index].mark for index in indices if self.table[index].copied is not None)
         if None in marks:
             self._device.sync()

@@ -87,7 +87,6 @@ class Range:
 
     @property
     def prints(self) -> torch.Tensor | None:
-        """See `Pages.prints`."""
         return self.pages.prints
 
     @prints.setter
@@ -127,7 +126,6 @@ class Range:
         self.placed = tuple(each for each in self.placed if each is not entry)
 
     def replace(self, entry: PlacedStorage, home: torch.UntypedStorage) -> None:
-        """Put another storage at a place."""
         self.counted = self._by_storage = None  # first: they have the address of the old storage, which may be freed now
         entry.ref, entry.use_count = StorageWeakRef(home), 0
 
@@ -308,7 +306,6 @@ class Places:
                 self._outlines[owned.name] = outlines[id(owned.wrapper)]
 
     def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        """The places in these ranges, by the tensor's name."""
         entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
         found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
         return {other: found[name] for other, name in self._others(found) if other not in found} | found
@@ -349,5 +346,4 @@ class ObjectRanges:
         return self._map.at(tensor.untyped_storage().data_ptr())
 
     def named_places(self) -> dict[str, Place]:
-        """The place of each tensor, by name."""
         return self.places.within(self.all)

@@ -127,7 +127,7 @@ class Versions(NamedTuple):
 
 
 def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
-    """One storage with all tensors in it: the object's, and those of state dicts. One that has elements, if any does, names it."""
+    """The storage of these tensors of the object, and of those that state dicts show. One with elements names it, if there is any."""
     found.sort(key=lambda each: not each.tensor.numel())
     return Adoptee(found[0].name, found[0].tensor.untyped_storage(), (*(each.tensor for each in found), *shown), tuple(found))
 
