@@ -254,12 +254,8 @@ class FlatWeight(Weight):
         shard = getattr(flat, "_local_shard", flat).detach()
         begin, first, last = self._span(handle.rank, shard)
         if first < last:
-            laid_out = value.reshape(-1) if self._stride is None else _as_laid_out(value, self._stride)
+            laid_out = value.reshape(-1)
+            if self._stride is not None:  # the elements in the order in which they are in memory
+                laid_out = torch.empty_like(laid_out)
+                laid_out.as_strided(value.shape, self._stride).copy_(value)
             shard[first - begin : last - begin].copy_(laid_out[first - self._start : last - self._start])
-
-
-def _as_laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The elements of a value in the order in which they are in memory with these strides."""
-    flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
-    flat.as_strided(value.shape, stride).copy_(value)
-    return flat

@@ -77,11 +77,13 @@ class FSDP2(Framework):
         return {id(shown): each.sharded_param for each in params for name in names if (shown := getattr(each, name, None)) is not None}
 
     def tensors(self) -> Iterator[Owned]:
-        """The padded storages, and gradients that are not reduced yet."""
+        """The padded storages, and gradients that are not reduced yet: backward passes accumulate them while communication is off."""
         for label, each in self._parameters():
             yield Owned(f"{label}.padded", each._sharded_param_data)
-            for gradient in _unreduced(each):
-                yield Owned(f"{label}.unsharded.grad", gradient, transient=True)
+            unsharded = getattr(each, "_unsharded_param", None)
+            for gradient in (each.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                if gradient is not None:
+                    yield Owned(f"{label}.unsharded.grad", gradient, transient=True)
         for path, group in self._groups():
             if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
                 yield Owned(f"{path}.partly_reduced.grad".lstrip("."), partial, transient=True)
@@ -132,15 +134,6 @@ def _groups_of(state: Any) -> list[Any]:
 
 def _is_on_cpu(group: Any) -> bool:
     return is_a(group.offload_policy, "torch.distributed.fsdp", "CPUOffloadPolicy")
-
-
-def _unreduced(parameter: Any) -> Iterator[torch.Tensor]:
-    """Gradients of the unsharded parameter, which backward passes accumulate while communication is turned off."""
-    if parameter.unsharded_accumulated_grad is not None:
-        yield parameter.unsharded_accumulated_grad
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    if unsharded is not None and unsharded.grad is not None:
-        yield unsharded.grad
 
 
 def _follow(parameter: Any) -> None:

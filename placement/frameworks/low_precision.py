@@ -78,9 +78,10 @@ class Bitsandbytes(Framework):
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         counted: set[int] = set()
         for path, weight in self._found():
-            state = getattr(weight, "quant_state", None)
-            for name, tensor in _staying(state) if state is not None else ():
-                if id(tensor) not in counted:
+            if (state := getattr(weight, "quant_state", None)) is None:
+                continue
+            for name, tensor in (("nested_offset", state.offset), ("nested_quant_map", getattr(state.state2, "code", None))):
+                if tensor is not None and id(tensor) not in counted:
                     counted.add(id(tensor))
                     yield f"{path}.{name}", tensor.untyped_storage().nbytes()
 
@@ -105,13 +106,6 @@ def _present(path: str, beside: dict[str, Any]) -> Iterator[Owned]:
     for name, value in beside.items():
         if isinstance(value, torch.Tensor) and has_bytes(value):
             yield Owned(f"{path}.{name}", value)
-
-
-def _staying(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if state.offset is not None:
-        yield "nested_offset", state.offset
-    if state.state2 is not None:
-        yield "nested_quant_map", state.state2.code
 
 
 _OFFLOADED = Named("torchao.optim.cpu_offload", "CPUOffloadOptimizer")

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices import adoption
-from placement.devices.adoption import Adopter, Way
-from placement.devices.base import Device
+from placement.devices import base
+from placement.devices.base import Adopter, Device, Way
 from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
@@ -185,7 +184,7 @@ def point_all(tensors: Iterable[torch.Tensor], home: torch.UntypedStorage) -> No
 
 def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
     """Give a storage, for everybody who uses it, the memory of another one of any size. False where torch cannot."""
-    if storage.device != home.device or not adoption.can_swap():
+    if storage.device != home.device or not base.can_swap():
         return False
     if storage.nbytes() != home.nbytes():  # torch swaps only storages of one size, or with an empty one
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]

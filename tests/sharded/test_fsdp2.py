@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import placement
 from placement import RegistrationError
-from placement.devices import adoption
+from placement.devices import base
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.sharded import fsdp2_worker as worker
@@ -56,12 +56,12 @@ def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
 
 @on_ranks("two_ranks")
 def test_where_storages_cannot_be_swapped() -> None:
-    can_swap = adoption.can_swap
-    adoption.can_swap = lambda: False
+    can_swap = base.can_swap
+    base.can_swap = lambda: False
     try:
         training.compare(worker.plain_fsdp2, steps=3)
     finally:
-        adoption.can_swap = can_swap
+        base.can_swap = can_swap
 
 
 # --- the root stays unsharded after a forward, and reshard() is not recursive

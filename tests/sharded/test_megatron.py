@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager, NotResidentError, PhaseError, RegistrationError
-from placement.devices import adoption
+from placement.devices import base as devices
 from placement.policies import Colocated
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
@@ -59,7 +59,7 @@ def test_shards_that_are_views_of_the_buffer_stay_views(kind: Kind, can_swap: bo
                 for view in views:
                     view.add_(1.0)
             assert all(as_bytes(parameter) != old for parameter, old in zip(parameters, before, strict=True))
-        with mock.patch.object(adoption, "can_swap", return_value=can_swap):
+        with mock.patch.object(devices, "can_swap", return_value=can_swap):
             manager.close()
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
 

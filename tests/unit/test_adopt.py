@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices import adoption
+from placement.devices import base
 from placement.devices.cuda.pool import plan
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import layout as range_layout
@@ -30,7 +30,7 @@ def device() -> SimulatedDevice:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of a CPU storage; an older torch has only the second."""
     if request.param == "rebind":
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     return str(request.param)
 
 
@@ -46,7 +46,7 @@ def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
 def test_rebinding_refuses_a_storage_with_an_unknown_user(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, hold: Callable[[torch.nn.Module], Any]
 ) -> None:
-    monkeypatch.setattr(adoption, "can_swap", lambda: False)
+    monkeypatch.setattr(base, "can_swap", lambda: False)
     model = torch.nn.Linear(4, 4, bias=False)
     model.scaled = torch.nn.Parameter(model.weight.data.t())
     before = model.weight.data_ptr(), model.weight.detach().clone()
@@ -65,7 +65,7 @@ def test_rebinding_refuses_a_storage_with_an_unknown_user(
 
 
 def test_rebinding_refuses_lazy_views_and_tensors_of_other_storages(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "can_swap", lambda: False)
+    monkeypatch.setattr(base, "can_swap", lambda: False)
     odd, one, other = torch.randn(4, dtype=torch.complex64).conj(), torch.ones(3), torch.ones(3)
     with pytest.raises(RegistrationError, match="conjugated or negated"):
         range_layout.RangeLayout(device, claims_of({"odd": odd}))

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from placement import IntegrityError, Manager, State
-from placement.devices import adoption
+from placement.devices import base
 from placement.testing import SimulatedDevice
 
 CHUNK = 4096
 
 
-CAN_SWAP = adoption.can_swap()
+CAN_SWAP = base.can_swap()
 
 
 @pytest.fixture(params=["followed", "named"], autouse=True)
@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     There, and wherever an object goes from the device to the host, only those tensors follow that are named.
     """
     if request.param == "named":
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     return str(request.param)
 
 
@@ -202,7 +202,7 @@ def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
     keep: Callable[[Odd], torch.Tensor], drops: bool, how: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "named":  # only when it leaves
-        monkeypatch.setattr(adoption, "can_swap", lambda: CAN_SWAP)
+        monkeypatch.setattr(base, "can_swap", lambda: CAN_SWAP)
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
     model = Odd()
     manager.register("actor", model, role="actor")
@@ -212,7 +212,7 @@ def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
     if drops:
         model.zero_grad()  # a gradient is the variable's alone now
     if way == "named":
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     LETS_GO[how](manager)
     del manager
     gc.collect()

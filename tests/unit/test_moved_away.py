@@ -24,7 +24,7 @@ from torch.ao import quantization
 from torch.nn.utils import prune
 
 from placement import IntegrityError, RegistrationError, checkpoint
-from placement.devices import adoption
+from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net, trained
@@ -69,7 +69,7 @@ def _addresses(worker: Worker) -> list[int]:
 def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """After a step, on a torch that can exchange the memory of storages and on one that cannot."""
     if not request.param:
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     made = Worker()
     with made.manager.phase("train"):
         learn(made.net, made.adam)

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from placement import Manager, RegistrationError, checkpoint
-from placement.devices import adoption
+from placement.devices import base
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 Lend = Callable[[dict[str, Any], torch.nn.Parameter], object]
 
-CAN_SWAP = adoption.can_swap()
+CAN_SWAP = base.can_swap()
 swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot take in such a gradient on a device in host memory")
 OF_A_VIEWED_GRADIENT = {("view of the gradient", "before"), ("view of the gradient", "to zeros")}
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import placement
 from placement import Manager
-from placement.devices import adoption
+from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.support.worker import assert_same, batch, in_a_range, learn, make_manager, net
@@ -78,7 +78,7 @@ def test_what_an_object_holds_leaves_with_the_module(
     form: str, engine: bool, when: str, swaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not swaps:
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     model, manager, make = net(), make_manager(), FORMS[form]
     phase = "rollout" if engine else "log_prob"
     cache: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def test_what_an_object_holds_leaves_with_the_module(
 @pytest.mark.parametrize("swaps", [True, False], ids=["swap", "rebind"])
 def test_a_view_of_a_weight_in_an_object_stays_a_view(swaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not swaps:
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     model, twin = net(), net()
     twin.load_state_dict(model.state_dict())
     model.held = Held(weight=model[0].weight, rows=model[0].weight.detach()[1:], shadow=[p.detach().clone() for p in model.parameters()])  # type: ignore[assignment]
@@ -349,7 +349,7 @@ def test_a_cache_born_in_inference_mode_moves_with_its_module(
     form: str, role: str, policy: str, swaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not swaps:
-        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+        monkeypatch.setattr(base, "can_swap", lambda: False)
     model, twin = Rotary(form), Rotary(form)
     manager = _managed(model, role, policy=policy)
     phase = "rollout" if role == "rollout" else "log_prob"

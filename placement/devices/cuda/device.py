@@ -12,8 +12,7 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.devices.adoption import Adopter
-from placement.devices.base import Device
+from placement.devices.base import Adopter, Device
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
 from placement.devices.cuda.communicators import SharedTensors

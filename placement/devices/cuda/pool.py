@@ -31,8 +31,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
-from placement.devices import adoption
-from placement.devices.adoption import Adopter, Way
+from placement.devices import base
+from placement.devices.base import Adopter, Way
 from placement.devices.memory import Addresses
 
 # The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `PoolRange` checks every address.
@@ -251,7 +251,7 @@ class CudaAdopter(Adopter):
     """Adoption on a CUDA device: by a pool over the range where torch cannot swap storages."""
 
     def way(self, storage: torch.UntypedStorage) -> Way:
-        if storage.device == self.device and not adoption.can_swap() and storage.resizable():
+        if storage.device == self.device and not base.can_swap() and storage.resizable():
             return "pool"
         return super().way(storage)
 
@@ -272,7 +272,7 @@ class CudaAdopter(Adopter):
                 )
 
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
-        return 0 if adoption.can_swap() else plan(sizes)[1]
+        return 0 if base.can_swap() else plan(sizes)[1]
 
     def pool(self, addresses: Addresses, sizes: Sequence[int], owner: object) -> PoolRange:
         return PoolRange(self.device, addresses, sizes, owner)

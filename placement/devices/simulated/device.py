@@ -11,7 +11,6 @@ no /proc), poison is as on a real device: one shared piece, compared by its byte
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import re
@@ -100,11 +99,8 @@ class SimulatedDevice(Device):
         weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it during interpreter exit
         os.ftruncate(self._file, _FILE_BYTES)
         self._end = chunk_bytes
-        # Dictionaries by file offset. `_held` is the ledger: the bytes of every chunk that holds memory. A chunk that dies, on whatever
-        # thread, enters itself into `_dead`. The next call removes it from the ledger.
-        self._held: dict[int, int] = {}
-        self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
-        self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
+        self._held: dict[int, int] = {}  # the ledger: the bytes of every chunk that holds memory, by file offset
+        self._dead: list[int] = []  # file offsets of chunks that died, on whatever thread. The next call removes them from the ledger.
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = _poison_of(self, self._file, chunk_bytes)
         self._when_out_of_memory: list[Callable[[], object]] = []
@@ -152,10 +148,10 @@ class SimulatedDevice(Device):
         if nbytes > free:
             elsewhere = f", {others:,} held by other processes" if self._shared else ""
             raise DeviceMemoryError(f"simulated: asked for {nbytes:,} bytes, {free:,} free of {self.capacity_bytes:,}{elsewhere}")
-        chunk = SimulatedChunk(nbytes, self._end)
+        chunk = SimulatedChunk(nbytes, self._end, self._held)
         self._end += nbytes
-        self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
         self._held[chunk.file_offset] = nbytes
+        weakref.finalize(chunk, self._dead.append, chunk.file_offset).atexit = False
         return chunk
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -282,8 +278,7 @@ class SimulatedDevice(Device):
             self.memory()  # frees the memory of dropped chunks; the rest goes with this object and the last tensor
 
     def _is_held(self, chunk: SimulatedChunk) -> bool:
-        alive = self._alive.get(chunk.file_offset)
-        return alive is not None and alive() is chunk and chunk.file_offset in self._held
+        return chunk.ledger is self._held and chunk.file_offset in self._held
 
     def _held_here(self, chunk: Chunk) -> SimulatedChunk:
         if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
@@ -291,10 +286,8 @@ class SimulatedDevice(Device):
         return chunk
 
     def _held_bytes(self) -> int:
-        for file_offset in [*self._dead]:
-            self._free(file_offset)
-            self._alive.pop(file_offset, None)
-            self._dead.pop(file_offset, None)
+        while self._dead:
+            self._free(self._dead.pop())
         return sum(self._held.values())
 
     def _free(self, file_offset: int) -> None:
@@ -342,9 +335,10 @@ class SimulatedRange(Addresses):
 
 
 class SimulatedChunk(Chunk):
-    def __init__(self, nbytes: int, file_offset: int) -> None:
+    def __init__(self, nbytes: int, file_offset: int, ledger: dict[int, int]) -> None:
         self.nbytes = nbytes
         self.file_offset = file_offset
+        self.ledger = ledger  # of the device that made the chunk
         self.place: tuple[weakref.ref[SimulatedRange], int] | None = None  # the range and offset where the chunk was mapped last
 
     def is_mapped(self) -> bool:
