@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 
 from placement import Handle, Manager
 from placement.core.errors import RegistrationError
-from placement.group import StoreGroup
 from placement.registration import replication
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import assert_nothing_resident
@@ -20,11 +19,7 @@ from tests.group.trained_worker import Actor, Heard
 from tests.sharded.one_of_each import mesh, net, program
 from tests.sharded.training import Program, bytes_of, device_of, here
 from tests.sharded.training import as_bytes as tensor_bytes
-
-
-def _group(generation: int, deadline_seconds: float = 60.0) -> StoreGroup:
-    store = dist.distributed_c10d._get_default_store()
-    return StoreGroup(store, dist.get_rank(), dist.get_world_size(), deadline_seconds, generation=generation)
+from tests.support.ranks import group_of_all
 
 
 def shared_with(handle: Handle) -> list[tuple[int, ...]]:
@@ -55,7 +50,7 @@ def hybrid(generation: int, device: str) -> tuple[list[tuple[int, ...]], float]:
         return program(model, device)
 
     plain, placed = build(), build()
-    manager = Manager(device=device_of(device), group=_group(generation), budget_bytes=1 << 40)
+    manager = Manager(device=device_of(device), group=group_of_all(generation, 60.0), budget_bytes=1 << 40)
     handles = [
         manager.register("actor", placed.model, role="actor", replicated=True),
         manager.register("optimizer", placed.optimizer, replicated=True),
@@ -79,7 +74,7 @@ def pairs(generation: int, different: int | None) -> list[str]:
     torch.manual_seed(ours)
     model, twin = Actor(), Actor()
     twin.load_state_dict(model.state_dict())
-    manager, heard = Manager(device=device_of("cpu"), group=_group(generation)), Heard()
+    manager, heard = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0)), Heard()
     handle = manager.register("actor", model, role="actor", replicated=made[ours])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (twin, model)]
     manager.register("optimizer", optimizers[1])
@@ -109,7 +104,7 @@ def machines(generation: int, alone: int) -> list[Any]:
     if dist.get_rank() == alone:
         replication._machine = lambda: "another"
     try:
-        manager = Manager(device=device_of("cpu"), group=_group(generation))
+        manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0))
         found = []
         for name in ("ref", "teacher"):
             torch.manual_seed(4)
@@ -135,7 +130,7 @@ def _locals(model: torch.nn.Module) -> list[bytes]:
 def refused(generation: int) -> list[str]:
     """What the ranks are told where nobody can know who holds the same, and where the ranks name other groups."""
     told = []
-    manager = Manager(device=device_of("cpu"), group=_group(generation, 5.0))
+    manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 5.0))
     sharded = net("cpu")
     fully_shard(sharded, mesh=mesh("cpu"))
     pair = dist.new_group([0, 1], backend="gloo")

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from placement import HostMemoryError, checkpoint
 from placement.core.errors import GroupError, PlacementError
-from placement.group import StoreGroup
 from placement.storage.cast import CastRange
 from placement.storage.shared import copy as shared_copy
 from placement.testing import assert_nothing_resident
@@ -26,7 +25,7 @@ from tests.group.conftest import beside
 from tests.group.replicated_worker import PAGE, as_bytes, calls_to_fail, meet_again
 from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
 from tests.sharded.training import as_bytes as tensor_bytes
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks, group_of_all, on_ranks
 from tests.unit import test_cast
 
 
@@ -283,9 +282,7 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_p
 @on_ranks("ranks")
 def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
     """Writing into the masters leaves the weights as they are."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
+    job = test_cast.Job(group=group_of_all(generation), replicated=True)
     places: list[bool] = []
     cast = CastRange.cast_to_device
 
@@ -299,7 +296,7 @@ def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
         assert places
         assert all(places), "the masters were read on the host, although they come to the device"
         assert job.is_cast
-        assert job.optimizer.host_bytes < 6 * job.weight_bytes / world_size + (1 << 14)
+        assert job.optimizer.host_bytes < 6 * job.weight_bytes / dist.get_world_size() + (1 << 14)
     job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
     job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
     job.check()
