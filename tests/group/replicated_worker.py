@@ -62,10 +62,10 @@ def as_bytes(model: nn.Module) -> dict[str, bytes]:
 class Rank:
     """A reference, and an actor that differs by rank, on a device of its own."""
 
-    def __init__(self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, chunks: int = 40, **settings: Any) -> None:
+    def __init__(self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, **settings: Any) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = group_of_all(generation, CUDA_DEADLINE_SECONDS if cuda else deadline_seconds)
-        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(chunks * CHUNK, chunk_bytes=CHUNK))
+        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(40 * CHUNK, chunk_bytes=CHUNK))
         self.manager = Manager(device=self.device, group=self.group, **settings)
         torch.manual_seed(5)
         self.ref = Reference(200 if cuda else 1)
