@@ -117,13 +117,12 @@ def test_requests_in_flight_are_waited_for(kind: Any, shared: Path, started: lis
 @pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
 def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, deadline_seconds=0.2)
-    handle = job.handle
     with job.rolling_out() as step:
         job.server.in_flight = 1
         with pytest.raises(EngineError, match="in flight"):
             step.switch("train")
         assert step.name == "rollout"
-        assert handle.state is State.GPU_RESIDENT
+        assert job.handle.state is State.GPU_RESIDENT
         assert not job.server.is_paused
         assert job.server.generate() == "actor"
         job.server.in_flight = 0

@@ -51,13 +51,12 @@ def test_without_its_memory_saver(shared: Path, started: list[StandIn]) -> None:
 
 def test_a_server_that_was_restarted_has_released_nothing(shared: Path, started: list[StandIn]) -> None:
     job = start(Sglang0523, shared, started)
-    handle = job.handle
     job.server.restart()  # type: ignore[attr-defined]
     sent = [*job.server.sent]
     with pytest.raises(EngineLost, match="was restarted since it was registered"):
         job.manager.phase("weight_sync").__enter__()
     assert job.server.sent == sent
-    assert handle.broken is not None
+    assert job.handle.broken is not None
     job.engine.assume(offloaded=[])
     assert job.step() == "actor"
     assert job.server.memory.tags == set()
@@ -66,17 +65,16 @@ def test_a_server_that_was_restarted_has_released_nothing(shared: Path, started:
 def test_the_trainer_goes_on_without_a_server_that_has_ended(shared: Path, started: list[StandIn]) -> None:
     """What it held is free, and nobody can be asked. It never comes back under this registration, whoever answers at its address."""
     job = start(Sglang0523, shared, started)
-    handle = job.handle
     with job.rolling_out() as step:
         job.server.is_dead = True
         with pytest.raises(EngineLost):
             step.switch("train")
         with pytest.raises(EngineError):
             job.engine.assume(offloaded=["kv_cache"])  # what is on the device only the server can know
-        assert handle.broken is not None
+        assert job.handle.broken is not None
         job.engine.assume(offloaded=ALL)
         step.switch("train")
-        assert handle.state is State.CPU_OFFLOADED
+        assert job.handle.state is State.CPU_OFFLOADED
     job.server.is_dead = False
     with pytest.raises(EngineLost, match="had ended: restart it and register it anew"):
         job.manager.phase("weight_sync").__enter__()
@@ -91,7 +89,6 @@ def test_the_trainer_goes_on_without_a_server_that_has_ended(shared: Path, start
 @pytest.mark.parametrize("trap", ["500", "hang"])
 def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path, started: list[StandIn]) -> None:
     job = start(Sglang0523, shared, started, deadline_seconds=0.2)
-    handle = job.handle
     with job.manager.phase("weight_sync") as step:
         job.publish()
         is_release = route.startswith("/release")
@@ -109,7 +106,7 @@ def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path,
         with pytest.raises(Exception, match="broken"):
             step.switch("reward")
         assert job.server.sent == sent  # it is never told anything again, until somebody knows what is the case
-        assert handle.broken is not None
+        assert job.handle.broken is not None
         job.engine.assume(offloaded=sorted(ALL - job.server.memory.tags))
     assert_nothing_resident(job.manager)
     assert job.server.memory.tags == set()
@@ -117,12 +114,11 @@ def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path,
 
 def test_a_refusal_changes_nothing(shared: Path, started: list[StandIn]) -> None:
     job = start(Sglang0523, shared, started)
-    handle = job.handle
     with job.rolling_out() as step:
         job.server.failing["/release_memory_occupation"] = 400, {"error": {"message": "no"}}
         with pytest.raises(EngineError, match=r"answered with 400 .*'no'|answered with 400"):
             step.switch("train")
-        assert (handle.state, handle.broken) == (State.GPU_RESIDENT, None)
+        assert (job.handle.state, job.handle.broken) == (State.GPU_RESIDENT, None)
         assert not job.server.is_paused
         del job.server.failing["/release_memory_occupation"]
         step.switch("train")

@@ -43,7 +43,6 @@ def test_asleep_before_it_is_registered(shared: Path, started: list[StandIn]) ->
 @every_vllm
 def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
-    handle = job.handle
     pause, asleep = "POST /pause?mode=wait", "POST /sleep?level=2&mode=wait"
     assert job.server.sent == [pause, asleep]
     job.server.sent.clear()
@@ -55,7 +54,7 @@ def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandI
     with job.manager.phase("weight_sync"):  # then to sleep: 0.24 takes itself for asleep already, and would keep the weights
         job.publish()
     assert job.server.memory.tags == set()
-    assert (handle.state, handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
+    assert (job.handle.state, job.handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +107,13 @@ def test_a_server_that_is_gone(in_a_rollout: bool, shared: Path) -> None:
 def test_out_of_memory_in_a_wake(kind: Any, tag: str, shared: Path, started: list[StandIn]) -> None:
     """It keeps part of the memory, drops host copies of blocks that are back, and would call a second attempt a success."""
     job = start(kind, shared, started, "keep", manager={"budget_bytes": CAPACITY})  # which others take from, unseen
-    handle = job.handle
     job.step()
     held = [job.device.create(CHUNK) for _ in range(60 if tag == "weights" else 48)]
     with pytest.raises(EngineError, match=r"POST http.*/wake_up\?tags=.* was answered with 500 .*out of memory at"):
         job.manager.phase("eval").__enter__()
     # One with one flag cannot sleep again before its KV cache has been awake, so its weights stay until there is memory for that.
     stays = {"weights"} if tag == "kv_cache" and kind is not Vllm033 else set()
-    assert handle.state is (State.GPU_RESIDENT if stays else State.CPU_OFFLOADED)
+    assert job.handle.state is (State.GPU_RESIDENT if stays else State.CPU_OFFLOADED)
     assert job.server.memory.tags == stays
     assert job.manager.snapshot().unpaired_bytes == (TAG_BYTES["weights"] if stays else 0)
     for chunk in held:
@@ -133,12 +131,11 @@ def test_out_of_memory_in_a_wake(kind: Any, tag: str, shared: Path, started: lis
 def test_a_sleep_that_fails_half_way(kind: Any, shared: Path, started: list[StandIn]) -> None:
     """Part of the memory is free and vLLM takes itself for awake: a second sleep would free it twice."""
     job = start(kind, shared, started)
-    handle = job.handle
     with job.rolling_out() as step:
         job.server.failing["/sleep"] = 500, {"error": {"message": "Call to sleep method failed: Memory usage increased after sleeping."}}
         with pytest.raises(EngineLost, match=r"/sleep\?level=2&mode=wait was answered with 500 .*Memory usage increased"):
             step.switch("train")
-        assert handle.broken is not None
+        assert job.handle.broken is not None
         del job.server.failing["/sleep"]
         sent = [*job.server.sent]
         with pytest.raises(BrokenHandleError, match="Restart the engine"):
@@ -149,14 +146,13 @@ def test_a_sleep_that_fails_half_way(kind: Any, shared: Path, started: list[Stan
         assert [f.what for f in job.manager.audit().findings] == ["broken"]
         job.engine.assume(offloaded=[])
         step.switch("train")
-        assert handle.broken is None
+        assert job.handle.broken is None
     assert job.step() == "actor"
 
 
 @pytest.mark.parametrize("route", ["/sleep", "/wake_up"])
 def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[StandIn]) -> None:
     job = start(Vllm033, shared, started, deadline_seconds=0.2)
-    handle = job.handle
     with job.manager.phase("weight_sync") as step:
         job.publish()
         if route == "/sleep":
@@ -164,7 +160,7 @@ def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[Sta
         job.server.hanging.add(route)
         with pytest.raises(EngineLost, match=rf"{route}.* no answer within 0\.2 s; it is not known what the server did"):
             step.switch("train" if route == "/sleep" else "rollout")
-        assert handle.broken is not None
+        assert job.handle.broken is not None
         job.server.hanging.clear()
         job.engine.assume(offloaded=sorted({"weights", "kv_cache"} - job.server.memory.tags))
     assert_nothing_resident(job.manager)
@@ -174,12 +170,11 @@ def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[Sta
 def test_a_wake_after_one_that_failed_half_way(kind: Any, shared: Path, started: list[StandIn]) -> None:
     """What the first one brought back cannot be mapped a second time."""
     job = start(kind, shared, started)
-    handle = job.handle
     said = "Call to wake_up method failed: CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:138"
     job.server.failing["/wake_up"] = 500, {"error": {"message": said}}
     with pytest.raises(EngineLost, match="vLLM cannot bring back the rest"):
         job.manager.phase("weight_sync").__enter__()
-    assert handle.broken is not None
+    assert job.handle.broken is not None
     with job.manager.phase("train"):
         assert job.actor.state is State.TRAINING
     job.engine.assume(offloaded=["weights", "kv_cache"])
@@ -223,14 +218,13 @@ def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_boo
 ) -> None:
     """A server with one flag sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
     job = start(Vllm024, shared, started, weights, tag_bytes=TAG_BYTES_OF_VLLM)
-    handle = job.handle
     with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:  # noqa: PT012
         job.publish()
         step.switch("rollout")
         job.server.failing["/wake_up"] = 500, {"error": {"message": "out of memory"}}
         step.switch("weight_sync")
     assert job.server.memory.tags == set()
-    assert (handle.state, handle.resident_bytes, handle.broken) == (State.CPU_OFFLOADED, 0, None)
+    assert (job.handle.state, job.handle.resident_bytes, job.handle.broken) == (State.CPU_OFFLOADED, 0, None)
     assert job.server.sent.count(f"POST /sleep?level={1 if weights == 'keep' else 2}&mode=wait") == 2  # at the registration, and once now
     job.server.failing.clear()
     with pytest.raises(EngineError, match="mean nothing now"):
@@ -240,12 +234,11 @@ def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_boo
 
 def test_a_kv_cache_that_was_woken_for_a_sleep_that_is_refused_is_in_the_book(shared: Path, started: list[StandIn]) -> None:
     job = start(Vllm024, shared, started, tag_bytes=TAG_BYTES_OF_VLLM)
-    handle = job.handle
     with pytest.raises(EngineError, match="nothing was done"), job.manager.phase("weight_sync"):  # noqa: PT012
         job.publish()
         job.server.failing["/sleep"] = 400, {"error": {"message": "bad"}}
     assert job.server.memory.tags == {"weights", "kv_cache"}
-    assert handle.resident_bytes == sum(TAG_BYTES_OF_VLLM.values())
+    assert job.handle.resident_bytes == sum(TAG_BYTES_OF_VLLM.values())
     job.server.failing.clear()
     with job.manager.phase("train"):
         assert job.server.memory.tags == set()

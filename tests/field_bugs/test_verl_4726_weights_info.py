@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from placement.testing import assert_nothing_resident
-from tests.sharded.publish_worker import BUILDS, Model, manager_of, tokens, wanted_of
+from tests.sharded.publish_worker import BUILDS, Model, placed, tokens, wanted_of
 from tests.support.ranks import no_collectives, on_ranks
 
 
@@ -21,8 +21,7 @@ def test_names_and_shapes_in_every_state_without_a_move_or_a_collective(build: s
     wanted = [(name, tuple(value.shape), value.dtype) for name, value in wanted_of(Model()).items()]
     module = BUILDS[build](Model())
     sgd = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
-    manager = manager_of(nan_check=False)  # the model has a NaN, which its steps spread
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module, nan_check=False)  # the model has a NaN, which its steps spread
     manager.register("sgd", sgd)
 
     def ask() -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from placement import Manager, State
 from placement.core.errors import GroupError
 from placement.devices.base import Device
-from placement.group import StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import Reference, as_bytes
 from tests.sharded.one_of_each import fsdp2
 from tests.sharded.training import Program, device_of, here
 from tests.sharded.training import as_bytes as loss_bytes
+from tests.support.ranks import group_of_all
 
 DEADLINE_SECONDS = 60.0
 
@@ -53,9 +53,7 @@ def trains_on(generation: int, device: str, full: int) -> list[str]:
     expected = [loss_bytes(getattr(plain, method)(step)) for step in range(2) for _, method in plain.phases]
 
     program = fsdp2(device)
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    group = StoreGroup(store, rank, dist.get_world_size(), DEADLINE_SECONDS, generation=generation)
-    manager = Manager(device=device_of(device), group=group, budget_bytes=1 << 40)
+    manager = Manager(device=device_of(device), group=group_of_all(generation, DEADLINE_SECONDS), budget_bytes=1 << 40)
     program.register(manager)
     torch.manual_seed(5)
     reference = Reference(200 if device == "cuda" else 1).to(here(device))
@@ -66,7 +64,7 @@ def trains_on(generation: int, device: str, full: int) -> list[str]:
     told = []
     for phase in ("log_prob", "train"):
         needed = sum(h.num_bytes for h in manager.handles.values() if (h.role == "ref") == (phase == "log_prob"))
-        with little_left(manager.device, needed // 2) if rank == full else nullcontext():
+        with little_left(manager.device, needed // 2) if dist.get_rank() == full else nullcontext():
             try:
                 with manager.phase(phase):
                     raise AssertionError(f"phase {phase} was entered")

@@ -13,12 +13,19 @@ import torch
 from torch import nn
 
 from placement import Manager
+from placement.core.snapshot import LeaseSnapshot
 from placement.engines import TorchEngine
 from placement.group import Lease
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK = 4096
 CAPACITY = 100 * CHUNK
+
+
+def lease_of(manager: Manager) -> LeaseSnapshot:
+    found = manager.snapshot().lease
+    assert found is not None
+    return found
 
 
 class Holder:
@@ -139,9 +146,7 @@ class GpuSharer:
         return {name: str(handle.state) for name, handle in self.manager.handles.items()}
 
     def held_bytes(self) -> tuple[int, int]:
-        lease = self.manager.snapshot().lease
-        assert lease is not None
-        return lease.held_bytes, self.manager.device.memory().chunk_bytes
+        return lease_of(self.manager).held_bytes, self.manager.device.memory().chunk_bytes
 
     def close(self) -> None:
         self.manager.close()

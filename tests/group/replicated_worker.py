@@ -15,12 +15,13 @@ from placement import Handle, Lazy, Manager, State
 from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
-from placement.group import BoardLost, StoreGroup
+from placement.group import BoardLost
 from placement.storage.range import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_engines_apart import Engine
 from tests.sharded.training import bytes_of
 from tests.support.boards import FailingBoard, ForwardingBoard
+from tests.support.ranks import group_of_all
 
 PAGE = 4096
 CHUNK = 12 * PAGE
@@ -61,12 +62,10 @@ def as_bytes(model: nn.Module) -> dict[str, bytes]:
 class Rank:
     """A reference, and an actor that differs by rank, on a device of its own."""
 
-    def __init__(self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, chunks: int = 40, **settings: Any) -> None:
+    def __init__(self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, **settings: Any) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()
-        deadline = CUDA_DEADLINE_SECONDS if cuda else deadline_seconds
-        self.group = StoreGroup(store, self.rank, self.world_size, deadline, generation=generation)
-        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(chunks * CHUNK, chunk_bytes=CHUNK))
+        self.group = group_of_all(generation, CUDA_DEADLINE_SECONDS if cuda else deadline_seconds)
+        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(40 * CHUNK, chunk_bytes=CHUNK))
         self.manager = Manager(device=self.device, group=self.group, **settings)
         torch.manual_seed(5)
         self.ref = Reference(200 if cuda else 1)

@@ -29,7 +29,7 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES
 from tests.engines.test_tagged import Own
-from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer
+from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer, lease_of
 from tests.group.processes import Process, Processes
 
 ACTOR = 33 * CHUNK
@@ -72,8 +72,7 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
 def until_waiting(worker: GpuSharer) -> int:
     """Returns what the worker leases while it waits."""
     while True:
-        lease = worker.manager.snapshot().lease
-        assert lease is not None
+        lease = lease_of(worker.manager)
         if lease.wanted_bytes:
             return lease.held_bytes
 
@@ -192,9 +191,7 @@ def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Pa
             timer.start()
         timer.join()
         assert states(worker) == [GPU, OFF]
-        waited = worker.manager.snapshot().lease
-        assert waited is not None
-        assert waited.waited_seconds > 0
+        assert lease_of(worker.manager).waited_seconds > 0
         impatient(worker)
         away = worker.manager.phase("away")
         away.__enter__()
@@ -294,36 +291,31 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
     manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25)
     model = nn.Linear(256, 128)
 
-    def leased() -> int:
-        lease = manager.snapshot().lease
-        assert lease is not None
-        return lease.held_bytes
-
-    assert leased() == 5 * CHUNK  # what torch had before the manager
+    assert lease_of(manager).held_bytes == 5 * CHUNK  # what torch had before the manager
     manager.register("actor", model, role="actor")
     with manager.phase("log_prob") as step:
-        assert leased() == ACTOR + CAPACITY // 4  # the first time: the headroom
+        assert lease_of(manager).held_bytes == ACTOR + CAPACITY // 4  # the first time: the headroom
         device.cached_bytes = 10 * CHUNK
         step.switch("weight_sync")
         step.switch("log_prob")
-        assert leased() == ACTOR + 10 * CHUNK  # what it came to
+        assert lease_of(manager).held_bytes == ACTOR + 10 * CHUNK  # what it came to
         assert manager.snapshot().budget_bytes == ACTOR + 10 * CHUNK
     assert device.cached_bytes == 0
-    assert leased() == 0
+    assert lease_of(manager).held_bytes == 0
     lease = other(tmp_path, CAPACITY - ACTOR - 10 * CHUNK)
     with manager.phase("log_prob") as step:
-        assert leased() == ACTOR + 10 * CHUNK
+        assert lease_of(manager).held_bytes == ACTOR + 10 * CHUNK
         device.cached_bytes = 12 * CHUNK
         step.switch("weight_sync")  # the cache goes before anybody is waited for
         assert device.cached_bytes == 0
-        assert leased() == ACTOR + 10 * CHUNK
+        assert lease_of(manager).held_bytes == ACTOR + 10 * CHUNK
         lease.settle(0)
         step.switch("log_prob")
         assert device.cached_bytes == 0  # the end of a sync gives the memory of its buckets back
         device.cached_bytes = 12 * CHUNK
         step.switch("log_prob")
         assert device.cached_bytes == 12 * CHUNK
-        assert leased() == ACTOR + 12 * CHUNK
+        assert lease_of(manager).held_bytes == ACTOR + 12 * CHUNK
     lease.close()
     manager.close()
 
@@ -339,35 +331,30 @@ def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_pa
     other = Lease(f"simulated{shared}", ENGINES_CAPACITY, folder=tmp_path / "leases")
     both = sum(sizes.values())
 
-    def leased() -> int:
-        lease = manager.snapshot().lease
-        assert lease is not None
-        return lease.held_bytes
-
     manager.enter("weight_sync")
-    assert leased() == TAG_BYTES["weights"] + actor.resident_bytes
+    assert lease_of(manager).held_bytes == TAG_BYTES["weights"] + actor.resident_bytes
     engine.weights_filled()
     other.settle(ENGINES_CAPACITY - both + CHUNK)
     working = in_thread(lambda: manager.switch("rollout"))
-    while not (lease := manager.snapshot().lease) or not lease.wanted_bytes:
+    while not lease_of(manager).wanted_bytes:
         assert not working.done()
-    assert leased() == TAG_BYTES["weights"]
+    assert lease_of(manager).held_bytes == TAG_BYTES["weights"]
     other.settle(0)
     working.result(30)
-    assert leased() == both
+    assert lease_of(manager).held_bytes == both
     assert engine.residency.stale is None
     with manager.phase("weight_sync"):  # its KV cache goes, and others take that
-        assert leased() == TAG_BYTES["weights"] + actor.resident_bytes
+        assert lease_of(manager).held_bytes == TAG_BYTES["weights"] + actor.resident_bytes
         engine.weights_filled()
-        other.settle(ENGINES_CAPACITY - leased())
+        other.settle(ENGINES_CAPACITY - lease_of(manager).held_bytes)
         with pytest.raises(KeyboardInterrupt) as caught, manager.phase("weight_sync"):
             raise KeyboardInterrupt
         assert not getattr(caught.value, "__notes__", [])
         threading.Timer(0.1, other.settle, (0,)).start()
     assert other.held_bytes == 0  # it was waited for
-    assert leased() == both
+    assert lease_of(manager).held_bytes == both
     manager.leave()
-    assert leased() == 0
+    assert lease_of(manager).held_bytes == 0
     assert_nothing_resident(manager)
 
 
@@ -388,8 +375,7 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
     assert waited > 0
     assert registry.get_sample_value("placement_lease_wanted_bytes") == 0
     seen = worker.manager.snapshot()
-    assert seen.lease is not None
-    assert [(each.name, each.is_mine) for each in seen.lease.holders] == [("trainer node0/rank0", True)]
+    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [("trainer node0/rank0", True)]
     assert seen.model_validate_json(seen.model_dump_json()) == seen
     alone = make_registry(Manager(device=SimulatedDevice(1 << 20)).snapshot)
     assert alone.get_sample_value("placement_lease_bytes") is None

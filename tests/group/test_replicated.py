@@ -16,7 +16,7 @@ from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
 from tests.group.conftest import beside
 from tests.group.replicated_worker import Rank, as_bytes
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks, group_of_all, on_ranks
 
 
 def check_shares(seen: list[dict[str, Any]]) -> None:
@@ -170,10 +170,7 @@ def test_rejoin(generation: int, together: bool) -> None:
     storages = {each.data_ptr(): each.nbytes for each in [*rank.ref.parameters(), *rank.ref.buffers()]}
     most_bytes = 0.6 * sum(storages.values())
     assert rank.load() < most_bytes
-    store, place = dist.distributed_c10d._get_default_store(), (rank.rank, rank.world_size)
-    if not together:
-        store, place = dist.HashStore(), (0, 1)
-    rank.manager.rejoin(StoreGroup(store, *place, 20.0, generation=generation + 10_000))
+    rank.manager.rejoin(group_of_all(generation + 10_000) if together else StoreGroup(dist.HashStore(), 0, 1, 20.0))
     assert (rank.load() < most_bytes) == together
     assert rank.alone == (None if together else "the group was made anew with other ranks")
 

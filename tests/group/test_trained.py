@@ -13,10 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
-from placement import HostMemoryError, checkpoint
+from placement import HostMemoryError, Manager, RegistrationError, checkpoint
 from placement.core.errors import GroupError, PlacementError
-from placement.group import StoreGroup
+from placement.registration import replication
 from placement.storage.cast import CastRange
 from placement.storage.shared import copy as shared_copy
 from placement.testing import assert_nothing_resident
@@ -25,8 +26,10 @@ from tests.group import trained_worker as trained
 from tests.group.conftest import beside
 from tests.group.replicated_worker import PAGE, as_bytes, calls_to_fail, meet_again
 from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
+from tests.sharded.one_of_each import mesh, net
 from tests.sharded.training import as_bytes as tensor_bytes
-from tests.support.ranks import Ranks, on_ranks
+from tests.sharded.training import bytes_of, device_of
+from tests.support.ranks import Ranks, group_of_all, on_ranks
 from tests.unit import test_cast
 
 
@@ -283,9 +286,7 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_p
 @on_ranks("ranks")
 def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
     """Writing into the masters leaves the weights as they are."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    job = test_cast.Job(group=StoreGroup(store, rank, world_size, 20.0, generation=generation), replicated=True)
+    job = test_cast.Job(group=group_of_all(generation), replicated=True)
     places: list[bool] = []
     cast = CastRange.cast_to_device
 
@@ -299,7 +300,7 @@ def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
         assert places
         assert all(places), "the masters were read on the host, although they come to the device"
         assert job.is_cast
-        assert job.optimizer.host_bytes < 6 * job.weight_bytes / world_size + (1 << 14)
+        assert job.optimizer.host_bytes < 6 * job.weight_bytes / dist.get_world_size() + (1 << 14)
     job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
     job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
     job.check()
@@ -320,20 +321,76 @@ def test_ranks_of_a_mesh_that_replicates_share_their_shards(four: Ranks, generat
 
 
 @pytest.mark.parametrize("different", [None, 3])
-def test_ranks_of_each_process_group_share_a_copy(four: Ranks, generation: int, different: int | None) -> None:
-    for rank, told in enumerate(four.run(part_worker.pairs, generation, different)):
-        if different is None or rank % 2 != different % 2:
-            assert told == []
-        else:
-            assert "'odd' or 'body.0.weight' has other bytes on rank 3 than on the rest" in told[0]
+@on_ranks("four")
+def test_ranks_of_each_process_group_share_a_copy(generation: int, different: int | None) -> None:
+    """Ranks 0 and 2 have one model, 1 and 3 another one. After the third step one rank differs."""
+    numbers = [[0, 2], [1, 3]]
+    made = [dist.new_group(each, backend="gloo") for each in numbers]
+    ours = dist.get_rank() % 2
+    torch.manual_seed(ours)
+    model, twin = Actor(), Actor()
+    twin.load_state_dict(model.state_dict())
+    manager, heard = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0)), Heard()
+    handle = manager.register("actor", model, role="actor", replicated=made[ours])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (twin, model)]
+    manager.register("optimizer", optimizers[1])
+
+    def step(actor: Actor, optimizer: torch.optim.Optimizer, number: int) -> None:
+        actor(torch.full((2, actor.size), float(number)).to(actor.odd.device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 3 and dist.get_rank() == different:
+            with torch.no_grad():
+                actor.odd += 1
+
+    parts = different in numbers[ours]
+    for number in range(1, 4):
+        step(twin, optimizers[0], number)
+        with manager.phase("train"):
+            step(model, optimizers[1], number)
+        assert part_worker.shared_with(handle) == [() if parts and number == 3 else tuple(numbers[ours])]
+    assert bytes_of(handle.state_dict()) == bytes_of(twin.state_dict())
+    manager.close()
+    assert as_bytes(model) == as_bytes(twin)
+    told = heard.take()
+    assert bool(told) == parts
+    assert not parts or "'odd' or 'body.0.weight' has other bytes on rank 3 than on the rest" in told[0]
 
 
-def test_ranks_of_each_machine_share_a_copy(three: Ranks, generation: int) -> None:
-    assert three.run(part_worker.machines, generation, 1) == [[(0, 2)] * 2, [(1,)] * 2, [(0, 2)] * 2]
+@on_ranks("three")
+def test_ranks_of_each_machine_share_a_copy(generation: int) -> None:
+    """Rank 1 is on a machine of its own."""
+    is_apart = dist.get_rank() == 1
+    with mock.patch.object(replication, "_machine", return_value="another") if is_apart else contextlib.nullcontext():
+        manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0))
+        for name in ("ref", "teacher"):
+            torch.manual_seed(4)
+            model = Actor()
+            wanted = as_bytes(model)
+            handle = manager.register(name, model, role="ref", readonly=True, replicated=True)
+            assert part_worker.shared_with(handle) == [(1,) if is_apart else (0, 2)]
+            with manager.phase("ref_log_prob"):
+                assert as_bytes(model) == wanted
+        assert len(manager._replication._machine_groups) == 1
+        manager.close()
 
 
-def test_a_group_that_nobody_can_tell_is_refused(three: Ranks, generation: int) -> None:
-    for sharded, unequal in three.run(part_worker.refused, generation):
-        assert "0 replicate all of them" in sharded
-        # Rank 0 has another group than the others. All raise the reason of the rank that failed first.
-        assert any(f"of the {of} ranks of its process group {came} register it" in unequal for of, came in ((2, 1), (3, 2)))
+@on_ranks("three")
+def test_a_group_that_nobody_can_tell_is_refused(generation: int) -> None:
+    """Nobody can know who holds the same; and rank 0 names another group than the others, who raise the reason of whoever failed first."""
+    manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 5.0))
+    sharded = net("cpu")
+    fully_shard(sharded, mesh=mesh("cpu"))
+    pair = dist.new_group([0, 1], backend="gloo")
+    unequal = "of the (2 ranks of its process group 1|3 ranks of its process group 2) register it"
+    for model, group, said in (
+        (sharded, True, "0 replicate all of them"),
+        (net("cpu"), pair if dist.get_rank() == 0 else True, unequal),
+    ):
+        before = bytes_of([*model.parameters()])
+        with pytest.raises(RegistrationError, match=said):
+            manager.register("actor", model, role="actor", replicated=group)
+        assert bytes_of([*model.parameters()]) == before
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert not manager.handles
+    manager.close()

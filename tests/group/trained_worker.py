@@ -19,13 +19,13 @@ from torch import nn
 
 from placement import Handle, Manager
 from placement.core.errors import GroupError, PlacementError
-from placement.group import StoreGroup
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import copy as shared_copy
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _cuda_device, as_bytes, meet_again
 from tests.sharded.training import bytes_of
+from tests.support.ranks import group_of_all
 
 _SIZE = 64
 
@@ -59,9 +59,7 @@ class Rank:
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()
-        deadline = CUDA_DEADLINE_SECONDS if cuda else deadline_seconds
-        self.group = StoreGroup(store, self.rank, self.world_size, deadline, generation=generation)
+        self.group = group_of_all(generation, CUDA_DEADLINE_SECONDS if cuda else deadline_seconds)
         self.device = Metered(_cuda_device() if cuda else SimulatedDevice(400 * CHUNK, chunk_bytes=CHUNK))
         self.manager = Manager(device=self.device, group=self.group, **settings)
         self.torch_device = self.device.torch_device

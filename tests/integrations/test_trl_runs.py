@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import placement
 from placement import DeviceMemoryError, Manager, RegistrationError
@@ -18,34 +19,7 @@ from tests.integrations import trl_jobs as jobs
 from tests.integrations.trl_jobs import assert_same, digits, grpo_config, make, manager_for, placed, train, train_both, trl
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
-from tests.support.ranks import Ranks
-
-
-def trains_alike(folder: str, out: str) -> tuple[int, list[str]]:
-    """Train with TRL's own trainer and with the placed one, whose ranks change phase together, and compare.
-
-    Returns:
-        The number of optimizer steps, and the classes of what the trainers have made of the model.
-    """
-    os.environ["CI"] = "1"  # TRL sends telemetry otherwise
-    warnings.simplefilter("ignore")
-    store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
-    group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
-    device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
-    manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
-    trainers = []
-    for name, cls, keywords in (("own", trl.GRPOTrainer, {}), ("ours", placed.PlacedGRPOTrainer, {"manager": manager})):
-        each = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2}
-        ddp = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
-        config = grpo_config(Path(out, name), max_steps=3, save_strategy="steps", save_steps=2, **each, **ddp)
-        trainers.append(make(cls, config, folder, eval_dataset=hf.prompts(), **keywords))
-        trainers[-1].train()
-    own, ours = trainers
-    assert_same(ours, own)
-    assert_nothing_resident(manager)  # the reducer's buckets included
-    manager.close()
-    return ours.state.global_step, [type(trainer.model_wrapped).__name__ for trainer in trainers]
-
+from tests.support.ranks import on_ranks
 
 needs("trl")
 needs("accelerate")
@@ -115,10 +89,28 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
 # --- DistributedDataParallel
 
 
-def test_two_ranks(folder: str, tmp_path: Path, two_ranks: Ranks) -> None:
-    """Gradients lie in the reducer's buckets, which leave the device with the model."""
-    answers = two_ranks.run(trains_alike, folder, str(tmp_path))
-    assert answers == [(3, ["DistributedDataParallel"] * 2)] * 2
+@on_ranks("two_ranks")
+def test_two_ranks(folder: str, tmp_path: Path) -> None:
+    """Gradients lie in the reducer's buckets, which leave the device with the model. The ranks change phase together."""
+    os.environ["CI"] = "1"  # TRL sends telemetry otherwise
+    warnings.simplefilter("ignore")
+    store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
+    group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
+    device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
+    manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
+    trainers = []
+    for name, cls, keywords in (("own", trl.GRPOTrainer, {}), ("ours", placed.PlacedGRPOTrainer, {"manager": manager})):
+        each = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2}
+        ddp = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+        config = grpo_config(tmp_path / name, max_steps=3, save_strategy="steps", save_steps=2, **each, **ddp)
+        trainers.append(make(cls, config, folder, eval_dataset=hf.prompts(), **keywords))
+        trainers[-1].train()
+    own, ours = trainers
+    assert_same(ours, own)
+    assert_nothing_resident(manager)  # the reducer's buckets included
+    manager.close()
+    assert ours.state.global_step == 3
+    assert {type(trainer.model_wrapped) for trainer in trainers} == {DistributedDataParallel}
 
 
 # --- what fails

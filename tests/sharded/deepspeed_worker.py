@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Iterator
@@ -70,7 +69,3 @@ def build(stage: int, dtype: torch.dtype, device: str = "cpu") -> Program:
         return found
 
     return Program(made, made.optimizer, loss, phases=Program.phases)
-
-
-def compare(stage: int, dtype: torch.dtype) -> training.Outcome:
-    return training.compare(functools.partial(build, stage, dtype))

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager
-from placement.group import StoreGroup
-from placement.testing import SimulatedDevice
 from tests.group.part_worker import shared_with
 from tests.sharded import training
 from tests.sharded.pretend_cuda import pretend_cuda
+from tests.support.ranks import group_of_all
 from tests.support.seeds import seed
 
 WIDTHS = {"cpu": (97, 33), "cuda": (1031, 519)}
@@ -251,8 +250,7 @@ def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
         plain = build(kind)
         seed(0)
         placed = build(kind)
-        store = dist.distributed_c10d._get_default_store()
-        group = StoreGroup(store, dist.get_rank(), dist.get_world_size(), 60.0, generation=generation)
+        group = group_of_all(generation, 60.0)
         manager = Manager(device=training.device_of("cpu"), group=group, budget_bytes=1 << 40)
         handles = [
             manager.register("actor", placed.model, role="actor", replicated=True),
@@ -271,9 +269,3 @@ def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
             assert all(training.as_bytes(found[name]) == training.as_bytes(wanted[name]) for name in wanted)
         manager.close()
     return shared
-
-
-def make_manager(program: Program, **options: Any) -> Manager:
-    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES), **options)
-    program.register(manager)
-    return manager

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement import Manager, WeightInfo
+from placement import Handle, Manager, WeightInfo
 from placement.policies import Colocated
 from placement.publish import ahead
 from placement.storage.range import RANGES
@@ -186,6 +186,12 @@ def manager_of(*, streams: bool = False, **settings: Any) -> Manager:
     return Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK_BYTES), policy=Colocated(stream_sync=streams), **settings)
 
 
+def placed(module: Any, **settings: Any) -> tuple[Manager, Handle]:
+    """A manager, and an actor registered with it. `settings` are those of `manager_of`."""
+    manager = manager_of(**settings)
+    return manager, manager.register("actor", module, role="actor")
+
+
 class Live(TorchDispatchMode):
     """Counts the bytes of tensors that torch made while it is on and that are still alive: what publishing takes on a device.
 
@@ -257,8 +263,7 @@ def publish(build: str, streams: bool) -> dict[str, Any]:
     model = Model()
     wanted = wanted_of(model)
     module = BUILDS[build](copy.deepcopy(model))
-    manager = manager_of(streams=streams)
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module, streams=streams)
     infos = [actor.weights_info()]
     with manager.phase("weight_sync"):
         assert_same(read(actor, bucket_bytes=3000), wanted)

@@ -41,7 +41,6 @@ STATES = {"offloaded": None, "resident": "log_prob", "syncing": "weight_sync", "
 
 
 def _in(program: Program, phase: str | None, act: Callable[[], None]) -> None:
-    assert program.manager is not None
     if phase is None:
         moved = len(program.manager.journal)
         act()
@@ -62,7 +61,6 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
     """Save in every state, restore into every state, and go on as if nothing had been."""
     program = build(kind)
     manager = program.manager
-    assert manager is not None
     program.train(1, 2)
     wanted = program.values()
     for name, phase in STATES.items():
@@ -83,7 +81,6 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
     assert_same(program.values(), end, "resumed")
     for name, into in (("offloaded", None), ("training", "restore")):
         fresh = build(kind, seed=1)  # its optimizer has no state yet
-        assert fresh.manager is not None
         _in(fresh, into, functools.partial(checkpoint.load, fresh.manager, tmp_path / name))
         assert_same(fresh.values(), wanted, f"into an optimizer without state, {into}")
         assert fresh.train(3, 4, 5) == after
@@ -98,7 +95,6 @@ def _save_in_the_background(manager: Manager, path: str) -> None:
 @on_ranks("two_ranks")
 def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, tmp_path: Path) -> None:
     program = build(kind)
-    assert program.manager is not None
     program.train(1, 2)
     wanted = program.values()
     checkpoint.save(program.manager, tmp_path / "ours")
@@ -112,7 +108,6 @@ def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, tmp_path: 
     state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     fresh = build(kind, seed=1)
-    assert fresh.manager is not None
     checkpoint.load(fresh.manager, tmp_path / "theirs")
     assert_same(fresh.values(), wanted, "written by torch")
     assert fresh.train(3, 4) == after
@@ -122,7 +117,6 @@ def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, tmp_path: 
 def whole(kind: str, root: str, act: str) -> dict[str, Any]:
     """Save after two steps, or load into a fresh program. Returns the whole values."""
     program = build(kind, seed=act == "load")
-    assert program.manager is not None
     if act == "save":
         program.train(1, 2)
         checkpoint.save(program.manager, root)
@@ -156,7 +150,6 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way_round(
 def test_the_wrappers_in_a_dict_of_the_users(tmp_path: Path) -> None:
     """With torch's own save, async_save and load."""
     program = build("fsdp2")
-    assert program.manager is not None
     program.train(1, 2)
     wanted = program.values()
     state = {"model": checkpoint.Model(program.actor), "optimizer": checkpoint.Optimizer(program.adam), "step": 2}
@@ -184,7 +177,6 @@ def test_the_wrappers_in_a_dict_of_the_users(tmp_path: Path) -> None:
 def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> None:
     """On rank 1 a parameter has another shape."""
     program = build("plain")
-    assert program.manager is not None
     program.train(1)
     checkpoint.save(program.manager, tmp_path / "fine")
     program.train(2)
@@ -217,7 +209,6 @@ def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     program = Program(model, optimizer, Manager(device=SimulatedDevice(8 << 20, chunk_bytes=4096)))
-    assert program.manager is not None
     program.manager.register("actor", model, role="actor")
     program.manager.register("actor.optimizer", optimizer)
     program.train(1, 2)
@@ -253,7 +244,6 @@ def test_replicas_on_two_meshes_are_saved_and_loaded_while_they_are_alike(tmp_pa
 @on_ranks("two_ranks")
 def test_a_full_state_dict_for_an_offloaded_module_is_refused_and_nothing_is_written(options: dict[str, bool]) -> None:
     program = build("fsdp2")
-    assert program.manager is not None
     wanted = program.values()
     with program.manager.phase("log_prob"):
         full = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
@@ -278,7 +268,6 @@ def test_a_full_state_dict_for_an_offloaded_module_is_refused_and_nothing_is_wri
 def test_a_full_state_dict_for_an_offloaded_optimizer_is_refused_and_nothing_is_written() -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     program = build("fsdp2")
-    assert program.manager is not None
     program.train(1)
     model, adam = program.model, program.optimizer
     with program.manager.phase("train"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -29,12 +30,12 @@ def _patched_ranks_end_here(two_ranks: Ranks) -> Iterator[None]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_steps_of_a_zero_engine_are_not_touched(two_ranks: Ranks, stage: int) -> None:
-    for outcome in two_ranks.run(worker.compare, stage, torch.bfloat16):
+    for outcome in two_ranks.run(training.compare, functools.partial(worker.build, stage, torch.bfloat16)):
         assert outcome.offloaded_bytes == {"actor": 0, "actor.optimizer": 0}
 
 
 def test_an_engine_without_zero_is_moved_like_the_module_it_is(two_ranks: Ranks) -> None:
-    for outcome in two_ranks.run(worker.compare, 0, torch.float32):
+    for outcome in two_ranks.run(training.compare, functools.partial(worker.build, 0, torch.float32)):
         assert all(outcome.offloaded_bytes.values())
 
 

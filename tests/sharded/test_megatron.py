@@ -17,9 +17,9 @@ from placement.policies import Colocated
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.sharded import megatron_worker as worker
-from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, make_manager, optimize, start, stepped, wrap
+from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, optimize, start, stepped, wrap
 from tests.sharded.pretend_cuda import pretend_cuda, replaced
-from tests.sharded.training import as_bytes
+from tests.sharded.training import as_bytes, managed
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks
 
@@ -45,7 +45,7 @@ def test_shards_that_are_views_of_the_buffer_stay_views(kind: Kind, can_swap: bo
     what is stepped is what the model computes with."""
     with pretend_cuda():
         program = build(kind)
-        manager = make_manager(program)
+        manager = managed(program)
         views = [each for optimizer in inner(program.optimizer) for each in stepped(optimizer)]
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
         learn(manager, program, 0)
@@ -70,7 +70,7 @@ def test_gradients_live_or_become_zero(drops: bool) -> None:
     """Between two phases they are moved; or dropped, and then the buffers are zero, in their place, and training goes on."""
     with pretend_cuda():
         program = build(Kind())
-        manager = make_manager(program, policy=Colocated(drop_gradients=drops))
+        manager = managed(program, policy=Colocated(drop_gradients=drops))
         before = manager.handles["actor"].counters.offloaded_bytes
         with manager.phase("train"):
             program.backward(0)
@@ -97,7 +97,7 @@ def test_zeroed_outside() -> None:
     """`zero_grad_buffer()` before the phase is how training loops begin: the old gradients must not come back."""
     with pretend_cuda():
         program = build(Kind())
-        manager = make_manager(program)
+        manager = managed(program)
         with manager.phase("train"):
             program.backward(0)
         program.model.zero_grad_buffer()
@@ -113,11 +113,11 @@ def test_gradients_of_main_parameters_move(kind: Kind) -> None:
     behind."""
     with pretend_cuda():
         outcomes = []
-        for managed in (False, True):
+        for is_managed in (False, True):
             torch.manual_seed(0)
             program = build(kind)
-            if managed:
-                manager = make_manager(program)
+            if is_managed:
+                manager = managed(program)
                 with manager.phase("train"):
                     program.loss(0).backward()
                     program.model.finish_grad_sync()
@@ -140,7 +140,7 @@ def test_guards() -> None:
     """Nothing of a step, a checkpoint or Megatron's own offload runs on what is offloaded."""
     with pretend_cuda():
         program = build(Kind())
-        manager = make_manager(program)
+        manager = managed(program)
         learn(manager, program, 0)
         chain = program.optimizer
         with mock.patch.object(type(chain), "prepare_grads", side_effect=AssertionError("gradients were touched")):
@@ -164,7 +164,7 @@ def test_state_dict_in_every_state() -> None:
     """Main parameters are in it as lists of live tensors, past the hooks of the optimizer inside."""
     with pretend_cuda():
         program = build(Kind(is_distributed=False))
-        manager = make_manager(program)
+        manager = managed(program)
         learn(manager, program, 0)
 
         def shown() -> list[bytes]:
@@ -187,7 +187,7 @@ def test_caches() -> None:
         from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
         buffer = parallel_state.get_global_memory_buffer()
-        manager = make_manager(program)
+        manager = managed(program)
         with manager.phase("train") as phase:
             buffer.get_tensor((32,), torch.float32, "mpu")
             assert not manager.audit().findings
@@ -226,7 +226,7 @@ def test_workspaces_of_transformer_engine() -> None:
     with replaced({base.__name__: base}):
         model = torch.nn.Sequential(Linear(), torch.nn.Linear(8, 8))
         program = Program(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda number: model(torch.ones(2, 8)).sum())
-        manager = make_manager(program)
+        manager = managed(program)
         with manager.phase("train") as phase:
             first = model(torch.ones(2, 8))
             assert model[0]._fp8_workspaces
@@ -247,7 +247,7 @@ def test_user_buffers() -> None:
         program = build(Kind())
         program.model.ddp_config.nccl_ub = True
         with pytest.raises(RegistrationError, match="nccl_ub"):
-            make_manager(program)
+            managed(program)
         program.model.ddp_config.nccl_ub = False
         program.learn(0)
 
@@ -260,7 +260,7 @@ def test_a_rank_that_steps_nothing_has_the_owner_too() -> None:
         model = wrap(Kind(), torch.nn.Linear(16, 4, bias=False))
         program = Program(model, optimize(Kind(), model), lambda number: model(torch.ones(2, 16).bfloat16()).float().sum())
         mine = sum(each.numel() for optimizer in inner(program.optimizer) for each in stepped(optimizer))
-        manager = make_manager(program)
+        manager = managed(program)
         assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
         with manager.phase("train"):
             program.learn(0)

@@ -35,8 +35,7 @@ def test_nothing_is_left_on_the_device(strategy: str) -> None:
     """Every buffer lies in the handle's addresses and every gathered bucket is released, with gradients in flight between two backwards."""
     with pretend_cuda():
         program = worker.build("0.6.1", strategy)
-        manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
-        program.register(manager)
+        manager = training.managed(program)
         buffer = program.model.param_and_grad_buffer
         with manager.phase("train"):
             program.backward(0)

@@ -63,10 +63,6 @@ def build(sharded: bool, save_head: bool) -> training.Program:
     return training.Program(model, adam, lambda number: (model(batch(number)) - 1).square().mean())
 
 
-def compare(sharded: bool, save_head: bool) -> training.Outcome:
-    return training.compare(functools.partial(build, sharded, save_head))
-
-
 # --- adapters that come and go
 
 
@@ -120,12 +116,12 @@ def values(model: Any, optimizer: Any) -> dict[str, bytes]:
 
 
 def test_steps_of_lora(one_rank: Ranks) -> None:
-    (outcome,) = one_rank.run(compare, False, False)
+    (outcome,) = one_rank.run(training.compare, functools.partial(build, False, False))
     assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
 def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
-    for outcome in two_ranks.run(compare, True, True):
+    for outcome in two_ranks.run(training.compare, functools.partial(build, True, True)):
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 

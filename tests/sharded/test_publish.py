@@ -26,7 +26,7 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.vllm_weight_transfer import Source033, stand_in
 from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
-from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
+from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, placed, read, wanted_of
 from tests.support.ranks import Ranks, on_ranks
 
 
@@ -64,8 +64,7 @@ def test_the_device_holds_one_bucket_and_what_makes_one_weight(two_ranks: Ranks,
 
 def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used_and_an_early_end_lets_go_of_it() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
-    manager = manager_of(streams=True)
-    actor = manager.register("actor", model, role="actor")
+    manager, actor = placed(model, streams=True)
     one = 64 * 64 * 4
     with manager.phase("weight_sync"), worker.Live(actor) as live:
         buckets = actor.weights(bucket_bytes=2 * one)
@@ -103,8 +102,7 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
     """
     torch.manual_seed(0)
     module = BUILDS[build](worker.Model())
-    manager = manager_of(streams=bool(streams))
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module, streams=bool(streams))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     manager.register("sgd", optimizer)  # a phase "train" loads what is trained
     received = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info()}
@@ -203,8 +201,7 @@ def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(two_ranks: Ran
 def test_a_rank_that_stops_half_way_lets_the_others_finish(kind: str) -> None:
     """Rank 0 stops after a bucket, rank 1 goes on; then both publish again."""
     module = BUILDS["fsdp2"](worker.Model())
-    manager = manager_of(streams=kind == "raises, streamed")
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module, streams=kind == "raises, streamed")
     wanted = len(actor.weights_info())
     names: list[str] = []
     error = ""
@@ -248,8 +245,7 @@ def _fails_on_rank_0(name: str, tensor: torch.Tensor) -> torch.Tensor:
 @on_ranks("two_ranks")
 def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(when: str) -> None:
     module = BUILDS["fsdp2"](worker.Model())
-    manager = manager_of()
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module)
     with manager.phase("weight_sync") as phase:
         never, late = actor.weights(), actor.weights(bucket_bytes=1000)
         bucket = next(late)
@@ -283,8 +279,7 @@ def test_names_are_clean_of_wrappers(wrap: Callable[[Any], Any]) -> None:
     model = worker.Model()
     wanted = wanted_of(model)
     wrapped = wrap(model)
-    manager = manager_of()
-    actor = manager.register("actor", wrapped, role="actor")
+    manager, actor = placed(wrapped)
     with manager.phase("weight_sync"):
         assert_same(read(actor), wanted)
 
@@ -303,8 +298,7 @@ def test_a_wrappers_name_that_is_the_models_own_stays() -> None:
 
 def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> None:
     model = worker.Model()
-    manager = manager_of()
-    actor = manager.register("actor", model, role="actor")
+    manager, actor = placed(model)
     with manager.phase("weight_sync"):
         *kept, last = actor.weights(bucket_bytes=1000)
         assert len(kept) > 3
@@ -340,8 +334,7 @@ def test_no_state_dict_no_move_and_no_unsharding_of_the_module(build: str) -> No
     """Everything that frameworks' own exports go through is made to fail."""
     module = BUILDS[build](worker.Model())
     wanted = wanted_of(worker.Model())
-    manager = manager_of(streams=True)
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module, streams=True)
     seen: list[str] = []
 
     def forbidden(name: str) -> Callable[..., Any]:
@@ -379,8 +372,7 @@ def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that
     wanted["router.weight"] = model.router.weight.detach().to(torch.bfloat16).view(torch.uint8)
     del lacking.packed
     before = lacking.router.weight.detach().clone()
-    manager = manager_of(streams=streams)
-    actor = manager.register("actor", fully_shard(model), role="actor")
+    manager, actor = placed(fully_shard(model), streams=streams)
     manager.register("rollout", engine := TorchEngine(fully_shard(inner)), role="rollout")
     with manager.phase("weight_sync") as phase:
         with pytest.raises(EngineError, match=r"'packed\.weight' is not a weight of"):

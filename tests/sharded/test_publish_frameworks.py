@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from placement import RegistrationError
 from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
-from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+from tests.sharded.publish_worker import assert_same, placed, read, wanted_of
 from tests.sharded.veomni_worker import EXPERTS, WIDTH, Model, is_installed, veomni
 from tests.support.ranks import Ranks, on_ranks
 
@@ -31,8 +31,7 @@ def test_experts_that_veomni_cut_are_published_whole(expert_parallel: int) -> No
     fully_shard(model.experts, mesh=mesh["ep_fsdp"], shard_placement_fn=lambda _: Shard(1))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     for streams in (False, True):
-        manager = manager_of(streams=streams)
-        actor = manager.register("actor", model, role="actor")
+        manager, actor = placed(model, streams=streams)
         for _ in range(2):
             with manager.phase("weight_sync"):
                 assert_same(read(actor, bucket_bytes=500), wanted)
@@ -49,8 +48,7 @@ def _zero(stage: int) -> None:
     torch.manual_seed(0)
     width = deepspeed_worker.WIDTH["cpu"]
     plain = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)).bfloat16()
-    manager = manager_of()
-    actor = manager.register("actor", engine, role="actor")
+    manager, actor = placed(engine)
     manager.register("adam", engine.optimizer)
     assert actor.external
     with manager.phase("weight_sync"):

@@ -16,7 +16,7 @@ import torch
 from placement import RegistrationError, TorchEngine
 from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
-from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+from tests.sharded.publish_worker import assert_same, manager_of, placed, read, wanted_of
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
 
@@ -135,8 +135,7 @@ def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
         model = make(name)
         wanted = {"merged": merged_by_peft(model), "separate": saved_by_peft(model)}
         before = wanted_of(model)
-        manager = manager_of(streams=streams)
-        actor = manager.register("actor", model, role="actor")
+        manager, actor = placed(model, streams=streams)
         with manager.phase("weight_sync"):
             for adapters, values in wanted.items():
                 found = read(actor, adapters=adapters, bucket_bytes=300)
@@ -161,7 +160,7 @@ def with_two() -> Any:
 
 def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -> None:
     model = with_two()
-    actor = (manager := manager_of()).register("actor", model, role="actor")
+    manager, actor = placed(model)
 
     def check(wanted: dict[str, torch.Tensor], **options: Any) -> None:
         with manager.phase("weight_sync"):
@@ -192,7 +191,7 @@ def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -
 def test_what_the_user_has_merged_is_published_as_it_is_and_its_base_is_not_made_up() -> None:
     model = with_two()
     wanted = merged_by_peft(model)
-    actor = (manager := manager_of()).register("actor", model, role="actor")
+    manager, actor = placed(model)
     sgd = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
     manager.register("sgd", sgd)
     with manager.phase("train") as phase:
@@ -211,7 +210,7 @@ def test_what_the_user_has_merged_is_published_as_it_is_and_its_base_is_not_made
 def test_a_merge_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("lora")
     wanted, before = merged_by_peft(model), wanted_of(model)
-    actor = (manager := manager_of()).register("actor", model, role="actor")
+    manager, actor = placed(model)
     layer = type(model.base_model.model.second)
     real = layer.get_delta_weight
 
@@ -234,8 +233,7 @@ def test_a_merge_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monke
 def test_models_without_adapters_and_adapters_without_weights() -> None:
     plain = torch.nn.Linear(4, 4)
     wanted = wanted_of(plain)
-    manager = manager_of()
-    actor = manager.register("actor", plain, role="actor")
+    manager, actor = placed(plain)
     config = peft.PromptTuningConfig(num_virtual_tokens=2, token_dim=4, num_layers=1, num_attention_heads=1)
     prompted = peft.PeftModel(Lm(), config)
     prompts = manager.register("prompts", prompted, role="actor")
@@ -287,8 +285,7 @@ def test_adapters_of_several_kinds_on_one_layer_as_peft_merges_them(kinds: Seque
     with quietly():
         model.base_model.model.first.base_layer.merge()  # the adapter that is nested, alone
     wanted = merged_by_peft(model)
-    manager = manager_of()
-    actor = manager.register("actor", model, role="actor")
+    manager, actor = placed(model)
     with manager.phase("weight_sync"), quietly():
         assert_same(read(actor), wanted)
         with pytest.raises(ValueError, match=r"is merged into the base weights; call unmerge_adapter\(\)"):
@@ -348,7 +345,7 @@ def test_ranks_that_adalora_has_pruned_are_refused_alone_and_merged_as_peft_merg
     layer.lora_E["default"].data[1:3] = 0
     model.peft_config["default"].rank_pattern = pattern = {"first.lora_E.default": [True, False, False, True]}
     wanted = merged_by_peft(model)
-    actor = (manager := manager_of()).register("actor", model, role="actor")
+    manager, actor = placed(model)
     with manager.phase("weight_sync"):
         with pytest.raises(ValueError, match=r"PEFT computes what it saves of 'default' \(ADALORA: all of it\).*adapters='merged'"):
             actor.weights(adapters="separate")
@@ -401,8 +398,7 @@ def test_a_model_with_adapters_inside_another_and_one_without_pefts_model_around
     wanted = merged_by_peft(model)
     inside = torch.nn.ModuleDict({"policy": model, "value": torch.nn.Linear(8, 1)})
     injected = peft.inject_adapter_in_model(lora(), Zoo())
-    manager = manager_of()
-    actor = manager.register("actor", inside, role="actor")
+    manager, actor = placed(inside)
     other = manager.register("other", injected, role="actor")
     with manager.phase("weight_sync"):
         found = read(actor)
@@ -418,8 +414,7 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
     model = peft.get_peft_model(base, lora(target_modules=[str(index) for index in range(6)]))
     largest = 64 * 64 * 4
     for streams in (False, True):
-        manager = manager_of(streams=streams)
-        actor = manager.register("actor", model, role="actor")
+        manager, actor = placed(model, streams=streams)
         with manager.phase("weight_sync"), worker.Live(actor) as live:
             deque(actor.weights(bucket_bytes=2 * largest), maxlen=0)
             assert live.now == 0
@@ -451,8 +446,7 @@ def test_sharded_models_publish_what_the_whole_one_does(build: str) -> None:
                 module = worker.BUILDS[build](model, of={worker.Block})
             else:
                 worker.BUILDS[build](model.base_model.model)
-        manager = manager_of(streams=streams)
-        actor = manager.register("actor", module, role="actor")
+        manager, actor = placed(module, streams=streams)
         for _ in range(2):
             with manager.phase("weight_sync"):
                 for adapters, values in wanted.items():

@@ -22,7 +22,6 @@ from tests.support.ranks import on_ranks
 
 def live(program: Program) -> dict[str, bytes]:
     """The same of what the objects have, read on the device."""
-    assert program.manager is not None
     with program.manager.phase("restore"):
         model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
         state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
@@ -98,7 +97,6 @@ def test_a_load_raises_the_counters_of_what_was_written(kind: str) -> None:
     """The counters of parameters: raised by a load where a shard was written in the host copy, through the wrapper or its part."""
     program = build(kind)
     manager = program.manager
-    assert manager is not None
 
     def now() -> dict[str, int]:
         with manager.phase("log_prob"):
@@ -124,7 +122,6 @@ def test_a_held_state_dict_follows_a_sharded_handle(kind: str) -> None:
     """State dicts taken in one state and held through all others: the same objects, with what the object has by then."""
     program = build(kind)
     manager = program.manager
-    assert manager is not None
     program.train(1)
     for taken in (None, "log_prob", "train"):
         if taken is None:
@@ -169,7 +166,6 @@ def test_an_optimizer_that_takes_over_what_it_had_shown() -> None:
     """An optimizer that loads what it had shown takes over the very tensors; they are its own then, and move."""
     program = build("fsdp2")
     manager = program.manager
-    assert manager is not None
     program.train(1)
     with manager.phase("restore"):
         shown = program.optimizer.state_dict()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from placement import NotResidentError, PhaseError
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded import veomni_worker
-from tests.sharded.training import bytes_of
+from tests.sharded import training, veomni_worker
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import make_manager
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(not veomni_worker.is_installed(), reason="VeOmni
 
 @pytest.mark.parametrize("expert_parallel", [1, 2])
 def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_parallel: int) -> None:
-    for outcome in two_ranks.run(veomni_worker.compare, expert_parallel):
+    for outcome in two_ranks.run(training.compare, functools.partial(veomni_worker.build, expert_parallel)):
         assert all(outcome.offloaded_bytes.values())
         # Two moments of each trained parameter: local experts, and half of the dense layer.
         experts = 2 * 4 * veomni_worker.WIDTH * 2 * veomni_worker.WIDTH // 2
@@ -46,11 +47,11 @@ def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_par
     assert_nothing_resident(manager)
     with manager.phase("train"):
         program.learn(0)
-        inside = bytes_of(optimizer.state_dict())
+        inside = training.bytes_of(optimizer.state_dict())
         held = optimizer.state_dict()
     assert_nothing_resident(manager)
     for shown in (optimizer.state_dict(), handle.state_dict(), held):
-        assert bytes_of(shown) == inside
+        assert training.bytes_of(shown) == inside
     # The two parameters of `spare` have no gradient, so no state: looking for it must not make any (`state` is a defaultdict).
     assert [len(each.state) for each in inner] == [2, 2]
     assert handle.host_bytes <= reserved
@@ -60,7 +61,7 @@ def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_par
     with manager.phase("restore"):
         optimizer.load_state_dict(held)
     assert_nothing_resident(manager)
-    assert bytes_of(optimizer.state_dict()) == inside
+    assert training.bytes_of(optimizer.state_dict()) == inside
     manager.close()
     assert not any(each._optimizer_step_pre_hooks for each in inner)
     assert not {"step", "load_state_dict"} & set(vars(optimizer))

@@ -102,7 +102,3 @@ def build(expert_parallel: int, device: str = "cpu") -> Program:
 
 def batch(number: int, device: str) -> torch.Tensor:
     return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * dist.get_rank() + number)).to(training.here(device))
-
-
-def compare(expert_parallel: int) -> training.Outcome:
-    return training.compare(functools.partial(build, expert_parallel))

@@ -24,11 +24,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from placement.group import StoreGroup
 from tests.support.forked import processes
 from tests.support.seeds import seed
 
 START_SECONDS = 90.0
 """Importing torch and a framework on a busy machine of two cores."""
+
+
+def group_of_all(generation: int, deadline_seconds: float = 20.0) -> StoreGroup:
+    """On a rank: the group of all, for managers that change phase together. No two have the same generation."""
+    store = dist.distributed_c10d._get_default_store()
+    return StoreGroup(store, dist.get_rank(), dist.get_world_size(), deadline_seconds, generation=generation)
 
 
 def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
