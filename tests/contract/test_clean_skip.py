@@ -6,7 +6,6 @@ import copy
 import ctypes
 import gc
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.library import custom_op
 
 from placement import IntegrityError, Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.threads import in_a_thread
 from tests.support.worker import assert_same
 
 CHUNK = 16384
@@ -80,9 +80,7 @@ def by_ctypes(p: nn.Parameter) -> None:
 
 
 def by_thread(p: nn.Parameter) -> None:
-    thread = threading.Thread(target=lambda: p.data.sub_(1))
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: p.data.sub_(1))
 
 
 def by_fused_kernel(p: nn.Parameter) -> None:
