@@ -21,9 +21,9 @@ from placement.policies import Colocated
 from placement.storage.cast import CastRange, CastStorage
 from placement.storage.managed import MoveResult
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import Foresight
 from tests.faults.test_interrupts import Lines
 from tests.support.disk import settle
+from tests.support.early import Foresight
 from tests.support.worker import CAPACITY, Scripted, assert_same, batch, make_manager
 from tests.unit.test_publish_changes import Receiver
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import nn
 
 import placement.checkpoint
-from placement import Manager, PhaseError, Plan, View
+from placement import Manager, PhaseError
 from placement.policies import Colocated
 from placement.publish.changes import WeightChange
 from placement.storage import record
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.disk import settle
+from tests.support.early import Early
 
 CHUNK = 16 << 10
 
@@ -354,16 +354,8 @@ def test_an_offload_that_fails_under_way(operation: str) -> None:
     assert not faults.fired  # there are no more calls
 
 
-class Stays(Colocated):
-    """What leaves in "ref_log_prob" stays aside, and is saved while that phase computes."""
-
-    def plan(self, view: View) -> Plan:
-        plan = super().plan(view)
-        return replace(plan, prefetch={"actor": 1 << 30}) if view.phase == "ref_log_prob" else plan
-
-
 def test_what_a_policy_leaves_aside_is_recorded_too() -> None:
-    job = Job(torch.bfloat16, Stays())
+    job = Job(torch.bfloat16, Early({"ref_log_prob": {"actor": 1 << 30}}))  # saved while that phase computes
     receiver = Receiver(job.actor)
     for index in range(3):
         with job.manager.phase("train") as phase:

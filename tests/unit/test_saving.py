@@ -13,8 +13,8 @@ import torch
 import placement
 from placement import Phase, State
 from placement.testing import assert_nothing_resident
-from tests.faults.harness import FaultyWorker, Foresight, check_left, check_values
-from tests.support.early import Early
+from tests.faults.harness import FaultyWorker, check_left, check_values
+from tests.support.early import Early, Foresight
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
