@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from placement.devices.base import Device
 from placement.devices.memory import Copy
 from tests.contract.ranges import is_poison, poisoned, random_bytes, read, whole
+from tests.support.threads import in_threads
 
 BUCKETS = 6
 AHEAD = 2
@@ -77,32 +76,24 @@ def test_what_is_enqueued_after_a_mark_sees_work_from_before_the_order(device: D
 
 def test_two_threads_hand_chunks_from_range_to_range(device: Device) -> None:
     """Each between two ranges of its own, with the bytes in the chunk, as the thread of a prefetch does beside a streamed step."""
-    nbytes, turns, failures = device.chunk_bytes, 20, list[BaseException]()
+    nbytes, turns = device.chunk_bytes, 20
     contents = [random_bytes(nbytes) for _ in range(2)]
     chunks = [device.create(nbytes) for _ in range(2)]
     ranges = [[poisoned(device, 2 * nbytes) for _ in range(2)] for _ in range(2)]
     slabs = [device.host(nbytes) for _ in range(2)]
 
     def hand_on(mine: int) -> None:
-        try:
-            slabs[mine].view(0, nbytes).copy_(contents[mine])
-            here, there = ranges[mine]
-            device.map(here, [chunks[mine]])
-            device.copy([Copy(here.base, slabs[mine].address, nbytes)], "to_device")
-            device.wait(device.mark("to_device"))
-            for turn in range(turns):
-                device.unmap(here, nbytes, turn % 2 * nbytes)
-                device.map(there, [chunks[mine]], (turn + 1) % 2 * nbytes)
-                here, there = there, here
-        except BaseException as error:
-            failures.append(error)
+        slabs[mine].view(0, nbytes).copy_(contents[mine])
+        here, there = ranges[mine]
+        device.map(here, [chunks[mine]])
+        device.copy([Copy(here.base, slabs[mine].address, nbytes)], "to_device")
+        device.wait(device.mark("to_device"))
+        for turn in range(turns):
+            device.unmap(here, nbytes, turn % 2 * nbytes)
+            device.map(there, [chunks[mine]], (turn + 1) % 2 * nbytes)
+            here, there = there, here
 
-    threads = [threading.Thread(target=hand_on, args=(mine,)) for mine in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    assert in_threads(lambda: hand_on(0), lambda: hand_on(1)) == [None, None]
     for mine, (first, second) in enumerate(ranges):
         assert read(device, first, 0, nbytes).equal(contents[mine])
         assert is_poison(device, first, nbytes, nbytes)

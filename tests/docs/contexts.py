@@ -37,6 +37,7 @@ class Tools:
         self.folder = folder
         self.replaced: dict[str, str] = {}
         """Texts of the blocks that are other ones here: addresses, folders, what a machine without a GPU lacks."""
+        self.take_for_gpu(simulated())
 
     def take_for_gpu(self, device: Device) -> None:
         """This is the accelerator that "auto" and "cuda:0" mean in the blocks."""
@@ -73,7 +74,6 @@ def _update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: t
 @contextmanager
 def worker(tools: Tools) -> Iterator[Names]:
     """A worker's models, its engine and what it computes; no manager."""
-    tools.take_for_gpu(simulated())
     model = _linear()
     ref_model = copy.deepcopy(model).requires_grad_(False)
     first = model.weight.detach().clone()
@@ -112,7 +112,6 @@ def manager(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def disk(tools: Tools) -> Iterator[Names]:
     """Models that are to be registered, and a folder on a disk."""
-    tools.take_for_gpu(simulated())
     tools.replaced["/mnt/nvme/placement"] = str(tools.folder)
     names: Names = {"placement": placement, "actor_model": _linear(), "ref_model": _linear(), "critic_model": _linear()}
     yield names
@@ -126,7 +125,6 @@ def disk(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def masters(tools: Tools) -> Iterator[Names]:
     """A model in bfloat16, and an optimizer with its masters."""
-    tools.take_for_gpu(simulated())
     model = _linear().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -149,7 +147,6 @@ def alone(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def ranks(tools: Tools) -> Iterator[Names]:
     """The one rank of a torchrun job of one, with a process group."""
-    tools.take_for_gpu(simulated())
     port = tools.free_port()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         tools.monkeypatch.setenv(name, value)
@@ -171,7 +168,6 @@ def ranks(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def targets(tools: Tools) -> Iterator[Names]:
     """A worker that announces itself in a folder."""
-    tools.take_for_gpu(simulated())
     place = tools.folder / "targets"
     place.mkdir()
     tools.replaced |= {'"/shared/targets"': repr(str(place)), '"0.0.0.0"': '"127.0.0.1"'}
@@ -286,7 +282,6 @@ def lease_by_hand(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def verl(tools: Tools) -> Iterator[Names]:
     """What verl's worker has: a model, an optimizer, a rollout engine, and what it computes."""
-    tools.take_for_gpu(simulated())
 
     def build_model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = _linear()
@@ -325,7 +320,6 @@ def verl_engines(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def saver(tools: Tools) -> Iterator[Names]:
     """A model that trains and one that generates, as torch_memory_saver's example has them."""
-    tools.take_for_gpu(simulated())
     generator = _linear()
     names: Names = {
         "placement": placement,
@@ -347,7 +341,6 @@ def trl(tools: Tools) -> Iterator[Names]:
     pytest.importorskip("trl", reason="TRL is not installed")
     from trl import GRPOConfig
 
-    tools.take_for_gpu(simulated())
     warnings.simplefilter("ignore")  # pytest sets the filters anew for each test
     tools.monkeypatch.setenv("CI", "1")  # TRL sends telemetry otherwise
     where = {"output_dir": str(tools.folder), "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
@@ -379,7 +372,6 @@ def trainer(tools: Tools) -> Iterator[Names]:
             loss = outputs.loss * names["reward_model"](inputs["input_ids"]).logits.mean()
             return (loss, outputs) if return_outputs else loss
 
-    tools.take_for_gpu(simulated())
     where = {"output_dir": str(tools.folder), "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     ids = huggingface.tokenizer()(["1+1=2"])["input_ids"][0]
     names: Names = {
@@ -398,7 +390,6 @@ def trainer(tools: Tools) -> Iterator[Names]:
 def accelerate_loop(tools: Tools) -> Iterator[Names]:
     """A loop that accelerate prepares, with a reward model."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    tools.take_for_gpu(simulated())
     model = torch.nn.Linear(WIDTH, WIDTH)
     names: Names = {
         "model": model,

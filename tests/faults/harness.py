@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,17 +25,6 @@ from tests.support.seeds import seed
 PAGE = 4096
 CAPACITY_BYTES = 104 * 1024
 """What the largest phase (train, with its gradients) needs, and not a page more; see `test_capacity_is_tight`."""
-
-
-class Foresight(placement.policies.Colocated):
-    """Colocated, and everything that a phase does not need arrives early in it, as far as there is room."""
-
-    name = "foresight"
-
-    def plan(self, view: placement.View) -> placement.Plan:
-        plan = super().plan(view)
-        away = {h.name: h.num_bytes for h in view.handles.values() if h.can_prefetch and plan[h.name] is placement.State.CPU_OFFLOADED}
-        return replace(plan, prefetch={} if view.phase == "idle" else away)
 
 
 class Actor(nn.Module):

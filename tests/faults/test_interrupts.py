@@ -22,8 +22,9 @@ from torch import nn
 import placement
 import placement.policies
 from placement.core import interrupts
-from tests.faults.harness import FaultyWorker, Foresight, check_left, check_sound
+from tests.faults.harness import FaultyWorker, check_left, check_sound
 from tests.faults.test_streamed_step import Job
+from tests.support.early import Foresight
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 

@@ -15,8 +15,9 @@ from placement import State
 from placement.devices.memory import Copy, Direction
 from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import PAGE, FaultyWorker, Foresight, calls_to_fail, check_left, check_sound, check_values
+from tests.faults.harness import PAGE, FaultyWorker, calls_to_fail, check_left, check_sound, check_values
 from tests.faults.test_allocations import FAULTS
+from tests.support.early import Foresight
 from tests.support.threads import until
 
 CAPACITY_BYTES = 256 * 1024

@@ -14,11 +14,6 @@ from placement.testing import assert_nothing_resident
 from tests.support.worker import Scripted, Worker, assert_same, everything, in_a_range, learn, make_manager, net
 
 
-@pytest.fixture
-def worker() -> Worker:
-    return Worker()
-
-
 @pytest.fixture(autouse=True)
 def _unchanged(worker: Worker) -> Any:
     """After every test of this file: the worker is as it was, and works."""

@@ -15,19 +15,18 @@ import pytest
 import torch
 
 import placement
-from placement import HostMemoryError, IntegrityError, Manager, RegistrationError
+from placement import HostMemoryError, IntegrityError, RegistrationError
 from placement.ownership.partial_step import allow
 from placement.policies import Colocated
 from placement.storage.cast import CastRange, CastStorage
 from placement.storage.managed import MoveResult
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import Foresight
 from tests.faults.test_interrupts import Lines
 from tests.support.disk import settle
-from tests.support.worker import Scripted, assert_same, batch
+from tests.support.early import Foresight
+from tests.support.worker import CAPACITY, Scripted, assert_same, batch, make_manager
 from tests.unit.test_publish_changes import Receiver
 
-CAPACITY = 64 << 20
 WIDTH = 96
 
 
@@ -78,7 +77,7 @@ class Job:
         self.model, self.plain = net(dtype), net(dtype)
         self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
         self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
-        self.manager = Manager(**{"device": SimulatedDevice(CAPACITY), **keywords})
+        self.manager = make_manager(**keywords)
         self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
         self.optimizer = self.manager.register("actor.optimizer", self.adam, replicated=replicated)
 
@@ -97,6 +96,16 @@ class Job:
             loss(model, seed).backward()
             adam.step()
             adam.zero_grad()
+
+    def write(self, change: Callable[[Any], object]) -> None:
+        """Change both models alike."""
+        for model in (self.model, self.plain):
+            change(model)
+
+    def add_to_masters(self) -> None:
+        """To those of both, whose weights are their cast no longer."""
+        for state in (*self.adam.state.values(), *self.plain_adam.state.values()):
+            state["master"].add_(1.0)
 
     def train(self, seed: int = 0) -> None:
         with self.manager.phase("train"):
@@ -164,11 +173,6 @@ def written_by_hand(job: Job) -> None:
         model[2].bias.data[3] = -0.0
 
 
-def without_a_cast(job: Job) -> None:
-    for state in (*job.adam.state.values(), *job.plain_adam.state.values()):
-        state["master"].add_(1.0)
-
-
 def loaded(job: Job) -> None:
     """A state dict of the optimizer that is not the weights'."""
     old = copy.deepcopy(job.plain_adam.state_dict())
@@ -185,7 +189,7 @@ def with_nan(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("change", "phase"),
-    [(written_by_hand, "log_prob"), *((each, "train") for each in (written_by_hand, without_a_cast, loaded, with_nan))],
+    [(written_by_hand, "log_prob"), *((each, "train") for each in (written_by_hand, Job.add_to_masters, loaded, with_nan))],
 )
 def test_weights_that_are_no_cast_are_copied_until_a_step_writes_them(job: Job, change: Callable[[Job], None], phase: str) -> None:
     job.train()
@@ -212,8 +216,7 @@ def test_weights_that_are_nan_throughout_raise_and_stay(job: Job) -> None:
 def test_new_tensors_in_place_of_weights(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """The log says once that nothing is saved any more, and what to do: to register both anew, and not the optimizer alone."""
     with job.manager.phase("train"), torch.no_grad():
-        for model in (job.model, job.plain):
-            model[0].weight.data = model[0].weight.data * 2
+        job.write(lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2))
     for seed in range(2):
         job.check()
         job.train(seed)
@@ -290,12 +293,10 @@ def test_published_changes(job: Job) -> None:
         assert not job.is_cast
         job.learn(1)
         phase.switch("weight_sync")
-        receiver.sync()
-        receiver.check()
+        receiver.take()
     job.train(3)
     with job.manager.phase("weight_sync"):
-        receiver.sync()
-        receiver.check()
+        receiver.take()
     job.check()
 
 
@@ -398,8 +399,7 @@ def test_weights_that_leave_after_their_masters() -> None:
     with job.manager.phase("train"):
         with job.manager.phase("optimizer_step"):
             job.learn(2)
-        for model in (job.model, job.plain):
-            model[0].bias.data.add_(1.0)
+        job.write(lambda model: model[0].bias.data.add_(1.0))
     assert not job.is_cast
     job.check()
 
@@ -479,8 +479,8 @@ def test_interrupted_at_any_line(call: str) -> None:
         else:
             job.manager.enter("train")
             job.learn()
-            for model in (job.model, job.plain) if call == "leave written" else ():
-                model[0].bias.data.add_(1.0)
+            if call == "leave written":
+                job.write(lambda model: model[0].bias.data.add_(1.0))
             with lines:
                 job.manager.leave()
 
@@ -548,8 +548,7 @@ def test_no_host_memory_for_a_copy_of_their_own(job: Job, monkeypatch: pytest.Mo
     job.train()
     monkeypatch.setattr("placement.devices.host.disk_file.available_bytes", lambda: 0)
     job.manager.enter("train")
-    for model in (job.model, job.plain):
-        model[0].bias.data.add_(1.0)
+    job.write(lambda model: model[0].bias.data.add_(1.0))
     with pytest.raises(HostMemoryError):
         job.manager.leave()
     assert job.actor.resident_bytes
@@ -569,9 +568,7 @@ def test_masters_that_are_loaded_without_the_weights_and_no_host_memory_for_thes
     assert job.is_cast
     with job.manager.phase("eval"), torch.no_grad():
         assert not job.is_cast
-        for adam in (job.adam, job.plain_adam):
-            for state in adam.state.values():
-                state["master"].add_(1.0)
+        job.add_to_masters()
     job.check()
 
 
@@ -592,7 +589,7 @@ def test_weights_that_two_optimizers_step() -> None:
     """Those whose masters are in the one that was named have no host copy."""
     model = net()
     adam, sgd = MasterAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)
-    manager = Manager(device=SimulatedDevice(CAPACITY))
+    manager = make_manager()
     actor = manager.register("actor", model, role="actor", masters=adam)
     manager.register("sgd", sgd)
     before = actor.host_bytes
@@ -609,7 +606,7 @@ def test_weights_that_two_optimizers_step() -> None:
 
 
 def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = Manager(device=SimulatedDevice(CAPACITY))
+    manager = make_manager()
     model = net()
     adam = MasterAdam(model[:3].parameters())
     for keywords in ({"readonly": True}, {"external": True}):

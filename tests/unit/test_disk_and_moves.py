@@ -24,7 +24,7 @@ from tests.support.threads import until
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, net
 from tests.unit.test_prefetch import ALL, early_bytes
 from tests.unit.test_saving import late_worker
-from tests.unit.test_streamed_optimizer import Pair, adamw, words
+from tests.unit.test_streamed_optimizer import Pair, adamw
 
 ROOM = 64 << 20
 """A limit within which everything fits: only what a test sends to the disk is there."""
@@ -83,10 +83,7 @@ def step_from_disk(pair: Pair, step: int, used: Sequence[int] | None = None) -> 
     """A step of both whose state goes to the disk after the phase has begun."""
     with pair.manager.phase("train"):
         (spill,) = send_to_disk(pair.manager, "adam")
-        for model, optimizer in pair.both():
-            optimizer.zero_grad()
-            model(words(step), used).backward()
-            optimizer.step()
+        pair.step_both(step, used)
         assert spill.is_here
         assert not spill.may_leave  # the step's copies are ordered, not complete
 

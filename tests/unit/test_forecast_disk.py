@@ -48,6 +48,18 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
 
 
+def register(manager: placement.Manager, roles: Mapping[str, bool]) -> tuple[dict[str, torch.nn.Module], dict[str, torch.optim.Optimizer]]:
+    """The models and optimizers, by role."""
+    models: dict[str, torch.nn.Module] = {role: net() for role in roles}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for role, is_trained in roles.items():
+        manager.register(role, models[role], role=role, readonly=not is_trained)
+        if is_trained:
+            optimizers[role] = torch.optim.AdamW(models[role].parameters())
+            manager.register(f"{role}.optimizer", optimizers[role])
+    return models, optimizers
+
+
 def forecast(case: Case, *, layout: Layout | None = None) -> placement.Forecast:
     with torch.device("meta"):
         handles = {
@@ -72,14 +84,9 @@ def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: 
     manager = placement.Manager(
         device=SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), host_limit_bytes=int(limit * MIB), disk_directory=str(tmp_path)
     )
-    models = {role: net() for role in roles}
-    optimizers = {role: torch.optim.AdamW(models[role].parameters()) for role, is_trained in roles.items() if is_trained}
-    refused = ""
+    refused, kept = "", []
     try:
-        for role, is_trained in roles.items():
-            manager.register(role, models[role], role=role, readonly=not is_trained)
-            if is_trained:
-                manager.register(f"{role}.optimizer", optimizers[role])
+        kept.append(register(manager, roles))
     except placement.HostMemoryError as error:
         refused = str(error).partition("\n")[0]
     manager.close()
@@ -95,13 +102,7 @@ def measure(case: Case, directory: Path, cycles: int = 8) -> list[list[tuple[obj
     manager = placement.Manager(
         device=device, policy=case.policy, budget_bytes=case.budget, host_limit_bytes=limit, disk_directory=str(directory)
     )
-    models, optimizers = {}, {}
-    for role, is_trained in case.roles.items():
-        models[role] = net()
-        manager.register(role, models[role], role=role, readonly=not is_trained)
-        if is_trained:
-            optimizers[role] = torch.optim.AdamW(models[role].parameters())
-            manager.register(f"{role}.optimizer", optimizers[role])
+    models, optimizers = register(manager, case.roles)
     settle(manager)
     steps_in = "optimizer_step" if "optimizer_step" in case.cycle else "train"
     found: list[list[tuple[object, ...]]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from placement.forecasting.description import CYCLES
 from placement.forecasting.models import parts_of
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
+from tests.support.early import Early
 from tests.support.measured_steps import LinkClock, MeasuredPhase, steps, train
 
 transformers = pytest.importorskip("transformers")
@@ -160,28 +161,18 @@ def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     assert not told.fits
 
 
-class Aside(Colocated):
-    """Colocated, and the optimizer arrives or is saved while these phases compute."""
-
-    name = "aside"
-
-    def __init__(self, *phases: str) -> None:
-        super().__init__()
-        self.phases = phases
-
-    def plan(self, view: placement.View) -> placement.Plan:
-        plan = super().plan(view)
-        is_saved = view.phase in self.phases and "actor.optimizer" in view.handles
-        return replace(plan, prefetch={"actor.optimizer": 1 << 30}) if is_saved else plan
+def aside(*phases: str) -> Early:
+    """The optimizer arrives or is saved while these phases compute."""
+    return Early({phase: {"actor.optimizer": 1 << 30} for phase in phases})
 
 
 @pytest.mark.parametrize(
     ("seconds", "policy", "phase", "less"),
     [
-        (0.0, Aside("log_prob"), "log_prob", set()),
-        (0.005, Aside("log_prob"), "log_prob", {"train"}),
-        (0.0, Aside("weight_sync"), "weight_sync", {"weight_sync"}),  # the next phase transition waits instead
-        (1.0, Aside("weight_sync", "idle", "rollout"), "rollout", {"weight_sync"}),
+        (0.0, aside("log_prob"), "log_prob", set()),
+        (0.005, aside("log_prob"), "log_prob", {"train"}),
+        (0.0, aside("weight_sync"), "weight_sync", {"weight_sync"}),  # the next phase transition waits instead
+        (1.0, aside("weight_sync", "idle", "rollout"), "rollout", {"weight_sync"}),
     ],
 )
 def test_bytes_that_move_under_the_work_stall_nobody(

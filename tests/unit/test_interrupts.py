@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from placement.core.interrupts import check, deferred
+from tests.support.threads import in_a_thread
 
 
 def interrupt() -> None:
@@ -70,9 +70,7 @@ def test_another_thread_defers_and_raises_nothing() -> None:
 
     with deferred():
         interrupt()
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_a_thread(work)
         with pytest.raises(KeyboardInterrupt):
             check()
     assert len(seen) == 1
@@ -120,9 +118,7 @@ def test_a_child_that_another_thread_has_forked_defers_nothing() -> None:
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     with deferred():
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
+        in_a_thread(fork)
         interrupt()
         with pytest.raises(KeyboardInterrupt):
             check()

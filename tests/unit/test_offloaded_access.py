@@ -7,7 +7,6 @@ import io
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
-from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
 
 _PAGE = Path(__file__).parents[2] / "docs" / "offloaded.md"
@@ -90,7 +89,7 @@ class EarlyWorld(World):
     """The same while everything stays on the device as pages aside, which are being saved to the host copy."""
 
     def make_manager(self) -> placement.Manager:
-        return placement.Manager(device=LateDevice(1 << 28, chunk_bytes=1 << 18), policy=AlwaysEarly())
+        return placement.Manager(device=LateDevice(1 << 28, chunk_bytes=1 << 18), policy=Foresight(in_idle=True))
 
     def check_left(self) -> None:
         handles = self.manager.handles.values()
@@ -99,15 +98,6 @@ class EarlyWorld(World):
     def check_values(self) -> None:
         super().check_values()
         self.manager.close()
-
-
-class AlwaysEarly(Colocated):
-    """Colocated, and whatever is off the device is early, outside every phase too."""
-
-    def plan(self, view: placement.View) -> placement.Plan:
-        plan = super().plan(view)
-        off = {name: h.num_bytes for name, h in view.handles.items() if h.can_prefetch and plan[name] is placement.State.CPU_OFFLOADED}
-        return replace(plan, prefetch=off)
 
 
 Way = Callable[[World], object]

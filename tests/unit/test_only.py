@@ -11,16 +11,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
+from placement import DeviceMemoryError, HandleView, Manager, Plan, View
 from placement.core.states import bytes_under
 from placement.planning.planner import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice
-from tests.support.worker import Scripted
+from tests.support.worker import GPU, OFF, SYNC, TRAIN, Scripted
 from tests.unit.test_policies import KeepReference
 
 UNIT = 4096
-OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 
 
 class Job:

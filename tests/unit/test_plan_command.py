@@ -132,9 +132,6 @@ def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["policy"] == "colocated"
     assert {phase["phase"] for phase in found["phases"] if not phase["fits"]} == {"train"}
-    recording = Recording.read(trace)
-    assert [phase.name for phase, _ in recording.phases].count("train") == 3
-    assert recording.forecast().offloaded_bytes == pytest.approx(recording.moved.offloaded_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(

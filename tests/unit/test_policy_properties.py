@@ -13,9 +13,7 @@ from placement import HandleView, State, View
 from placement.core.states import KINDS, PHASES, ROLES, WORKER_ROLES
 from placement.policies import AsyncRollout, Colocated, Cyclic, Policy, Resident
 from tests.support.views import after
-
-OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
-
+from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 # Made once: Hypothesis asks each new strategy what it is made of.
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)

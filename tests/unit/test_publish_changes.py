@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import nn
 
 import placement.checkpoint
-from placement import Manager, PhaseError, Plan, View
+from placement import Manager, PhaseError
 from placement.policies import Colocated
 from placement.publish.changes import WeightChange
 from placement.storage import record
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.disk import settle
+from tests.support.early import Early
 
 CHUNK = 16 << 10
 
@@ -68,6 +68,12 @@ class Receiver:
         self.loaded_bytes = self.actor.counters.loaded_bytes - before
         return got
 
+    def take(self) -> dict[str, WeightChange]:
+        """Take one publication, and compare with a whole one. Returns its changes."""
+        got = self.sync()
+        self.check()
+        return got
+
     def check(self) -> None:
         """Compare with a whole publication, bit by bit."""
         seen = {}
@@ -109,8 +115,7 @@ def test_steps_send_what_has_changed_and_receivers_have_every_bit() -> None:
         with job.manager.phase("train") as phase:
             job.step(index)
             phase.switch("weight_sync")
-            got = receiver.sync()
-            receiver.check()
+            got = receiver.take()
         whole = sum(t.nbytes for t in receiver.weights.values())
         sent = sum(change.nbytes for change in got.values())
         assert (wholes(got) == set(receiver.weights)) is (index == 0)
@@ -185,8 +190,7 @@ def test_parameters_that_are_views(offloads: bool) -> None:
             if offloads:
                 phase.switch("idle")
             phase.switch("weight_sync")
-            receiver.sync()
-            receiver.check()
+            receiver.take()
 
 
 def test_a_record_counts_against_the_limit_on_host_memory(tmp_path: Path) -> None:
@@ -204,8 +208,7 @@ def test_a_record_counts_against_the_limit_on_host_memory(tmp_path: Path) -> Non
         assert (recorded_bytes(job) > 0) is (job.manager.handles["adam"].disk_bytes > 0) is bool(index)
         assert sum(handle.host_bytes for handle in job.manager.handles.values()) <= limit
         with job.manager.phase("weight_sync"):
-            got = receiver.sync()
-            receiver.check()
+            got = receiver.take()
     assert wholes(got) <= {"steps"}
 
 
@@ -225,8 +228,7 @@ def test_offloads_between_two_publications_add_up() -> None:
         weight[1, 1] = first  # as it was published
         weight[3, 40] = weight[0, 0] = 6.0
     with job.manager.phase("weight_sync"):
-        change = receiver.sync()["layers.2.weight"]
-        receiver.check()
+        change = receiver.take()["layers.2.weight"]
     assert change.positions is not None
     assert change.positions.tolist() == [0, 65, 232]
     assert change.values[0] == change.values[2] == 6.0
@@ -245,8 +247,7 @@ def test_recorded_is_what_differs_in_the_published_dtype_by_its_bits(streams: bo
         with job.manager.phase("train"), torch.no_grad():
             weight[3, 5] = value
         with job.manager.phase("weight_sync"):
-            change = receiver.sync()["layers.1.weight"]
-            receiver.check()
+            change = receiver.take()["layers.1.weight"]
         found.append(None if change.positions is None else change.positions.tolist())
     assert found == [None, [], [197], [197], [197], []]
 
@@ -291,20 +292,17 @@ def test_what_breaks_the_proof_makes_weights_whole(
     elif how == "restore":
         placement.checkpoint.load(job.manager, tmp_path)
     with job.manager.phase("weight_sync"):
-        got = receiver.sync()
-        receiver.check()
+        got = receiver.take()
     assert ("layers.0.weight" in wholes(got)) is (how != "restore")  # which brings back what was published
     with job.manager.phase("train"):
         job.step(3)
     monkeypatch.undo()
     with job.manager.phase("weight_sync"):
-        receiver.sync()
-        receiver.check()
+        receiver.take()
     with job.manager.phase("train"):
         job.step(4)
     with job.manager.phase("weight_sync"):
-        assert wholes(receiver.sync()) <= {"steps"}
-        receiver.check()
+        assert wholes(receiver.take()) <= {"steps"}
 
 
 def _no_memory(*_: Any, **__: Any) -> Any:
@@ -317,8 +315,7 @@ def test_a_write_into_the_host_copy_that_is_undone_after_a_publication() -> None
 
     def publish() -> None:
         with job.manager.phase("weight_sync"):
-            receiver.sync()
-            receiver.check()
+            receiver.take()
 
     with job.manager.phase("log_prob"):
         pass
@@ -350,24 +347,15 @@ def test_an_offload_that_fails_under_way(operation: str) -> None:
                 faults.clear()
             job.manager.leave()
             with job.manager.phase("weight_sync"):
-                receiver.sync()
-                receiver.check()
+                receiver.take()
         if not faults.fired:
             break
     assert at > 1
     assert not faults.fired  # there are no more calls
 
 
-class Stays(Colocated):
-    """What leaves in "ref_log_prob" stays aside, and is saved while that phase computes."""
-
-    def plan(self, view: View) -> Plan:
-        plan = super().plan(view)
-        return replace(plan, prefetch={"actor": 1 << 30}) if view.phase == "ref_log_prob" else plan
-
-
 def test_what_a_policy_leaves_aside_is_recorded_too() -> None:
-    job = Job(torch.bfloat16, Stays())
+    job = Job(torch.bfloat16, Early({"ref_log_prob": {"actor": 1 << 30}}))  # saved while that phase computes
     receiver = Receiver(job.actor)
     for index in range(3):
         with job.manager.phase("train") as phase:
@@ -375,8 +363,7 @@ def test_what_a_policy_leaves_aside_is_recorded_too() -> None:
             phase.switch("ref_log_prob")
             assert job.actor.prefetched_bytes
             phase.switch("weight_sync")
-            got = receiver.sync()
-            receiver.check()
+            got = receiver.take()
         if index:
             assert wholes(got) <= {"steps"}
 
@@ -397,10 +384,7 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
             phase.switch("weight_sync")
             if how == "early end" and job.actor.published is not None:
                 next(iter(job.actor.weight_changes(since=receiver.version, bucket_bytes=4096)))
-            found = [each.sync() for each in receivers]
-            for each in receivers:
-                each.check()
-        return found
+            return [each.take() for each in receivers]
 
     publish(receiver)
     if how == "missed":
@@ -438,8 +422,7 @@ def test_a_checkpoint_that_brings_the_host_copy_up_to_date_before_the_publicatio
             job.step(index)
             placement.checkpoint.async_save(job.manager, tmp_path / str(index)).result()
             phase.switch("weight_sync")
-            got = receiver.sync()
-            receiver.check()
+            got = receiver.take()
         if index:
             assert wholes(got) <= {"steps"}  # what the checkpoint has copied is recorded
 

@@ -10,9 +10,9 @@ import torch
 
 from placement import IntegrityError, State
 from placement.testing import assert_nothing_resident
+from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, make_manager
-from tests.unit.test_offloaded_access import AlwaysEarly
 
 # --- readonly
 
@@ -101,7 +101,7 @@ def test_writes_to_a_view_of_a_readonly_state_dict_are_loaded_from_then_on(
 )
 def test_early_chunks_do_not_hide_what_is_written_to_a_view(name: str, when: str, take: Callable[[torch.Tensor], Any]) -> None:
     """What is written inside a phase to a view of the actor is lost, as the page says, because the actor is copied back."""
-    worker = loaded_once(device=LateDevice(CAPACITY, chunk_bytes=1 << 12), policy=AlwaysEarly())
+    worker = loaded_once(device=LateDevice(CAPACITY, chunk_bytes=1 << 12), policy=Foresight(in_idle=True))
     module, handle = (worker.ref_net, worker.ref) if name == "ref" else (worker.net, worker.actor)
     assert handle.prefetched_bytes
     views = [take(module.state_dict()[KEY])]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import placement
-from placement import State
+from placement import Phase, State
 from placement.testing import assert_nothing_resident
-from tests.faults.harness import FaultyWorker, Foresight, check_left, check_values
-from tests.support.early import Early
+from tests.faults.harness import FaultyWorker, check_left, check_values
+from tests.support.early import Early, Foresight
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
@@ -30,6 +31,15 @@ def late_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Wor
 STAY = {"values": {"actor": ALL, "actor.optimizer": ALL}, "log_prob": {"actor.optimizer": ALL}}
 
 
+@contextmanager
+def trained_again(worker: Worker) -> Iterator[Phase]:
+    """In a phase in which the actor has learnt once more, and keeps no gradients."""
+    with worker.manager.phase("train") as step:
+        learn(worker.net, worker.adam, 1)
+        worker.adam.zero_grad()
+        yield step
+
+
 def device_of(worker: Worker) -> LateDevice:
     assert isinstance(worker.manager.device, LateDevice)
     return worker.manager.device
@@ -38,9 +48,7 @@ def device_of(worker: Worker) -> LateDevice:
 def test_an_offload_leaves_what_the_plan_wants_early_and_waits_for_nothing() -> None:
     worker = late_worker(STAY)
     device = device_of(worker)
-    with worker.manager.phase("train") as step:
-        learn(worker.net, worker.adam, 1)
-        worker.adam.zero_grad()
+    with trained_again(worker) as step:
         held = {name: worker.manager.handles[name].resident_bytes for name in ("actor", "actor.optimizer")}
         device.most_waiting_bytes = 0
         step.switch("values")
@@ -87,9 +95,7 @@ READS: dict[str, Callable[[Worker], Any]] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_whoever_reads_what_is_being_saved_reads_it_complete(read: Callable[[Worker], Any]) -> None:
     worker = late_worker(STAY)
-    with worker.manager.phase("train") as step:
-        learn(worker.net, worker.adam, 1)
-        worker.adam.zero_grad()
+    with trained_again(worker) as step:
         wanted = copy.deepcopy(read(worker)) if "weights" not in next(k for k, v in READS.items() if v is read) else None
         weights = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
         step.switch("values")
@@ -118,9 +124,7 @@ def test_a_checkpoint_of_what_is_being_saved_is_complete(tmp_path: Any) -> None:
 
 def test_what_is_being_saved_is_complete_before_its_memory_goes() -> None:
     worker = late_worker({"values": STAY["values"]})  # the next phase does not want it early
-    with worker.manager.phase("train") as step:
-        learn(worker.net, worker.adam, 1)
-        worker.adam.zero_grad()
+    with trained_again(worker) as step:
         wanted = copy.deepcopy(worker.adam.state_dict())
         step.switch("values")
         step.switch("ref_log_prob")
@@ -133,9 +137,7 @@ def test_what_is_being_saved_is_complete_before_its_memory_goes() -> None:
 @pytest.mark.parametrize("end", ["unregister", "close"])
 def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
     worker = late_worker(STAY | {"idle": STAY["values"]})
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam, 1)
-        worker.adam.zero_grad()
+    with trained_again(worker):
         wanted = copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict()))
     assert early_bytes(worker).keys() == {"actor", "actor.optimizer"}
     if end == "close":

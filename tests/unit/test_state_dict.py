@@ -21,7 +21,7 @@ from placement.storage import state_dicts
 from placement.storage.managed import ManagedStorage
 from placement.storage.state_dicts import StateDictTensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import Foresight
+from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
 from tests.support.threads import HANG_SECONDS
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, assert_same, learn, make_manager, trained

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from placement.core.states import TRANSITIONS, HandleView, Plan, State, Trigger, View
-
-OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
+from placement.core.states import TRANSITIONS, HandleView, Plan, Trigger, View
+from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 
 def handle(name: str, num_bytes: int = 10, **fields: object) -> HandleView:

@@ -59,6 +59,13 @@ def manager_of(**keywords: Any) -> Manager:
     return Manager(**{**given, **keywords})
 
 
+def registered(model: nn.Module, optimizer: Any) -> tuple[Manager, placement.Handle]:
+    """A manager with both, and the optimizer's handle."""
+    manager = manager_of()
+    manager.register("actor", model, role="actor")
+    return manager, manager.register("adam", optimizer)
+
+
 class Pair:
     """A placed model with its optimizer, and the same without placement.
 
@@ -88,6 +95,13 @@ class Pair:
         for net, optimizer in self.both():
             optimizer.zero_grad()
             net(words(step), used).backward()
+            optimizer.step()
+
+    def step_layers(self, step: int) -> None:
+        """The same where the model takes no words."""
+        for net, optimizer in self.both():
+            optimizer.zero_grad()
+            net(torch.ones(2, WIDTH) * step).square().mean().backward()
             optimizer.step()
 
     def check(self) -> None:
@@ -169,10 +183,7 @@ def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
             early = pair.handle.resident_bytes  # the first buckets
             assert 0 < early <= 3 * BUCKET if step else early == 0
             held = pair.device.memory().chunk_bytes - early
-            for net, optimizer in pair.both():
-                optimizer.zero_grad()
-                net(torch.ones(2, WIDTH) * step).square().mean().backward()
-                optimizer.step()
+            pair.step_layers(step)
             assert pair.device.memory().chunk_bytes == held  # what a step needs it gives back
             assert pair.device.peak_bytes <= held + 3 * BUCKET
             assert held <= model_bytes * 2 + 2 * CHUNK  # the model and its gradients
@@ -201,16 +212,13 @@ def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(ho
 
     pair = Pair(first_ones, model=layers)
     for step in range(4):
-        if step == 2 and when == "between phases":
-            for each in pair.both():
-                come(*each)
+        coming = pair.both() if step == 2 else []
+        for each in coming if when == "between phases" else ():
+            come(*each)
         with pair.manager.phase("train"):
-            for net, optimizer in pair.both():
-                if step == 2 and when == "in the phase":
-                    come(net, optimizer)
-                optimizer.zero_grad()
-                net(torch.ones(2, WIDTH) * step).square().mean().backward()
-                optimizer.step()
+            for each in coming if when == "in the phase" else ():
+                come(*each)
+            pair.step_layers(step)
         pair.check()
     assert pair.handle.holding is not None
     assert pair.handle.num_bytes > 10 * BUCKET
@@ -431,11 +439,9 @@ class TestRefusals:
         ids=["LBFGS", "own step", "differentiable", "wrapper"],
     )
     def test_a_plan_that_streams_a_step_that_cannot_be_streamed(self, make: Callable[[nn.Module], Any], reason: str) -> None:
-        manager = manager_of()
         net = Net()
         optimizer = make(net)
-        manager.register("actor", net, role="actor")
-        handle = manager.register("adam", optimizer)
+        manager, handle = registered(net, optimizer)
         with pytest.raises(PolicyError, match=rf"streams the state of 'adam'.*{reason}.*optimizer_in='train'"), manager.phase("train"):
             pass
         assert handle.state is OFF
@@ -455,9 +461,7 @@ class TestRefusals:
     def test_sparse_gradients(self) -> None:
         net = nn.Embedding(16, 8, sparse=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        manager = manager_of()
-        manager.register("actor", net, role="actor")
-        manager.register("adam", optimizer)
+        manager, _ = registered(net, optimizer)
         with manager.phase("train"):
             net(torch.tensor([1, 2])).sum().backward()
             with pytest.raises(PhaseError, match=r"sparse gradients"):
@@ -470,15 +474,13 @@ class TestRefusals:
         net = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(CHUNK))])
         with pytest.warns(UserWarning, match="duplicate"):
             optimizer = torch.optim.AdamW([net[0], net[1], net[1]], foreach=False)
-        manager = manager_of()
-        actor = manager.register("actor", net, role="actor")
-        manager.register("adam", optimizer)
+        manager, _ = registered(net, optimizer)
         with manager.phase("train"):
             net[0].grad, net[1].grad = torch.ones(8), torch.ones(CHUNK)
             with pytest.raises(PhaseError, match=r"a parameter stands twice in its groups.*optimizer_in='train'"):
                 optimizer.step()
             optimizer.zero_grad()
-        assert not any(value.any() for value in actor.state_dict().values())
+        assert not any(value.any() for value in net.state_dict().values())
         manager.close()
 
     @pytest.mark.parametrize(("policy", "by_name"), [("streamed", True), ("train", False)])
