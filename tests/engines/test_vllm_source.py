@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from placement import Lazy, PhaseError
 from placement.policies import Colocated
 from placement.publish import VllmWeightSource
 from placement.testing import assert_nothing_resident
-from tests.engines.vllm_weight_transfer import Source032, Source033, stand_in
+from tests.engines.vllm_weight_transfer import Source032, Source033, Wire, Worker, of_vllm, stand_in
 from tests.support.worker import assert_same, make_manager
 
 
@@ -137,3 +139,34 @@ def test_without_vllm_it_says_what_is_missing() -> None:
         pytest.skip("vLLM is installed")
     with pytest.raises(ImportError, match=r"needs vLLM 0.26 or later"):
         VllmWeightSource(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one_by_one", "packed"])
+def test_vllms_own_engines_carry_it(packed: bool, manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender and the receiver of vLLM's NCCL transfer, from vLLM's files. Packed: buffers of 300 bytes, over several weights."""
+    folder = os.environ.get("VLLM_SOURCE")
+    if not folder:
+        pytest.skip("VLLM_SOURCE names no unpacked wheel of vLLM")
+    own = of_vllm(monkeypatch, Path(folder))
+    model = net()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    actor = manager.register("actor", model, role="actor")
+    source: Any = VllmWeightSource(actor, names="module")
+    assert isinstance(source, own.transfer.WeightSource)
+    wire = Wire()
+    worker = Worker(own, wire.end(is_sender=False), packed=packed)
+    engine = own.engine.NCCLTrainerWeightTransferEngine(client=worker, source=source, packed=packed, packed_buffer_size_bytes=300)
+    engine.model_update_group = wire.end(is_sender=True)
+    for _ in range(2):  # the second time vLLM sends no description
+        with manager.phase("weight_sync"):
+            engine.send_weights()
+        assert worker.got.keys() == wanted.keys()
+        assert_same(worker.got, {name: wanted[name] for name in worker.got})
+        assert worker.calls == ["start", "update", "finish"]
+        worker.got.clear()
+        worker.calls.clear()
+    others = own.engine.NCCLTrainerWeightTransferEngine(client=worker, source=source, is_sender=False)
+    with manager.phase("weight_sync"):
+        others.send_weights()  # gathers, and sends nothing
+    assert worker.calls == []
+    assert_nothing_resident(manager)
