@@ -50,13 +50,13 @@ class Replication:
     def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[Ranks | None]:
         """Register an object in the body while every other rank does the same. If one rank fails, all fail. Yields the ranks that share the
         host copy; None in a group of one rank."""
-        if self._group is None:
+        if (group := self._group) is None:
             raise RegistrationError(
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
             self.vote.propose(f"register {name} replicated")
-            ranks = self._ranks(name, target, replicated)
+            ranks = self._ranks(group, name, target, replicated)
             yield ranks
             if ranks is None:
                 self.vote.agree(Plan({}))
@@ -64,9 +64,7 @@ class Replication:
             self.vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
 
-    def _ranks(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Ranks | None:
-        group = self._group
-        assert group is not None
+    def _ranks(self, group: Group, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Ranks | None:
         if isinstance(target, Lazy):
             raise RegistrationError(f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different times; build it first")
         if group.world_size == 1:
@@ -76,36 +74,30 @@ class Replication:
         process_group = _group_of(name, target) if replicated is True else replicated
         if not isinstance(process_group, torch.distributed.ProcessGroup):
             raise RegistrationError(f"{name!r}: replicated must be True or a ProcessGroup that this rank is in, not {replicated!r}")
-        members, machines = self._members(name, process_group)
+        members, machines = _members(group, name, process_group)
         here = tuple(rank for rank, machine in zip(members, machines, strict=True) if machine == _machine())
         if replicated is True and here != members:
-            process_group, members = self._on_this_machine(process_group, members, here), here
+            if here not in self._machine_groups:  # each member on this machine makes it at the same time
+                theirs = dict(zip(members, torch.distributed.get_process_group_ranks(process_group), strict=True))
+                made = torch.distributed.new_group([theirs[rank] for rank in here], use_local_synchronization=True)
+                self._machine_groups[here] = made
+            process_group, members = self._machine_groups[here], here
         ranks = Ranks(group, process_group, members)
         self._shared.add(ranks)
         return ranks
 
-    def _members(self, name: str, process_group: torch.distributed.ProcessGroup) -> tuple[tuple[int, ...], list[str]]:
-        """The numbers in the manager's group of the ranks of a process group, in the order of that, and the machine of each."""
-        assert self._group is not None
-        numbers = torch.distributed.get_process_group_ranks(process_group)
-        told = self._group.exchange_texts("members", json.dumps([process_group.rank(), numbers, _machine()]))
-        said = sorted((place, rank, machine) for rank, (place, theirs, machine) in enumerate(map(json.loads, told)) if theirs == numbers)
-        if [place for place, _, _ in said] != [*range(len(numbers))]:
-            raise RegistrationError(
-                f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it with that group in the manager's "
-                f"group of {self._group.world_size}; pass replicated=a process group of ranks that all do"
-            )
-        return tuple(rank for _, rank, _ in said), [machine for _, _, machine in said]
 
-    def _on_this_machine(
-        self, process_group: torch.distributed.ProcessGroup, members: tuple[int, ...], here: tuple[int, ...]
-    ) -> torch.distributed.ProcessGroup:
-        """A process group of those members alone that are on this machine. Each of them calls this at the same time."""
-        if here not in self._machine_groups:
-            numbers = dict(zip(members, torch.distributed.get_process_group_ranks(process_group), strict=True))
-            made = torch.distributed.new_group([numbers[rank] for rank in here], use_local_synchronization=True)
-            self._machine_groups[here] = made
-        return self._machine_groups[here]
+def _members(group: Group, name: str, process_group: torch.distributed.ProcessGroup) -> tuple[tuple[int, ...], list[str]]:
+    """The numbers in the group of the ranks of a process group, in the order of that, and the machine of each."""
+    numbers = torch.distributed.get_process_group_ranks(process_group)
+    told = group.exchange_texts("members", json.dumps([process_group.rank(), numbers, _machine()]))
+    said = sorted((place, rank, machine) for rank, (place, theirs, machine) in enumerate(map(json.loads, told)) if theirs == numbers)
+    if [place for place, _, _ in said] != [*range(len(numbers))]:
+        raise RegistrationError(
+            f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it with that group in the manager's "
+            f"group of {group.world_size}; pass replicated=a process group of ranks that all do"
+        )
+    return tuple(rank for _, rank, _ in said), [machine for _, _, machine in said]
 
 
 def _group_of(name: str, target: Any) -> Any:

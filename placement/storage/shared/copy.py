@@ -156,13 +156,12 @@ class SharedCopy:
         self.slab = slab
         self.shares = shares
         self._change, self._is_over = change, is_over
-        ours, n = shares.rank, shares.world_size
+        self._ours, n = shares.rank, shares.world_size
         words = slab.extra[: len(slab.extra) // 8 * 8].view(torch.int64)
         self.loads, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
         """A word of each rank. `loads`: the number of the change for which it has prepared a load, or why it loads alone."""
         self.table = words[_NUM_WORDS * n :].view(n, -1)  # a row of each rank, for fingerprints
-        self._ours = ours
-        self._processes[ours] = os.getpid()
+        self._processes[self._ours] = os.getpid()
         self._watched: dict[int, int] = {}
         self.lost: set[int] = set()  # the ranks whose shares will not come in the present writing
 

@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -47,26 +47,18 @@ class SharedScanner(StorageScanner):
         frozen, trained, own = self._divide(adoptees)
         if not frozen and not trained and self.adapter.kind != "optimizer":
             raise RegistrationError(f"{self.name!r} has no parameters, so there is nothing to share; register it without replicated=True")
-        with self._comparing():
-            said = self._ranks.exchange_texts("what", f"{self.adapter.kind}-{self._readonly}-{len(frozen)} {len(trained)}")
-            self._check_layouts([each.partition(" ")[0] for each in said])
-            found: list[Range] = [self._shared_range(frozen, is_frozen=True)] if frozen else []
-            try:
-                self._check_layouts(said)
-                found += [self._shared_range(trained, is_frozen=False)] if trained else []
-            except _Unequal as unequal:  # on each of these ranks, because all compare the same
-                if not frozen:
-                    raise
-                logger.info("%s Each rank has a host copy of what is trained.", unequal)
-                own = trained + own
-        return found, own
-
-    @contextmanager
-    def _comparing(self) -> Iterator[None]:
+        said = self._ranks.exchange_texts("what", f"{self.adapter.kind}-{self._readonly}-{len(frozen)} {len(trained)}")
+        self._check_layouts([each.partition(" ")[0] for each in said])
+        found: list[Range] = [self._shared_range(frozen, is_frozen=True)] if frozen else []
         try:
-            yield
-        except _Unequal as unequal:
-            raise RegistrationError(str(unequal)) from None
+            self._check_layouts(said)
+            found += [self._shared_range(trained, is_frozen=False)] if trained else []
+        except UnequalRanks as unequal:  # on each of these ranks, because all compare the same
+            if not frozen:
+                raise
+            logger.info("%s Each rank has a host copy of what is trained.", unequal)
+            own = trained + own
+        return found, own
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         frozen, trained, own = self._divide(adoptees)
@@ -90,8 +82,7 @@ class SharedScanner(StorageScanner):
             return
         nbytes = self.host_bytes_for(sizes)
         num_prints = sum(size // _PIECE_BYTES + 2 for size in sizes)
-        with self._comparing():
-            self._check_layouts(self._ranks.exchange_texts("state", f"{nbytes} {num_prints}"))
+        self._check_layouts(self._ranks.exchange_texts("state", f"{nbytes} {num_prints}"))
         if sizes:
             self._reserved_addresses = self._device.reserve(nbytes)
             self.state = self._copy_for("", nbytes, num_prints, what="state")
@@ -149,7 +140,7 @@ class SharedScanner(StorageScanner):
         self._ranks.exchange_texts(f"share of {what}", "written")
         table = copy.table[:, : len(prints)]
         for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
-            raise _Unequal(
+            raise UnequalRanks(
                 f"{self.name!r} cannot be replicated: {prints[column][0]!r} {others_say(shares, table[:, column].tolist())}. "
                 "Load the same values on every rank before you register it, or register it without replicated=True."
             )
@@ -196,7 +187,7 @@ class SharedScanner(StorageScanner):
     def _check_layouts(self, layouts: Sequence[str]) -> None:
         others = minority(layouts)
         if others:
-            raise _Unequal(
+            raise UnequalRanks(
                 f"{self.name!r} cannot be replicated: rank{numbers(self._ranks.shares, others)} "
                 "has other tensors than the rest (names, shapes, dtypes, device, order), or registers them in another way "
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
@@ -214,7 +205,7 @@ class SharedScanner(StorageScanner):
             ) from error
 
 
-class _Unequal(Exception):
+class UnequalRanks(RegistrationError):
     """The ranks do not have the same tensors, or other bytes in them. All of them raise it."""
 
 
