@@ -48,7 +48,7 @@ class Bitsandbytes(Framework):
         return cls(root) if _WEIGHTS in sys.modules and next(_weights(root), None) is not None else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        for path, weight in self._found():
+        for path, weight in _weights(self.root()):
             if not _is_quantized(weight):
                 return (
                     f"{path!r} is a weight for bitsandbytes that is not quantised yet; its first move to a device quantises it. "
@@ -62,7 +62,7 @@ class Bitsandbytes(Framework):
         return None
 
     def tensors(self) -> Iterator[Owned]:
-        for path, weight in self._found():
+        for path, weight in _weights(self.root()):
             if (state := getattr(weight, "quant_state", None)) is not None:
                 beside = {"absmax": state.absmax, "quant_map": state.code}
                 if state.state2 is not None:
@@ -77,7 +77,7 @@ class Bitsandbytes(Framework):
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         counted: set[int] = set()
-        for path, weight in self._found():
+        for path, weight in _weights(self.root()):
             if (state := getattr(weight, "quant_state", None)) is None:
                 continue
             for name, tensor in (("nested_offset", state.offset), ("nested_quant_map", getattr(state.state2, "code", None))):
@@ -85,13 +85,9 @@ class Bitsandbytes(Framework):
                     counted.add(id(tensor))
                     yield f"{path}.{name}", tensor.untyped_storage().nbytes()
 
-    def _found(self) -> Iterator[tuple[str, Any]]:
-        root = self.root()
-        return _weights(root) if root is not None else iter(())
 
-
-def _weights(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, parameter in root.named_parameters():
+def _weights(root: torch.nn.Module | None) -> Iterator[tuple[str, Any]]:
+    for path, parameter in () if root is None else root.named_parameters():
         if is_a(parameter, _WEIGHTS, "Params4bit") or is_a(parameter, _WEIGHTS, "Int8Params"):
             yield path, parameter
 

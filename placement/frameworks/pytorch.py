@@ -32,7 +32,7 @@ class DDP(Framework):
         self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
+        if any(getattr(reducer.part(), "mixed_precision", None) is not None for reducer in self._reducers):
             return (
                 "DistributedDataParallel(mixed_precision=...) replaces its parameters by copies between a forward pass and its "
                 "backward pass; use torch.autocast, or FSDP2 with a MixedPrecisionPolicy, or register it with external=True to have it "
@@ -66,9 +66,6 @@ class DDP(Framework):
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         for reducer in self._reducers:
             yield from reducer.kept_by_framework()
-
-    def _parts(self) -> Iterator[Any]:
-        return (part for part in (reducer.part() for reducer in self._reducers) if part is not None)
 
 
 class _Reducer:
