@@ -7,14 +7,13 @@ import concurrent.futures
 import functools
 import json
 import math
-import os
 import re
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings
 from placement.core.snapshot import readable
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.discovery import Target, reap, targets_in
+from placement.observe.discovery import reap, targets_in
 from placement.observe.fleet import DiscoveryServer, ask, find_targets, views_of
+from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
 
@@ -174,42 +174,29 @@ def run_trace(arguments: argparse.Namespace) -> int:
     """Write the journals of running workers as one Chrome trace, and print how many events it has."""
     workers = find_targets(arguments.workers)
     query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
-    target = Path(arguments.output)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        count = _write(partial, workers, query)
-        partial.replace(target)
-    except OSError as error:
-        raise PlacementError(f"cannot write {target}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")
-    return 0
+    target, count = Path(arguments.output), 0
 
-
-def _write(path: Path, workers: Sequence[Target], query: str) -> int:
-    """Write the events of one worker after the other, so that only one worker's are in memory. Returns their number."""
-    count = 0
-    with path.open("w") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for number, worker in enumerate(workers):
-            for event in _events(worker, query):
-                event["pid"] = number + 1  # processes of two nodes may have the same id
+    def events() -> Iterator[Event]:
+        nonlocal count
+        for number, worker in enumerate(workers, start=1):  # one after the other, so that only one worker's are in memory
+            try:
+                found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))["traceEvents"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise PlacementError(f"{worker.url}/trace did not return a trace; check that this is a placement worker") from error
+            for event in found:
+                event["pid"] = number  # processes of two nodes may have the same id
                 if event.get("name") == "process_name":
                     event["args"]["name"] = worker.name
-                file.write(",\n" * bool(count) + json.dumps(event, separators=(",", ":")))
                 count += 1
-        file.write("\n]}\n")
-    return count
+                yield event
 
-
-def _events(worker: Target, query: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))
-        events: list[dict[str, Any]] = found["traceEvents"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise PlacementError(f"{worker.url}/trace did not return a trace; check that this is a placement worker") from error
-    return events
+        with replacing(target) as file:
+            file.writelines(encoded(events()))
+    except OSError as error:
+        raise PlacementError(f"cannot write {target}: {error.strerror}") from error
+    print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")
+    return 0
 
 
 # --- placement discover

@@ -61,8 +61,8 @@ class _Metric(NamedTuple):
         return family
 
 
-def _of_lease(value: Callable[[Any], float]) -> Callable[[Snapshot], float | None]:
-    return lambda snapshot: None if snapshot.lease is None else value(snapshot.lease)
+def _of_lease(field: str) -> Callable[[Snapshot], float | None]:
+    return lambda snapshot: None if snapshot.lease is None else getattr(snapshot.lease, field)
 
 
 _LEASE = (
@@ -115,7 +115,7 @@ _OF_WORKER = (
     _Metric("placement_unaccounted_bytes", "Device bytes in use that neither torch, nor placement, nor a visible process explains."),
     _Metric("placement_communicator_bytes", "Device bytes of communicators, part of the unaccounted; absent where NCCL does not say."),
     _Metric("placement_other_processes_bytes", "Device bytes of other processes; absent where NVML does not report them."),
-    *(_Metric(name, text, value=_of_lease(attrgetter(field))) for name, text, field in _LEASE),
+    *(_Metric(name, text, value=_of_lease(field)) for name, text, field in _LEASE),
     _Metric("placement_budget_bytes", "Device bytes that the handles may hold together."),
     _Metric("placement_device_used_bytes", "Device bytes in use, all processes."),
     _Metric("placement_device_total_bytes", "Device bytes in total."),
@@ -137,19 +137,15 @@ _DECISIONS_OF_POLICY = _Metric("placement_policy_decisions_total", "Decisions of
 
 
 class SnapshotCollector:
-    """Turns the snapshot that `read()` returns into metric families. It calls `read` once a scrape, and never at registration. `read`:
-    returns the snapshot to expose. An exception from it makes the scrape fail."""
+    """Turns the snapshot that `read()` returns into metric families. It calls `read` once a scrape, and never at registration. An exception
+    from it makes the scrape fail."""
 
     def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read = read
 
-    def describe(self) -> Iterable[Metric]:
-        """The families without samples, in which a registry looks for name clashes."""
-        return _families([])
-
     def collect(self) -> Iterable[Metric]:
         """The families of one snapshot. A list, not a generator, so that a failing `read` fails before anything is exposed."""
-        return _families([self._read()])
+        return _families(self._read())
 
 
 def make_registry(read: Callable[[], Snapshot]) -> CollectorRegistry:
@@ -159,9 +155,9 @@ def make_registry(read: Callable[[], Snapshot]) -> CollectorRegistry:
     return registry
 
 
-def _families(snapshots: list[Snapshot]) -> list[Metric]:
+def _families(snapshot: Snapshot) -> list[Metric]:
     keys = ("handle", "kind")
-    handles = [((handle.name, handle.kind), handle) for snapshot in snapshots for handle in snapshot.handles]
+    handles = [((handle.name, handle.kind), handle) for handle in snapshot.handles]
     durations = HistogramMetricFamily(
         "placement_transition_duration_seconds", "Seconds that a move or a weight sync took.", labels=("operation",)
     )
@@ -172,16 +168,15 @@ def _families(snapshots: list[Snapshot]) -> list[Metric]:
         # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
         flags = {"readonly": _flag(handle.readonly), "external": _flag(handle.external is not None)}
         handle_info.add_metric(key, {"role": handle.role or "", "adapter": handle.adapter, **flags})
-    for snapshot in snapshots:
-        for each in snapshot.durations:
-            edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
-            durations.add_metric((each.operation,), list(zip(edges, accumulate(each.counts), strict=True)), each.sum_seconds)
-        facts = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
-        worker_info.add_metric((), {"version": __version__, **facts})
+    for each in snapshot.durations:
+        edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
+        durations.add_metric((each.operation,), list(zip(edges, accumulate(each.counts), strict=True)), each.sum_seconds)
+    facts = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
+    worker_info.add_metric((), {"version": __version__, **facts})
     return [
         *(metric.family(keys, handles) for metric in _OF_HANDLE),
-        *(metric.family((), [((), snapshot) for snapshot in snapshots]) for metric in _OF_WORKER),
-        _DECISIONS_OF_POLICY.family(("policy",), [((snapshot.policy,), snapshot) for snapshot in snapshots]),
+        *(metric.family((), [((), snapshot)]) for metric in _OF_WORKER),
+        _DECISIONS_OF_POLICY.family(("policy",), [((snapshot.policy,), snapshot)]),
         *(durations, handle_info, worker_info),
     ]
 

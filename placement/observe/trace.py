@@ -15,9 +15,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from placement.core.errors import PlacementError
 from placement.core.journal import Journal, PhaseSpan, Record
@@ -95,13 +95,29 @@ def encoded_trace(
         trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=f"placement {pid}"),
         [{"ph": "M", "name": MANAGER_EVENT, "pid": pid, "args": facts}] if (facts := journal.describe()) else [],
     )
+    yield from encoded(itertools.chain(events, after), base_nanoseconds)
+
+
+def encoded(events: Iterator[Event], base_nanoseconds: int = 0) -> Iterator[bytes]:
+    """Events as a trace file, in pieces."""
     yield f'{{"displayTimeUnit":"ms","baseTimeNanoseconds":{base_nanoseconds},"traceEvents":[\n'.encode()
     separator = ""
-    rest = itertools.chain(events, after)
-    while piece := list(itertools.islice(rest, _PIECE_EVENTS)):
+    while piece := list(itertools.islice(events, _PIECE_EVENTS)):
         yield (separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in piece)).encode()
         separator = ",\n"
     yield b"\n]}\n"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the place of `path` once it is complete. Until then its name matches no `*.json`."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
@@ -116,15 +132,8 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
         OSError: a file cannot be read or written.
     """
     base, events = (0, []) if beside is None else read_trace(Path(beside))
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            for piece in encoded_trace(journal, base_nanoseconds=base, after=events):
-                file.write(piece)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(Path(path)) as file:
+        file.writelines(encoded_trace(journal, base_nanoseconds=base, after=events))
 
 
 def read_trace(path: Path) -> tuple[int, list[Event]]:

@@ -216,7 +216,7 @@ def test_a_contract_has_nothing_that_its_page_leaves_out(page: str, contract: ty
 
 
 def test_metrics_that_are_named_exist() -> None:
-    families = list(SnapshotCollector(lambda: placement.Manager(device=SimulatedDevice(1 << 20)).snapshot()).describe())
+    families = list(SnapshotCollector(lambda: placement.Manager(device=SimulatedDevice(1 << 20)).snapshot()).collect())
     known = {family.name + ("_total" if family.type == "counter" else "_info" if family.type == "info" else "") for family in families}
     named = {name for page in PAGES for name in re.findall(r"\bplacement_[a-z][a-z_]+\b(?!\.)", prose_with_code(page))}
     assert len(named) > 20

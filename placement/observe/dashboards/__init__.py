@@ -12,6 +12,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from placement.core.errors import PlacementError
+from placement.observe.trace import replacing
 
 FILES = Path(__file__).parent / "files"
 DISCOVERY = "discovery"  # the example's default discovery folder, beside prometheus.yml
@@ -73,9 +74,8 @@ def export(
             raise PlacementError(f"{names} would change; nothing was written. Overwrite with --force, or choose another directory")
         for path in changed:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # Grafana and Prometheus read *.json and *.yml at any moment
-            partial.write_text(wanted[path], encoding="utf-8")
-            partial.replace(path)
+            with replacing(path) as file:  # Grafana and Prometheus read *.json and *.yml at any moment
+                file.write(wanted[path].encode())
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot write dashboards to {root}: {error}") from error
     return list(wanted)
