@@ -40,9 +40,9 @@ _OPERATIONS = {**{name: name for name in _ERRORS}, "shared_host": "host", "wait"
 
 
 def _pass_on(name: str, member: object) -> Any:
-    """A method or property that counts the call, and asks the other device."""
-    if isinstance(member, property):
-        return property(lambda self: getattr(self.device, name))
+    """A method that counts the call and asks the other device, or an attribute that is the other device's."""
+    if not isinstance(member, FunctionType):
+        return property(lambda self: getattr(self.device, name), lambda self, value: setattr(self.device, name, value))
 
     def call(self: Faults, *arguments: Any, **keywords: Any) -> Any:
         if name in _OPERATIONS:
@@ -55,7 +55,7 @@ def _pass_on(name: str, member: object) -> Any:
 _PassingOn: Any = type(
     "_PassingOn",
     (Device,),
-    {name: _pass_on(name, each) for name, each in vars(Device).items() if isinstance(each, FunctionType | property) and name[0] != "_"},
+    {name: _pass_on(name, each) for name, each in vars(Device).items() if name[0] != "_"},
 )
 
 
@@ -120,15 +120,6 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
         if name == "device":  # not set yet: copying and unpickling ask for attributes before __init__, and would recurse
             raise AttributeError(name)
         return getattr(self.device, name)
-
-    @property
-    def pinned_limit_bytes(self) -> int | None:
-        limit: int | None = self.device.pinned_limit_bytes
-        return limit
-
-    @pinned_limit_bytes.setter
-    def pinned_limit_bytes(self, nbytes: int | None) -> None:
-        self.device.pinned_limit_bytes = nbytes
 
 
 def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (), allow_foreign: bool = False) -> None:

@@ -76,7 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
             result = train(worker, EverythingResident(worker.device))
             result |= {"weights_sha256": digest_of(actor.state_dict()), "placement": False, "device": str(worker.device), "ok": True}
         else:
-            device: Device = select_device(name) if name != "simulated" else _simulated(model_bytes)
+            device: Device
+            if name == "simulated":  # with room for training (actor, two moments), but not for the whole job
+                device = SimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
+            else:
+                device = select_device(name)
             worker = make_worker(actor, tokenizer, device.torch_device, recipe)
             result = run_managed(worker, device, arguments, _COPIES * model_bytes)
     if arguments.json:
@@ -125,11 +129,6 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
         "resident_bytes": audit.resident_bytes,
         "ok": audit.ok and left == 0,
     }
-
-
-def _simulated(model_bytes: int) -> SimulatedDevice:
-    """A device with room for training (actor, two moments), but not for the whole job."""
-    return SimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
 
 
 def train(worker: Worker, manager: Any, after_step: Callable[[], None] | None = None) -> dict[str, Any]:

@@ -85,7 +85,10 @@ def explain(
     with Run(policy, device, sample, names, budget_bytes=budget_bytes, worker_role=worker_role, phases=own) as run:
         shown = [run.go(Phase(name)) for name in (IDLE, *names)]
         refused = [f"{IDLE}: {type(error).__name__}: {error}".partition("\n")[0] for error in run.asked.unfit[-1:]]
-    refused += [f"{each.phase}: {_trouble(each)}" for each in shown if not each.fits]
+    for each in shown:
+        if not each.fits:
+            too_large = f"does not fit: needs {readable(each.wanted_bytes)}, {readable(each.over_bytes)} too many"
+            refused.append(f"{each.phase}: {each.problem or too_large}")
     user = f", own phases: {', '.join(own)}" if own else ""
     rows = [("  its size", *(readable(handle.num_bytes) for handle in SAMPLE), "", ""), *map(_row, shown)]
     lines = [
@@ -107,10 +110,6 @@ def _row(phase: PhaseForecast) -> tuple[str, ...]:
         is_streamed = state in (State.SYNCING, State.TRAINING) and phase.handle_bytes[handle.name] < handle.num_bytes
         marks.append(_STREAMED if is_streamed else _MARKS[state])
     return phase.phase, *marks, readable(phase.device_bytes), readable(phase.loaded_bytes + phase.offloaded_bytes)
-
-
-def _trouble(phase: PhaseForecast) -> str:
-    return phase.problem or f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} too many"
 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:

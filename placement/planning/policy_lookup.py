@@ -49,7 +49,8 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
         if (positional or named) and not isinstance(found, type):
             raise PolicyError(f"no policy {spec!r}: only a class takes options, and {path!r} is a {type(found).__name__}")
     if isinstance(found, type):
-        _refuse_unknown_options(spec, found, named)
+        if named:
+            _refuse_unknown_options(spec, found, named)
         try:
             found = found(*positional, **named)
         except Exception as exc:
@@ -64,10 +65,7 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
 
 
 def _refuse_unknown_options(spec: object, policy: type, named: Mapping[str, Any]) -> None:
-    try:
-        parameters = inspect.signature(policy).parameters.values()
-    except (TypeError, ValueError):  # a class that does not tell its arguments
-        return
+    parameters = inspect.signature(policy).parameters.values()
     known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     unknown = [name for name in named if name not in known]
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
