@@ -190,22 +190,18 @@ class Snapshot(_Frozen):
         `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life. Handles that were unregistered since
         do not count.
         """
-        before = {handle.name: handle for handle in earlier.handles}
+        before = {(handle.name, handle.registered_timestamp_seconds): handle for handle in earlier.handles}
         moved = ("loaded_bytes", "prefetch_used_bytes", "offloaded_bytes", "skipped_bytes")
         figures: dict[str, float] = dict.fromkeys((*moved, "failures"), 0.0)
         for handle in self.handles:
-            old = before.get(handle.name)
-            if old is not None and old.registered_timestamp_seconds != handle.registered_timestamp_seconds:
-                old = None  # another object was registered under the name
+            old = before.get((handle.name, handle.registered_timestamp_seconds))
             for name in moved:
                 figures[name] += getattr(handle, name) - (0 if old is None else getattr(old, name))
             figures["failures"] += sum(handle.failures.values()) - (0 if old is None else sum(old.failures.values()))
-        figures["prefetch_discarded_bytes"] = self.prefetch_discarded_bytes - earlier.prefetch_discarded_bytes
-        figures["pairing_violations"] = self.pairing_violations - earlier.pairing_violations
-        figures["resident_bytes"] = sum(handle.resident_bytes for handle in self.handles)
-        figures["host_bytes"] = sum(handle.host_bytes for handle in self.handles)
-        figures["disk_bytes"] = sum(handle.disk_bytes for handle in self.handles)
-        figures["disk_wait_seconds"] = self.disk_wait_seconds - earlier.disk_wait_seconds
+        for name in ("prefetch_discarded_bytes", "pairing_violations", "disk_wait_seconds"):
+            figures[name] = getattr(self, name) - getattr(earlier, name)
+        for name in ("resident_bytes", "host_bytes", "disk_bytes"):
+            figures[name] = sum(getattr(handle, name) for handle in self.handles)
         figures["peak_bytes"] = self.peak_bytes
         stalls = _differences(self.phase_stall_seconds, earlier.phase_stall_seconds)
         figures["stall_seconds"] = sum(stalls.values())

@@ -22,58 +22,48 @@ class OtherProcesses:
     Args:
         uuid: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
         nvml: the NVML module; None: `pynvml` if it is installed.
+
+    Attributes:
+        nbytes: the last measurement; None while unknown.
     """
 
     def __init__(self, uuid: str, nvml: Any = None) -> None:
-        self._shared = _Shared()
+        self.nbytes: int | None = None
+        self._then: Callable[[int | None], None] | None = None
+        self._wake = threading.Event()
         nvml = _library() if nvml is None and uuid else nvml
         if nvml is not None and uuid:
-            weakref.finalize(self, self._shared.end)
-            threading.Thread(target=_watch, args=(self._shared, nvml, uuid), name="placement-nvml", daemon=True).start()
-
-    @property
-    def nbytes(self) -> int | None:
-        """The last measurement; None while unknown."""
-        return self._shared.nbytes
+            weakref.finalize(self, self._wake.set).atexit = False
+            threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, nvml, uuid), name="placement-nvml", daemon=True).start()
 
     def ask(self, then: Callable[[int | None], None]) -> None:
         """Measure soon, in place of what was asked before and has not begun. `then` gets the bytes, on the measuring thread."""
-        self._shared.then = then
-        self._shared.wake.set()
+        self._then = then
+        self._wake.set()
+
+    def measure(self, nvml: Any, device: Any) -> None:
+        then, self._then = self._then, None
+        nbytes = _others(nvml, device)
+        if then is not None:  # before anybody sees the number that it subtracts
+            then(nbytes)
+        self.nbytes = nbytes
 
 
-class _Shared:
-    """The state that the measuring thread shares with the object that it must not keep alive."""
-
-    def __init__(self) -> None:
-        self.nbytes: int | None = None
-        self.then: Callable[[int | None], None] | None = None
-        self.wake = threading.Event()
-        self.is_over = False
-
-    def end(self) -> None:
-        self.is_over = True
-        self.wake.set()
-
-
-def _watch(shared: _Shared, nvml: Any, uuid: str) -> None:
+def _watch(alive: Callable[[], OtherProcesses | None], wake: threading.Event, nvml: Any, uuid: str) -> None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return
     try:
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        while not shared.is_over:
-            then, shared.then = shared.then, None
-            nbytes = _others(nvml, device)
-            if then is not None:  # before anybody sees the number that it subtracts
-                then(nbytes)
-                del then
-            shared.nbytes = nbytes
-            shared.wake.wait(ASK_SECONDS)
-            shared.wake.clear()
+        while (others := alive()) is not None:
+            others.measure(nvml, device)
+            del others
+            wake.wait(ASK_SECONDS)
+            wake.clear()
     except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
-        shared.nbytes = None
+        if (others := alive()) is not None:
+            others.nbytes = None
     finally:
         nvml.nvmlShutdown()
 

@@ -144,10 +144,9 @@ def read_trace(path: Path) -> tuple[int, list[Event]]:
         raise FileNotFoundError(f"there is no trace {path}") from None
     except ValueError as error:
         raise PlacementError(f"{path} is no Chrome trace: {error}") from error
-    events = found.get("traceEvents") if isinstance(found, dict) else found
-    if not isinstance(events, list):
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
-    return (int(found.get("baseTimeNanoseconds", 0)) if isinstance(found, dict) else 0), events
+    return int(found.get("baseTimeNanoseconds", 0)), found["traceEvents"]
 
 
 def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:

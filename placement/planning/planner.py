@@ -191,11 +191,8 @@ def _follow_groups(handles: Iterable[Handle]) -> bool:
 
     This looks at every parameter, so the optimizers that a phase does not use are not asked.
     """
-    has_any = False
-    for handle in handles:
-        if handle.holding is not None:
-            has_any |= handle.holding.follow_groups()
-    return has_any
+    followed = [handle.holding.follow_groups() for handle in handles if handle.holding is not None]  # each is asked, whatever another says
+    return any(followed)
 
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
