@@ -172,30 +172,24 @@ class Recorder:
         self.rows: list[tuple[str, dict[str, Any]]] = []
         """The phases, each with the states of the handles and the measurements of the phase transition at its beginning."""
         self._manager = manager
-        self._open: placement.Phase | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
-        with contextlib.ExitStack() as stack:
-            with self._transition(name):
-                self._open = stack.enter_context(self._manager.phase(name, only=only))
+        self._last = self._manager.snapshot()
+        with self._manager.phase(name, only=only) as self._open:
+            self._record(name)
             yield self
-            with self._transition(IDLE):
-                stack.close()
+        self._record(IDLE)
 
     def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
-        assert self._open is not None
-        with self._transition(name):
-            self._open.switch(name, only=only)
+        self._open.switch(name, only=only)
+        self._record(name)
 
-    @contextlib.contextmanager
-    def _transition(self, phase: str) -> Iterator[None]:
-        before = self._manager.snapshot()
-        yield
-        after = self._manager.snapshot()
-        moved, device_bytes = after.since(before), self._manager.device.memory().chunk_bytes
+    def _record(self, phase: str) -> None:
+        before, self._last = self._last, self._manager.snapshot()
+        moved, device_bytes = self._last.since(before), self._manager.device.memory().chunk_bytes
         row = {key: moved[f"placement/{key}"] for key in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "stall_seconds")}
-        self.rows.append((phase, {"states": {each.name: each.state for each in after.handles}, "device_bytes": device_bytes, **row}))
+        self.rows.append((phase, {"states": {each.name: each.state for each in self._last.handles}, "device_bytes": device_bytes, **row}))
 
 
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

@@ -220,10 +220,7 @@ def discover(arguments: argparse.Namespace) -> int:
         print(f"{count} worker{'s' * (count != 1)}; for Prometheus: {server.url}/targets; status page: {server.url}/", flush=True)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
-        try:
-            ended.wait()
-        except KeyboardInterrupt:
-            return 130
+        ended.wait()
     return 0
 
 

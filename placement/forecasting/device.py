@@ -139,13 +139,9 @@ class _Copies:
 
     def _rates(self) -> dict[Direction, float]:
         """The rates of the directions that have anything to copy."""
-        link = self._link
-        both: tuple[tuple[Direction, float], ...] = (
-            ("to_device", link.to_device_bytes_per_second),
-            ("to_host", link.to_host_bytes_per_second),
-        )
-        rates = {direction: rate for direction, rate in both if self.queued[direction] > self._done[direction]}
-        limit = link.both_bytes_per_second if len(rates) == 2 else None
+        busy = [direction for direction, nbytes in self.queued.items() if nbytes > self._done[direction]]
+        rates: dict[Direction, float] = {each: getattr(self._link, f"{each}_bytes_per_second") for each in busy}
+        limit = self._link.both_bytes_per_second if len(rates) == 2 else None
         share = 1.0 if limit is None else min(1.0, limit / sum(rates.values()))
         return {direction: rate * share for direction, rate in rates.items()}
 

@@ -46,8 +46,8 @@ class Recording:
     """How long the moves of the whole run took."""
     link: Link | None
     """The fastest rates that the run's moves have reached; None where none was seen in a direction."""
-    facts: tuple[Mapping[str, Any], ...]
-    moves: tuple[_Span, ...]
+    handles: tuple[HandleView, ...]
+    seen: Mapping[str, Seen]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], worker: str | None = None) -> Recording:
@@ -62,41 +62,34 @@ class Recording:
                 closed.
         """
         try:
-            made = cls._read(Path(path), worker)
-            for facts in made.facts:
-                _view(facts)
+            _, events = read_trace(Path(path))
+            pid, name, about = _chosen(events, path, worker)
+            own = [event for event in events if event.get("pid") == pid]
+            tracks = {event["tid"]: str(event["args"]["name"]) for event in own if event.get("name") == "thread_name"}
+            spans = [event for event in own if event.get("ph") == "X"]
+            moves = sorted((_move(each, tracks) for each in spans if each.get("cat") == "move"), key=lambda move: move.end_seconds)
+            bursts = _bursts(moves)
+            phases = sorted((each for each in spans if each.get("cat") == "phase"), key=lambda each: each["ts"])
+            if not phases:
+                raise PlacementError(
+                    f"{path} has no phase of the worker {name}: write the trace after a step, before the manager is closed"
+                )
+            return cls(
+                worker=name,
+                policy=str(about["policy"]),
+                worker_role=str(about["worker_role"]),
+                budget_bytes=about.get("budget_bytes"),
+                phases=tuple(_phase(each, bursts) for each in phases),
+                moved=Moved.total(move.moved for move in moves),
+                stall_seconds=sum(each.end_seconds - each.begin_seconds for each in bursts),
+                link=_link(bursts),
+                handles=tuple(map(_view, about["handles"])),
+                seen={facts["name"]: _seen(facts, moves) for facts in about["handles"]},
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise PlacementError(
                 f"{path} is no trace that this version of placement wrote, or it was changed: {type(error).__name__}: {error}"
             ) from error
-        if not made.phases:
-            raise PlacementError(
-                f"{path} has no phase of the worker {made.worker}: write the trace after a step, before the manager is closed"
-            )
-        return made
-
-    @classmethod
-    def _read(cls, path: Path, worker: str | None) -> Recording:
-        _, events = read_trace(path)
-        pid, name, about = _chosen(events, path, worker)
-        own = [event for event in events if event.get("pid") == pid]
-        tracks = {event["tid"]: str(event["args"]["name"]) for event in own if event.get("name") == "thread_name"}
-        spans = [event for event in own if event.get("ph") == "X"]
-        moves = tuple(sorted((_move(each, tracks) for each in spans if each.get("cat") == "move"), key=lambda move: move.end_seconds))
-        bursts = _bursts(moves)
-        phases = sorted((each for each in spans if each.get("cat") == "phase"), key=lambda each: each["ts"])
-        return cls(
-            worker=name,
-            policy=str(about["policy"]),
-            worker_role=str(about["worker_role"]),
-            budget_bytes=about.get("budget_bytes"),
-            phases=tuple(_phase(each, bursts) for each in phases),
-            moved=Moved.total(move.moved for move in moves),
-            stall_seconds=sum(each.end_seconds - each.begin_seconds for each in bursts),
-            link=_link(bursts),
-            facts=tuple(about["handles"]),
-            moves=moves,
-        )
 
     @torch.inference_mode(mode=False)
     def forecast(
@@ -128,19 +121,19 @@ class Recording:
         chosen = resolve_policy(self.policy if policy is None else policy)
         budget, names = self.budget_bytes if budget_bytes is None else budget_bytes, [phase.name for phase, _ in self.phases]
         settings: dict[str, Any] = {"worker_role": self.worker_role, "phases": dict(phases or {})}
-        objects = objects_of(device, map(_view, self.facts), {facts["name"]: self._seen(facts) for facts in self.facts})
-        with Run(chosen, device, objects, names, budget_bytes=budget, **settings) as run:
+        with Run(chosen, device, objects_of(device, self.handles, self.seen), names, budget_bytes=budget, **settings) as run:
             return summed_up(run, [tuple([run.go(phase, seconds) for phase, seconds in self.phases])], notes)
 
-    def _seen(self, facts: Mapping[str, Any]) -> Seen:
-        own = [each for each in self.moves if each.handle == facts["name"]]
-        loads = [each.moved.loaded_bytes for each in own if each.trigger == Trigger.LOAD]
-        return Seen(
-            loaded_bytes=max(loads, default=0),
-            changed_bytes=max((each.moved.offloaded_bytes for each in own if each.trigger == Trigger.OFFLOAD), default=0),
-            is_born=bool(loads and loads[0]),
-            keeps_weights=not loads or not facts["tags"].get(WEIGHTS) or any(loads),
-        )
+
+def _seen(facts: Mapping[str, Any], moves: Sequence[_Span]) -> Seen:
+    own = [each for each in moves if each.handle == facts["name"]]
+    loads = [each.moved.loaded_bytes for each in own if each.trigger == Trigger.LOAD]
+    return Seen(
+        loaded_bytes=max(loads, default=0),
+        changed_bytes=max((each.moved.offloaded_bytes for each in own if each.trigger == Trigger.OFFLOAD), default=0),
+        is_born=bool(loads and loads[0]),
+        keeps_weights=not loads or not facts["tags"].get(WEIGHTS) or any(loads),
+    )
 
 
 def _view(facts: Mapping[str, Any]) -> HandleView:
@@ -148,7 +141,7 @@ def _view(facts: Mapping[str, Any]) -> HandleView:
     return HandleView(state=State.CPU_OFFLOADED, owners=tuple(facts["owners"]), **{key: facts[key] for key in keys})
 
 
-def _chosen(events: Sequence[Event], path: Path, worker: str | None) -> tuple[object, str, Mapping[str, Any]]:
+def _chosen(events: Sequence[Event], path: str | os.PathLike[str], worker: str | None) -> tuple[object, str, Mapping[str, Any]]:
     """The process of a worker, its name, and the facts about its manager."""
     names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
     ours = {event["pid"]: event["args"] for event in events if event.get("name") == MANAGER_EVENT}
