@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from placement import Plan, State, View
 
 from .colocated import Colocated, OptimizerIn, optimizers, parts_of
@@ -49,9 +51,7 @@ class Resident(Colocated):
 def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
     """Keep parts of an engine that a phase does not need, as long as they fit. Loads none of them."""
     for name, needed in plan.parts.items():
-        stays = view.handles[name].resident_tags | needed
-        more = {**plan.parts, name: stays}
-        wider = view.total_plan(plan.targets, plan.streamed, plan.dropped, more)
+        wider = replace(plan, parts={**plan.parts, name: view.handles[name].resident_tags | needed})
         if view.fits(wider):
             plan = wider
     return plan
@@ -60,7 +60,7 @@ def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
 def _stepped_whole_where_it_fits(view: View, plan: Plan) -> Plan:
     """Have optimizers on the device for their steps as long as they fit, in registration order; the others stream their state."""
     for name in [h.name for h in optimizers(view) if h.name in plan.streamed]:
-        whole = view.total_plan(plan.targets, plan.streamed - {name}, plan.dropped, plan.parts)
+        whole = replace(plan, streamed=plan.streamed - {name})
         if view.fits(whole):
             plan = whole
     return plan

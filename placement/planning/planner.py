@@ -87,7 +87,7 @@ class Planner:
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
         handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
-        budget_bytes = self._budget_bytes(phase, handles.values())
+        budget_bytes = self.budget_bytes(phase)
         return View(
             phase=phase,
             enclosing=enclosing,
@@ -129,16 +129,13 @@ class Planner:
     # --- the budget
 
     def budget_bytes(self, phase: str) -> int:
-        """Device bytes that all handles of this rank together may hold in a phase, as of now."""
-        return self._budget_bytes(phase, list(self._handles.values()))
-
-    def _budget_bytes(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
+        """Device bytes that all handles of this rank together may hold in a phase, as of now. May be called on any thread."""
         given, leased = self._settings.budget_bytes, self._leased_from_bytes
         if leased is not None:
             return min(leased if given is None else given, leased - self._leased_beside_bytes(phase))
         if given is not None:
             return given
-        held_bytes = sum(handle.resident_bytes for handle in handles if not handle.external)  # what can be offloaded to make room
+        held_bytes = sum(each.resident_bytes for each in [*self._handles.values()] if not each.external)  # what can leave to make room
         available = self.memory.free_bytes + held_bytes + self._born_bytes
         seen = self._others_bytes.get(phase)
         if seen is None:
