@@ -166,7 +166,7 @@ def _families(snapshot: Snapshot) -> list[Metric]:
     worker_info = InfoMetricFamily("placement_worker", "Properties of the worker.")
     for key, handle in handles:
         # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
-        flags = {"readonly": str(handle.readonly).lower(), "external": str(handle.external is not None).lower()}
+        flags = {"readonly": _flag(handle.readonly), "external": _flag(handle.external is not None)}
         handle_info.add_metric(key, {"role": handle.role or "", "adapter": handle.adapter, **flags})
     for each in snapshot.durations:
         edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
@@ -179,3 +179,7 @@ def _families(snapshot: Snapshot) -> list[Metric]:
         _DECISIONS_OF_POLICY.family(("policy",), [((snapshot.policy,), snapshot)]),
         *(durations, handle_info, worker_info),
     ]
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

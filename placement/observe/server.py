@@ -13,20 +13,22 @@ import importlib.resources
 import io
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import make_wsgi_app
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from placement.core.errors import PlacementError
@@ -247,6 +249,24 @@ STATUS_PAGES = {"/": _file("index.html", "text/html; charset=utf-8"), "/page.js"
 
 # --- the pages of a manager
 
+_REST_SECONDS = 0.0003  # how long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms.
+
+
+class _Paced(CollectorRegistry):
+    """A registry that lets other threads run now and then, so that a phase that begins meanwhile does not wait for the whole page."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._whole = registry
+
+    def collect(self) -> Iterator[Metric]:
+        rested = time.perf_counter()
+        for family in list(self._whole.collect()):  # all families come from one snapshot, however slowly they are written
+            yield family
+            if time.perf_counter() - rested > _REST_SECONDS:
+                time.sleep(0)
+                rested = time.perf_counter()
+
 
 class MetricsServer(HttpServer):
     """Serves the snapshots of `read()` over HTTP until `close()`; see `HttpServer`.
@@ -276,7 +296,7 @@ class MetricsServer(HttpServer):
         self._journal = journal if journal is not None else Journal(1)
         self.target: Target | None = None  # the address and labels under which this worker is scraped; None before it is announced
         self._announcement: Announcement | None = None
-        self._exposition = make_wsgi_app(make_registry(read))
+        self._exposition = make_wsgi_app(_Paced(make_registry(read)))
         pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
         pages |= {"/workers": self._workers, **STATUS_PAGES}
         guarded = {path: functools.partial(self._unless_over, page) for path, page in pages.items()}
@@ -322,7 +342,12 @@ class MetricsServer(HttpServer):
         return Response(HTTPStatus.OK, self._read().model_dump_json().encode(), JSON)
 
     def _trace(self, environ: WSGIEnvironment) -> Response:
-        seconds = float(parse_qs(environ["QUERY_STRING"]).get("seconds", ["inf"])[-1])
+        try:
+            seconds = float(parse_qs(environ["QUERY_STRING"]).get("seconds", ["inf"])[-1])
+        except ValueError:
+            seconds = math.nan
+        if not seconds >= 0:
+            return refusal(HTTPStatus.BAD_REQUEST)
         return Response(HTTPStatus.OK, encoded_trace(self._journal, last_seconds=seconds), JSON)
 
     def _workers(self, _: WSGIEnvironment) -> Response:
