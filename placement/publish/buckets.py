@@ -354,8 +354,8 @@ def _require_syncing(handle: Publisher, begun: int | None = None) -> None:
         advice = (
             "with manager.phase('weight_sync')"
             if handle.phase_now() != "weight_sync"
-            else f"the plan of this phase leaves it out (its role is {handle.role!r}). The shipped policies publish handles with the role "
-            "'actor', and if only= is given, only those that it names"
+            else f"the plan of this phase leaves it out (its role is {handle.role!r}), or it was unregistered: use the handle of the last "
+            "register(). The shipped policies publish handles with the role 'actor', and if only= is given, only those that it names"
         )
         raise PhaseError(
             f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"

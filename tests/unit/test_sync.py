@@ -103,6 +103,17 @@ def test_weights_are_published_while_syncing_only(phase: str | None) -> None:
         worker.actor.weights()
 
 
+def test_a_handle_of_before_unregister_says_so(manager: Any) -> None:
+    model = torch.nn.Linear(4, 4)
+    old = manager.register("actor", model, role="actor")
+    manager.unregister("actor")
+    new = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        with pytest.raises(PhaseError, match=r"or it was unregistered: use the handle of the last register\(\)"):
+            old.weights()
+        assert len(next(iter(new.weights()))) == 2
+
+
 def test_a_generator_that_outlives_its_phase_raises(manager: Any) -> None:
     model = net()
     actor = manager.register("actor", model, role="actor")
