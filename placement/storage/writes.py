@@ -66,7 +66,7 @@ class Changes:
         if self.gradients and not self.replaced:
             told.append(
                 f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from poison (NaN), which offloaded tensors "
-                "read: a backward ran outside a phase. They were dropped, as zero_grad() does. Call backward() in manager.phase('train')."
+                "read: a backward, or pruning, ran outside a phase. Gradients were dropped, as by zero_grad(). Use manager.phase('train')."
             )
         return " ".join([*told, f"But {self.lost}."] if self.lost is not None else told)
 

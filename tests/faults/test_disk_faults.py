@@ -38,28 +38,24 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_file, "DEPTH", 2)
 
 
-def quiet(worker: FaultyWorker) -> None:
-    settle(worker.manager)
-
-
 def worker_in(folder: Path) -> FaultyWorker:
     worker = FaultyWorker(CAPACITY_BYTES, host_limit_bytes=LIMIT_BYTES, disk_directory=folder).register_few()
-    quiet(worker)
+    settle(worker.manager)
     return worker
 
 
 def a_few_phases(worker: FaultyWorker) -> None:
     """Everything leaves host memory once, and comes back once."""
     with worker.manager.phase("log_prob") as step:
-        quiet(worker)
+        settle(worker.manager)
         step.switch("train")
         worker.train_actor()
         worker.actor.zero_grad()
         worker.commit("actor")
-    quiet(worker)
+    settle(worker.manager)
     with worker.manager.phase("rollout"):
-        quiet(worker)
-    quiet(worker)
+        settle(worker.manager)
+    settle(worker.manager)
 
 
 def lost(worker: FaultyWorker) -> set[str]:
@@ -100,17 +96,13 @@ def refuses() -> int:
     return -1
 
 
-def no_memory() -> int:
-    return 0
-
-
 OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "write": (os, "pwritev", raises(errno.EIO)),
     "sync": (os, "fdatasync", raises(errno.EIO)),
     "allocate": (disk_file.libc, "fallocate", refuses),
     "open": (disk, "DiskFile", raises(errno.EMFILE)),
     "release": (disk_file, "_drop", lambda: False),
-    "memory": (disk_file, "available_bytes", no_memory),
+    "memory": (disk_file, "available_bytes", lambda: 0),
     "read": (os, "preadv", raises(errno.EIO)),
 }
 
@@ -118,7 +110,7 @@ OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
 def worker_that_gives_back(_: Path) -> FaultyWorker:
     """One that gives back whatever host copy the device has the bytes of, and so must take it again for each offload."""
     worker = FaultyWorker(CAPACITY_BYTES, host_copies="while_needed").register_few()
-    quiet(worker)
+    settle(worker.manager)
     return worker
 
 
@@ -140,7 +132,7 @@ def test_every_call_failed(
             patched.setattr(owner, name, failing)
             with contextlib.suppress(placement.IntegrityError, placement.BrokenHandleError, placement.HostMemoryError):
                 a_few_phases(worker)
-            quiet(worker)
+            settle(worker.manager)
         if not failing.fired:
             worker.manager.close()
             break
@@ -191,15 +183,15 @@ def test_ctrl_c_while_somebody_waits_for_the_disk_leaves_values_complete(
     interrupted = 0
     for point in range(1, 12):
         with worker.manager.phase("rollout"):
-            quiet(worker)
-        quiet(worker)
+            settle(worker.manager)
+        settle(worker.manager)
         with monkeypatch.context() as patched:
             patched.setattr(os, call, Interrupting(getattr(os, call), point))
             try:
                 with worker.manager.phase("train"):
                     worker.manager.handles["rollout"].object.module.state_dict()
                 worker.manager.handles["actor"].state_dict()
-                quiet(worker)
+                settle(worker.manager)
             except KeyboardInterrupt:
                 interrupted += 1
         gc.collect(0)

@@ -7,12 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
 
 import placement
 from placement.cli import main
@@ -21,6 +18,7 @@ from placement.observe import discovery
 from placement.observe.discovery import Announcement, Identity, Target, as_json, from_json, reap, targets_in
 from placement.observe.fleet import DiscoveryServer, find_targets
 from placement.testing import SimulatedDevice
+from tests.observe.managed import get, managed
 
 WORKER = """
 import sys, torch, placement, placement.observe.discovery
@@ -115,16 +113,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_the_port_is_free_again(
         manager.serve(discovery=tmp_path / "taken")
 
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.loads(answer.read())
-
-
 def test_the_discovery_server_lists_and_shows_all(tmp_path: Path) -> None:
-    managers = [placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096)) for _ in range(2)]
-    models = [nn.Linear(8, 8) for _ in managers]
-    for manager, model in zip(managers, models, strict=True):
-        manager.register("actor", model, role="actor")
+    managers, _models = zip(*(managed() for _ in range(2)), strict=True)
     servers = [manager.serve(discovery=tmp_path, identity=Identity(rank=rank)) for rank, manager in enumerate(managers)]
     gone = Target.of("127.0.0.1:9", Identity(rank=2))
     with DiscoveryServer(lambda: [*targets_in(tmp_path), gone]) as all_of_them, managers[0].phase("log_prob"):

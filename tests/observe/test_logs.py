@@ -8,23 +8,16 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import placement
 from placement.core.snapshot import readable
 from placement.testing import Faults, SimulatedDevice
-
-
-def make(**settings: object) -> tuple[placement.Manager, nn.Module]:
-    manager = placement.Manager(**{"device": SimulatedDevice(1 << 20, chunk_bytes=4096), **settings})  # type: ignore[arg-type]
-    model = nn.Linear(32, 32)
-    manager.register("actor", model, role="actor")
-    return manager, model
+from tests.observe.managed import managed
 
 
 def test_a_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    manager, _model = make()
+    manager, _model = managed()
     with manager.phase("log_prob"):
         pass
     with caplog.at_level(logging.INFO, logger="placement"):
@@ -62,7 +55,7 @@ def test_a_warning_shows_where_logging_is_not_set_up() -> None:
 
 def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     faults = Faults(SimulatedDevice(1 << 20, chunk_bytes=4096))
-    manager, _model = make(device=faults)
+    manager, _model = managed(device=faults)
     faults.fail("create", at=1)
     with pytest.raises(placement.DeviceMemoryError), manager.phase("log_prob"):
         pass
@@ -72,12 +65,12 @@ def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixt
 
 
 def test_moves_are_marked_for_torchs_profiler() -> None:
-    manager, _ = make(annotate="profiler")
+    manager, _ = managed(annotate="profiler")
     with profile(activities=[ProfilerActivity.CPU]) as profiler, manager.phase("log_prob"):
         pass
     marks = [event.name for event in profiler.events() if event.name.startswith("placement: ")]
     assert marks == ["placement: load actor", "placement: offload actor"]
-    quiet, _ = make()
+    quiet, _ = managed()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, quiet.phase("log_prob"):
         pass
     assert not [event.name for event in profiler.events() if event.name.startswith("placement: ")]
@@ -86,7 +79,7 @@ def test_moves_are_marked_for_torchs_profiler() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has NVTX")
 def test_nvtx_without_cuda_is_an_error_that_says_what_to_use() -> None:
     with pytest.raises(ValueError, match="use 'profiler'"):
-        make(annotate="nvtx")
+        managed(annotate="nvtx")
 
 
 @pytest.mark.parametrize(

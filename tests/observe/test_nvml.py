@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from torch import nn
 
-import placement
 from placement.devices.memory import Outside
 from placement.observe import nvml
 from placement.observe.nvml import OtherProcesses
 from placement.testing import SimulatedDevice
+from tests.observe.managed import managed
 from tests.support.threads import until
 
 
@@ -119,19 +118,13 @@ class Slow(Library):
         return super().nvmlDeviceGetComputeRunningProcesses(device)
 
 
-def on_a_named_device() -> tuple[Named, placement.Manager, nn.Module]:
-    device, model = Named(1 << 20, chunk_bytes=4096), nn.Linear(8, 8)
-    manager = placement.Manager(device=device)
-    manager.register("actor", model, role="actor")
-    return device, manager, model
-
-
 def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes leave the device in a phase transition, and NVML tells of it a little later."""
     engine, context = 3000, 500
     library = Slow(Process(os.getpid(), 5), Process(7, engine))
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    device, manager, _model = on_a_named_device()
+    device = Named(1 << 20, chunk_bytes=4096)
+    manager, _model = managed(device=device)
     device.outside_bytes = engine + context
 
     def others_come_to_hold(nbytes: int) -> None:
@@ -160,7 +153,8 @@ def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_
 def test_others_that_are_not_known_any_more_are_not_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(Process(os.getpid(), 5), Process(7, 300))
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    device, manager, _model = on_a_named_device()
+    device = Named(1 << 20, chunk_bytes=4096)
+    manager, _model = managed(device=device)
     device.outside_bytes = 700
     with manager.serve():
         with manager.phase("log_prob"):

@@ -22,6 +22,7 @@ from placement.observe.discovery import targets_in
 from placement.observe.fleet import DiscoveryServer
 from tests.observe import prometheus_worker
 from tests.observe.expressions import expressions
+from tests.observe.managed import get
 from tests.support.forked import processes
 
 WORKERS = 4
@@ -32,11 +33,6 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian: prometheus) is not installed"),
 ]
-
-
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.loads(answer.read())
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ from placement.core.errors import PhaseError, PlacementError
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.observe.discovery import Identity
 from placement.observe.server import MAX_CONNECTIONS, MetricsServer
-from placement.testing import SimulatedDevice
+from tests.observe.managed import managed
 
 MakeHandle = Callable[..., HandleSnapshot]
 MakeSnapshot = Callable[..., Snapshot]
@@ -256,9 +256,7 @@ def test_close_does_not_wait_for_ever_for_a_stuck_read(snapshot: Snapshot) -> No
 
 def served(tmp_path: Path) -> tuple[placement.Manager, torch.nn.Module, MetricsServer, Path]:
     """A manager with an offloaded model, its server, and the file that announces it."""
-    manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 20))
-    model = torch.nn.Linear(4, 4)
-    manager.register("actor", model, role="actor")
+    manager, model = managed()
     server = manager.serve(discovery=tmp_path, identity=Identity(rank=3))
     (announced,) = tmp_path.glob("*.json")
     return manager, model, server, announced

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 import placement
 from placement.cli import main
@@ -22,19 +21,14 @@ from placement.cli.workers import trouble_of
 from placement.core.snapshot import readable
 from placement.forecasting.device import SizedEngine, SizesDevice
 from placement.observe.discovery import Identity
-from placement.testing import SimulatedDevice
+from tests.observe.managed import managed
 
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[placement.Manager]]:
-    managers, servers, models = [], [], []
-    for rank in (2, 10):
-        manager = placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-        models.append(nn.Linear(32, 32))
-        manager.register("actor", models[-1], role="actor")
-        servers.append(manager.serve(discovery=tmp_path, identity=Identity(rank=rank)))
-        managers.append(manager)
-    yield managers
+    made = [managed() for _ in range(2)]
+    servers = [manager.serve(discovery=tmp_path, identity=Identity(rank=rank)) for rank, (manager, _) in zip((2, 10), made, strict=True)]
+    yield [manager for manager, _ in made]
     for server in servers:
         server.close()
 

@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import placement
 from placement.cli import main
 from placement.core.errors import PlacementError
 from placement.observe.trace import encoded_trace
-from placement.testing import SimulatedDevice
+from tests.observe.managed import managed
 
 
 @pytest.fixture
 def manager() -> Any:
-    manager = placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-    model = nn.Linear(64, 64)
-    manager.register("actor", model, role="actor")
+    manager, model = managed()
     manager.model = model  # type: ignore[attr-defined]
     return manager
 
@@ -71,7 +68,7 @@ def test_on_one_time_with_a_torch_profiler_trace(manager: Any, tmp_path: Path) -
         manager.phase("log_prob"),
         record_function("inside"),
     ):
-        manager.model(torch.randn(2, 64))
+        manager.model(torch.randn(2, 32))
     theirs, both = tmp_path / "torch.json", tmp_path / "both.json"
     profiler.export_chrome_trace(str(theirs))
     placement.trace(manager.journal, both, beside=theirs)

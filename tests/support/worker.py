@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +102,23 @@ def assert_same(found: Any, wanted: Any) -> None:
             assert_same(one, other)
     else:
         assert found == wanted
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in mappings, lists and tuples of any depth. It asks nothing of placement."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
+def through_a_file(value: Any, **options: Any) -> Any:
+    """What `torch.load` gives back of what `torch.save` has written."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
 
 
 def in_a_range(tensor: torch.Tensor) -> bool:

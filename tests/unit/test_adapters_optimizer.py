@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placement.core.errors import RegistrationError
 from placement.ownership.optimizer import OptimizerAdapter
+from tests.support.worker import tensors_in
 
 CPU = torch.device("cpu")
 
@@ -75,18 +75,6 @@ def step(parameters: list[nn.Parameter], optimizer: optim.Optimizer) -> None:
     optimizer.step(closure)
 
 
-def state_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Independent of the adapter: every tensor in a state dict."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from state_tensors(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from state_tensors(part)
-
-
 def counters_on_cpu(optimizer: optim.Optimizer) -> set[int]:
     """What torch keeps on the CPU beside parameters on an accelerator."""
     if isinstance(optimizer, optim.ASGD) or optimizer.param_groups[0].get("fused"):
@@ -116,7 +104,7 @@ def test_all_state_is_found_after_a_step_and_the_twin_has_its_size_before(varian
     entries = len(optimizer.state)
     found = list(adapter.owned())
     stays = counters_on_cpu(optimizer)
-    expected = {id(t): t for t in state_tensors(optimizer.state_dict()["state"]) if t.numel() and id(t) not in stays}
+    expected = {id(t): t for t in tensors_in(optimizer.state_dict()["state"]) if t.numel() and id(t) not in stays}
     assert {id(item.tensor) for item in found} == set(expected)
     assert sum(item.tensor.nbytes for item in found) == sum(tensor.nbytes for tensor in expected.values())
     assert len({item.name for item in found}) == len(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
 import threading
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_not
 from tests.faults.test_interrupts import Lines
 from tests.support.disk import settle
 from tests.support.early import Foresight
-from tests.support.worker import CAPACITY, Scripted, assert_same, batch, make_manager
+from tests.support.worker import CAPACITY, Scripted, assert_same, batch, make_manager, through_a_file
 from tests.unit.test_publish_changes import Receiver
 
 WIDTH = 96
@@ -243,10 +242,7 @@ def test_values_are_right_in_every_reading(job: Job) -> None:
     assert_same(job.model.state_dict(), job.plain.state_dict())
     job.train(1)
     assert job.is_cast
-    saved = io.BytesIO()
-    torch.save(job.actor.state_dict(), saved)
-    saved.seek(0)
-    assert_same(torch.load(saved), job.plain.state_dict())
+    assert_same(through_a_file(job.actor.state_dict()), job.plain.state_dict())
     assert job.manager.audit().ok
     job.train(2)
     assert job.is_cast

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from placement import HandleView, Plan, View
-from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Cyclic
 from tests.support.views import after, handle, used
 from tests.support.worker import GPU, TRAIN, Turns, Worker
@@ -145,9 +144,6 @@ def test_a_phase_never_seen_takes_no_more_than_it_needs() -> None:
 
 
 def test_options() -> None:
-    policy = resolve_policy("cyclic(cycle=('rollout', 'train'), idle='empty', drop_gradients=True)")
-    assert isinstance(policy, Cyclic)
-    assert (policy.cycle, policy.idle, policy.drop_gradients) == (("rollout", "train"), "empty", True)
     with pytest.raises(ValueError, match="idle must be one of keep, empty, not 'off'"):
         Cyclic(idle="off")  # type: ignore[arg-type]
     for wrong in ("rollout", ("rollout", 3)):

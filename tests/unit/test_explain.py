@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from placement import Plan, View
 from placement.cli import main
-from placement.cli.explain import add_explain, explain, live_table, run
+from placement.cli.explain import explain, live_table
 from placement.core.states import PHASES, State
 from placement.observe.discovery import Target
 from placement.policies import Colocated
@@ -109,18 +108,12 @@ def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
     assert row(text, "rollout")[:7] == ["-"] * 6 + ["gpu"]
 
 
-def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_explain(parser)
-    return run(parser.parse_args(words))
-
-
 def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "placement.toml"
     path.write_text('policy = "resident"\nbudget_bytes = "90GiB"\nworker_role = "trainer"\n[phases]\ndistill = ["teacher"]\n')
-    assert command("--settings", str(path)) == 0
+    assert main(["explain", "--settings", str(path)]) == 0
     assert capsys.readouterr().out.startswith("policy resident, budget 90 GiB, worker role trainer, own phases: distill\n")
-    assert command("colocated", "--settings", str(path), "--budget", "80GiB", "--worker-role", "hybrid") == 0
+    assert main(["explain", "colocated", "--settings", str(path), "--budget", "80GiB", "--worker-role", "hybrid"]) == 0
     assert capsys.readouterr().out.startswith("policy colocated, budget 80 GiB, worker role hybrid, own phases: distill\n")
 
 
@@ -129,7 +122,7 @@ def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: 
     [(["--budget", "lots"], "'lots' is not a number of bytes"), (["--settings", "absent.toml"], "absent")],
 )
 def test_the_command_says_what_it_cannot_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(*words) == 2
+    assert main(["explain", *words]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -139,7 +132,7 @@ def test_the_command_finds_a_policy_beside_the_user(
     (tmp_path / "beside_the_user.py").write_text("from placement.policies import Resident\nclass Mine(Resident):\n    name = 'mine'\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
-    assert command("beside_the_user:Mine") == 0
+    assert main(["explain", "beside_the_user:Mine"]) == 0
     assert capsys.readouterr().out.startswith("policy mine,")
 
 

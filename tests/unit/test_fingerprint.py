@@ -23,6 +23,8 @@ CHANGES: dict[str, Change] = {
     "a swap of two values": lambda v: v.index_copy_(0, torch.tensor([1, 800]), v[[800, 1]]),
     "a rotation": lambda v: v.copy_(v.roll(1)),
     "a reversal": lambda v: v.copy_(v.flip(0)),
+    "a swap of two words": lambda v: v.view(torch.int64).index_copy_(0, torch.tensor([1, 400]), v.view(torch.int64)[[400, 1]]),
+    "rows in another order": lambda v: v.view(16, 64).copy_(v.view(16, 64).flip(0)),
     "one last bit": lambda v: v.view(torch.int32)[512].bitwise_xor_(1),
     "equal steps up and down": lambda v: v.view(torch.int64).index_add_(0, torch.tensor([10, 20]), torch.tensor([1, -1])),
     "minus zero": lambda v: v[7].neg_(),

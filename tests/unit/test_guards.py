@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import io
 import pickle
 import types
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from placement import PHASES, Handle, NotResidentError, PhaseError, PlacementErr
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net, through_a_file
 
 # --- what raises
 
@@ -139,10 +138,7 @@ def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
 def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield copy.deepcopy(model)
     yield pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    yield torch.load(file, weights_only=False)
+    yield through_a_file(model, weights_only=False)
 
 
 def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered(worker: Worker) -> None:

@@ -21,6 +21,12 @@ LONG = 60
 """Seconds after which something that must happen has not happened."""
 
 
+def wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "placement-host":
+            thread.join(LONG)
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a page, so that a few pages are a large slab."""
@@ -33,9 +39,7 @@ def gate() -> Iterator[threading.Event]:
     gate = threading.Event()
     yield gate
     gate.set()
-    for thread in threading.enumerate():
-        if thread.name == "placement-host":
-            thread.join(LONG)
+    wait_for_threads()
 
 
 class Driver:
@@ -175,9 +179,7 @@ def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threadi
     del slab
     assert mapped(address)
     gate.set()
-    for thread in threading.enumerate():
-        if thread.name == "placement-host":
-            thread.join(LONG)
+    wait_for_threads()
     assert not mapped(address)
     assert not driver.registered
     assert not driver.problems

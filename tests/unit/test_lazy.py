@@ -40,17 +40,6 @@ def test_a_factory_is_called_once_at_the_first_plan_that_wants_it() -> None:
     assert_nothing_resident(manager)
 
 
-def test_a_trainer_of_an_async_rollout_never_builds_the_engine() -> None:
-    manager = make_manager(policy="async_rollout", worker_role="trainer")
-    engine, actor = Factory(), Factory()
-    manager.register("rollout", Lazy(engine, kind="engine"), role="rollout")
-    handle = manager.register("actor", Lazy(actor), role="actor")
-    with manager.phase("rollout"), manager.phase("log_prob"):
-        assert handle.state is GPU
-    assert (engine.calls, actor.calls) == (0, 1)
-    assert handle.state is GPU  # a trainer keeps its own
-
-
 def test_a_lazy_optimizer_is_built_after_its_owner() -> None:
     manager = make_manager()
     built: list[torch.nn.Module] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import re
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import placement
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
+from tests.support.worker import through_a_file
 
 _PAGE = Path(__file__).parents[2] / "docs" / "offloaded.md"
 
@@ -113,7 +113,7 @@ def _read_state_dicts(world: World) -> None:
         _equal(found["0.weight"], world.values["0.weight"])
     for found in (world.model[0].state_dict(), get_model_state_dict(world.model[0])):
         _equal(found["weight"], world.values["0.weight"])
-    _equal(torch.load(io.BytesIO(_saved(world.model.state_dict())), weights_only=True)["0.weight"], world.values["0.weight"])
+    _equal(through_a_file(world.model.state_dict())["0.weight"], world.values["0.weight"])
 
 
 def _read_hooked(world: World) -> None:
@@ -126,12 +126,6 @@ def _read_hooked(world: World) -> None:
 def _read_moments(world: World) -> None:
     _equal(world.optimizer.state_dict()["state"][0]["exp_avg"], world.moments["0.weight"])
     _equal(world.adam.state_dict()["state"][0]["exp_avg"], world.moments["0.weight"])
-
-
-def _saved(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 def _compiled_after(world: World) -> object:
@@ -241,12 +235,12 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
         "`copy.deepcopy`, `pickle` or `torch.save` of the module": (
             lambda world: copy.deepcopy(world.model),
             lambda world: pickle.dumps(world.model),
-            lambda world: _saved(world.model),
+            lambda world: through_a_file(world.model),
         ),
         "`copy.deepcopy`, `pickle` or `torch.save` of the optimizer": (
             lambda world: copy.deepcopy(world.adam),
             lambda world: pickle.dumps(world.adam),
-            lambda world: _saved({"optimizer": world.adam}),
+            lambda world: through_a_file({"optimizer": world.adam}),
         ),
     },
     "`IntegrityError` at the next transition that loads it; every value is as it was": {
@@ -288,7 +282,7 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
         "`copy.deepcopy`, `clone()` or `torch.save` of a parameter instead of a state dict": (
             lambda world: _is_nan(copy.deepcopy(world.model[0].weight)),
             lambda world: _is_nan(world.model[0].weight.clone()),
-            lambda world: _is_nan(torch.load(io.BytesIO(_saved(world.model[0].weight)), weights_only=True)),
+            lambda world: _is_nan(through_a_file(world.model[0].weight)),
         ),
     },
 }
@@ -329,7 +323,7 @@ def test_a_backward_pass_outside_a_phase_is_found() -> None:
     world = World()
     world.model.zero_grad()
     _backward(world)
-    with pytest.raises(placement.IntegrityError, match="a backward ran outside a phase"):
+    with pytest.raises(placement.IntegrityError, match="a backward, or pruning, ran outside a phase"):
         world.entered()
     assert all(parameter.grad is None for parameter in world.model.parameters())  # nobody wants them, and the next step would take them
     world.entered()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from placement import Manager, RegistrationError, checkpoint
 from placement.devices import base
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import tensors_in
 
 Lend = Callable[[dict[str, Any], torch.nn.Parameter], object]
 
@@ -44,11 +45,8 @@ class Model(torch.nn.Module):
         (self.layer(torch.full((2, 8), 1.0 + step)) * self.scale).square().mean().backward()
 
 
-def tensors(value: Any) -> Iterator[bytes]:
-    if isinstance(value, torch.Tensor):
-        yield value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        yield from tensors(each)
+def tensors(value: Any) -> list[bytes]:
+    return [each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors_in(value)]
 
 
 def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:

@@ -354,20 +354,6 @@ def test_an_offload_that_fails_under_way(operation: str) -> None:
     assert not faults.fired  # there are no more calls
 
 
-def test_what_a_policy_leaves_aside_is_recorded_too() -> None:
-    job = Job(torch.bfloat16, Early({"ref_log_prob": {"actor": 1 << 30}}))  # saved while that phase computes
-    receiver = Receiver(job.actor)
-    for index in range(3):
-        with job.manager.phase("train") as phase:
-            job.step(index)
-            phase.switch("ref_log_prob")
-            assert job.actor.prefetched_bytes
-            phase.switch("weight_sync")
-            got = receiver.take()
-        if index:
-            assert wholes(got) <= {"steps"}
-
-
 @pytest.mark.parametrize(
     ("how", "offloads"),
     [*((how, True) for how in ("missed", "unknown", "early end", "another dtype", "restart")), ("missed", False), ("early end", False)],
@@ -414,17 +400,22 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
             assert wholes(receiver.sync()) == set(receiver.weights)
 
 
-def test_a_checkpoint_that_brings_the_host_copy_up_to_date_before_the_publication(tmp_path: Path) -> None:
-    job = Job(torch.bfloat16)
+@pytest.mark.parametrize("by", ["a policy that leaves it aside", "a checkpoint"])
+def test_what_has_reached_the_host_copy_before_the_publication_is_recorded_too(by: str, tmp_path: Path) -> None:
+    job = Job(torch.bfloat16, Early({"ref_log_prob": {"actor": 1 << 30}}))  # saved while that phase computes
     receiver = Receiver(job.actor)
     for index in range(3):
         with job.manager.phase("train") as phase:
             job.step(index)
-            placement.checkpoint.async_save(job.manager, tmp_path / str(index)).result()
+            if by == "a checkpoint":
+                placement.checkpoint.async_save(job.manager, tmp_path / str(index)).result()
+            else:
+                phase.switch("ref_log_prob")
+                assert job.actor.prefetched_bytes
             phase.switch("weight_sync")
             got = receiver.take()
         if index:
-            assert wholes(got) <= {"steps"}  # what the checkpoint has copied is recorded
+            assert wholes(got) <= {"steps"}
 
 
 def test_errors_are_those_of_weights_and_a_receiver_of_another_kind_is_told() -> None:

@@ -15,7 +15,7 @@ import placement
 import placement.policies
 from placement import Plan, PolicyError, View
 from placement.planning.policy_lookup import GROUP, SHIPPED, policy_names, resolve_policy
-from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.policies import AsyncRollout, Colocated, Cyclic, Policy, Resident
 
 
 class Mine(Colocated):
@@ -47,7 +47,9 @@ class Mine(Colocated):
 
 
 class TestResolve:
-    @pytest.mark.parametrize(("name", "kind"), [("colocated", Colocated), ("resident", Resident), ("async_rollout", AsyncRollout)])
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("colocated", Colocated), ("resident", Resident), ("async_rollout", AsyncRollout), ("cyclic", Cyclic)]
+    )
     def test_shipped_names(self, name: str, kind: type[Policy]) -> None:
         policy = resolve_policy(name)
         assert type(policy) is kind
@@ -115,6 +117,7 @@ class TestResolve:
         policy = resolve_policy("colocated(drop_gradients=True, optimizer_in='optimizer_step')")
         assert isinstance(policy, Colocated)
         assert (policy.drop_gradients, policy.optimizer_in, policy.stream_sync) == (True, "optimizer_step", False)
+        assert resolve_policy("cyclic(cycle=('rollout', 'train'))").cycle == ("rollout", "train")  # type: ignore[attr-defined]
         assert resolve_policy('resident("optimizer_step")').optimizer_in == "optimizer_step"  # type: ignore[attr-defined]
         assert type(resolve_policy("colocated()")) is Colocated
         assert resolve_policy(f"{__name__}:NeedsAnArgument(-3)").size == -3  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from placement import Handle, Manager, NotResidentError
 from placement.registration.state_dicts import is_reading
 from placement.testing import assert_nothing_resident
-from tests.support.worker import assert_same, learn, make_manager, net
+from tests.support.worker import assert_same, learn, make_manager, net, through_a_file
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +52,9 @@ class Extra(Layer):
     """As Transformer Engine and torchao do: extra state of any kind, computed in any way."""
 
     def get_extra_state(self) -> dict[str, Any]:
-        file = io.BytesIO()
-        torch.save({"weight": self.weight, "seen": self.seen}, file)
         return {
             "amax": self.weight.detach().abs().max(),
-            "file": torch.load(io.BytesIO(file.getvalue()), weights_only=False),
+            "file": through_a_file({"weight": self.weight, "seen": self.seen}, weights_only=False),
             "pickled": pickle.loads(pickle.dumps(self.scale)),
             "norms": torch._foreach_norm([self.weight.detach(), self.bias.detach()]),
             "out": torch.add(self.bias.detach(), 1, out=torch.empty(6)),

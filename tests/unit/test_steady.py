@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import assert_same, in_a_range, make_manager
+from tests.support.worker import assert_same, in_a_range, make_manager, tensors_in
 
 CPU = torch.device("cpu")
 CHUNK = 16384
@@ -175,14 +175,6 @@ MUTATIONS: dict[str, Callable[[Scene], object]] = {
     "a_list_in_an_entry": lambda scene: scene.entry.update(history=[torch.randn(2), (torch.randn(3), None)]),
     "a_dictionary_in_an_entry": lambda scene: scene.entry.update(factors={"left": torch.randn(2, 2), "count": 3}),
 }
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
 
 
 def values(scene: Scene) -> list[torch.Tensor]:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import io
 from collections import deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from placement import Manager
 from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
-from tests.support.worker import assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import assert_same, batch, in_a_range, learn, make_manager, net, through_a_file
 
 
 class Held:
@@ -253,10 +252,7 @@ def test_tensors_in_objects_move_and_are_saved(form: str, tmp_path: Path) -> Non
     handle = manager.handles["actor.optimizer"]
     assert handle.host_bytes >= sum(each.nbytes for each in mine)
     placement.checkpoint.save(manager, tmp_path)
-    file = io.BytesIO()
-    torch.save(handle.state_dict(), file)
-    file.seek(0)
-    saved = [tensor for _, tensor in nested_tensors(torch.load(file, weights_only=False), "", levels=1)]
+    saved = [tensor for _, tensor in nested_tensors(through_a_file(handle.state_dict(), weights_only=False), "", levels=1)]
     with manager.phase("train"):
         assert_same(saved, [each.clone() for each in mine])
     loaded = run(form, range(0), other)

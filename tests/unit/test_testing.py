@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.core.states import State
 from placement.devices.base import Device
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.support.early import Early
 
 SIZE = 16384
 
@@ -76,47 +75,36 @@ def test_unknown_operations_and_points_are_refused(faults: Faults) -> None:
         faults.fail("sync", at=0)
 
 
-class Managed(SimpleNamespace):
-    """What `assert_nothing_resident` reads of a manager, with the real device behind it."""
-
-    def snapshot(self) -> Any:
-        return SimpleNamespace(phases=self.phases)
-
-    def audit(self) -> Any:
-        return SimpleNamespace(ok=self.ok, report="drift: 5 bytes of a")
-
-
-def managed(device: Faults, *, phases: tuple[str, ...] = (), ok: bool = True, **handles: tuple[State, int, str | None]) -> Any:
-    views = {
-        n: SimpleNamespace(state=s, prefetched_bytes=0, resident_bytes=b, external=e, kept_by_framework=())
-        for n, (s, b, e) in handles.items()
-    }
-    return Managed(device=device, handles=views, phases=phases, ok=ok)
+def managed(device: Faults, policy: Any = "colocated") -> tuple[placement.Manager, torch.nn.Linear]:
+    manager, model = placement.Manager(device=device, policy=policy), torch.nn.Linear(8, 8)
+    manager.register("actor", model, role="actor")
+    return manager, model
 
 
 def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
-    with pytest.raises(AssertionError, match="a is CPU_OFFLOADED and holds 16,384 bytes"):
-        assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, SIZE, None)))
-    with pytest.raises(AssertionError, match="b is TRAINING outside every phase"):
-        assert_nothing_resident(managed(faults, b=(State.TRAINING, 0, None)))
-    with pytest.raises(AssertionError, match="drift: 5 bytes of a"):
-        assert_nothing_resident(managed(faults, ok=False))
-    _chunk = faults.create(SIZE)
-    with pytest.raises(AssertionError, match=r"chunks take 16,384 bytes, the handles hold 0 \(a 0\)"):
-        assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None)))
-
-
-def test_assert_nothing_resident_on_a_manager(faults: Faults) -> None:
-    manager = placement.Manager(device=faults)
-    model = torch.nn.Linear(8, 8)
-    manager.register("actor", model, role="actor")
+    manager, _model = managed(faults)
     assert_nothing_resident(manager)
-    with manager.phase("log_prob"):
+    with manager.phase("log_prob") as phase:
         assert_nothing_resident(manager)
         assert faults.memory().chunk_bytes > 0
-    assert_nothing_resident(manager)
+        phase.keep("actor")
+    with pytest.raises(AssertionError, match=r"actor is GPU_RESIDENT outside every phase and holds [\d,]+ bytes"):
+        assert_nothing_resident(manager)
+    assert_nothing_resident(manager, except_for=["actor"])
+    with manager.phase("values"):
+        pass
     stray = faults.create(SIZE)
-    with pytest.raises(AssertionError, match="chunks take 16,384 bytes, the handles hold 0"):
+    with pytest.raises(AssertionError, match=r"(?s)chunks take 16,384 bytes, the handles hold 0 \(actor 0\)\n.*\nunaccounted: .*16,384"):
         assert_nothing_resident(manager)
     faults.release(stray)
+    assert_nothing_resident(manager)
+
+
+def test_assert_nothing_resident_allows_what_is_early_inside_a_phase_alone(faults: Faults) -> None:
+    manager, _model = managed(faults, Early({"idle": {"actor": SIZE}, "values": {"actor": SIZE}}))
+    with manager.phase("values"):
+        assert manager.handles["actor"].prefetched_bytes
+        assert_nothing_resident(manager)
+    with pytest.raises(AssertionError, match=r"actor is CPU_OFFLOADED and holds [\d,]+ bytes"):
+        assert_nothing_resident(manager)
     manager.close()
