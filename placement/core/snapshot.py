@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from placement.core.states import State, Trigger
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class HandleSnapshot(_Frozen):
+class HandleSnapshot(Frozen):
     """One handle at one moment, and its counters since registration."""
 
     name: str
@@ -84,7 +84,7 @@ class HandleSnapshot(_Frozen):
     """Why the policy has the handle where it is; None if the policy does not say."""
 
 
-class DurationHistogram(_Frozen):
+class DurationHistogram(Frozen):
     """A histogram of the durations of one operation, in Prometheus' classic form."""
 
     operation: str  # the operation: "load", "offload" or "sync"
@@ -93,7 +93,7 @@ class DurationHistogram(_Frozen):
     sum_seconds: float
 
 
-class LeaseHolder(_Frozen):
+class LeaseHolder(Frozen):
     """One process that shares the GPU by leases."""
 
     name: str  # the process's name; "?" where its entry in the ledger is damaged
@@ -105,7 +105,7 @@ class LeaseHolder(_Frozen):
     is_mine: bool
 
 
-class LeaseSnapshot(_Frozen):
+class LeaseSnapshot(Frozen):
     """The lease of this process on a shared GPU, and the leases of the other processes."""
 
     gpu: str
@@ -125,7 +125,7 @@ class LeaseSnapshot(_Frozen):
         return len(self.holders)
 
 
-class CommunicatorSnapshot(_Frozen):
+class CommunicatorSnapshot(Frozen):
     """A communicator of this process, whose device memory is neither torch's allocator's nor placement's."""
 
     name: str  # the name of its process group
@@ -135,7 +135,7 @@ class CommunicatorSnapshot(_Frozen):
     unknown_because: str | None = None  # why `nbytes` is None
 
 
-class Snapshot(_Frozen):
+class Snapshot(Frozen):
     """The state of a manager at one moment. Neither taking it nor reading it takes a lock."""
 
     taken_timestamp_seconds: float
@@ -217,7 +217,7 @@ def _differences(now: Mapping[str, float], before: Mapping[str, float]) -> dict[
     return {name: value for name, value in grown.items() if value > 0}
 
 
-class LinkRates(_Frozen):
+class LinkRates(Frozen):
     """How fast page-locked memory is copied between the host and the device, in bytes a second."""
 
     to_device_bytes_per_second: float
@@ -225,7 +225,7 @@ class LinkRates(_Frozen):
     both_bytes_per_second: float  # both directions at once, added up
 
 
-class TransitionSeconds(_Frozen):
+class TransitionSeconds(Frozen):
     """The seconds that a phase transition takes beside the copies of its bytes."""
 
     alone: float  # a phase transition that moves nothing
@@ -235,7 +235,7 @@ class TransitionSeconds(_Frozen):
     skipped_byte: float  # the same, for each byte that leaves without a copy because it is proved unchanged
 
 
-class Finding(_Frozen):
+class Finding(Frozen):
     """One difference between the declared and the measured state."""
 
     handle: str | None
@@ -244,7 +244,7 @@ class Finding(_Frozen):
     detail: str
 
 
-class Audit(_Frozen):
+class Audit(Frozen):
     """The result of `Manager.audit()`."""
 
     ok: bool

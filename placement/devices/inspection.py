@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from placement.core import __version__
-from placement.core.snapshot import LinkRates, TransitionSeconds
+from placement.core.snapshot import Frozen, LinkRates, TransitionSeconds
 from placement.devices.base import Device
 from placement.devices.host import numa
 from placement.devices.host.slab import available_bytes
@@ -25,10 +24,9 @@ _BOTH: Sequence[Direction] = ("to_device", "to_host")
 _SECONDS_TO_PIN = 60.0
 
 
-class Inspection(BaseModel):
+class Inspection(Frozen):
     """One device, the host beside it, and what would slow moves down or stop them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     device: str
     uuid: str  # as in `nvidia-smi -L`; empty without a GPU
     total_bytes: int

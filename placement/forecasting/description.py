@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from placement.core.settings import nearest
-from placement.core.snapshot import LinkRates, TransitionSeconds
+from placement.core.snapshot import Frozen, LinkRates, TransitionSeconds
 from placement.core.states import IDLE, PHASES, OwnPhases, State
 
 CYCLES: Mapping[str, tuple[str, ...]] = {
@@ -126,11 +126,7 @@ class Layout:
 ALONE = Layout()  # the layout of a model that every rank holds whole
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Link(_Frozen):
+class Link(Frozen):
     """The rates of the link in bytes a second, and what else `placement doctor` has measured.
 
     Raises:
@@ -184,7 +180,7 @@ class Link(_Frozen):
         return beside.moving + loaded + offloaded + skipped_bytes * beside.skipped_byte
 
 
-class HandleForecast(_Frozen):
+class HandleForecast(Frozen):
     """One handle of a forecast, in the steady state."""
 
     name: str
@@ -202,7 +198,7 @@ class HandleForecast(_Frozen):
     """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps by itself."""
 
 
-class PhaseForecast(_Frozen):
+class PhaseForecast(Frozen):
     """One phase, and the phase transition at its beginning. The numbers are those of one rank."""
 
     phase: str
@@ -243,7 +239,7 @@ class PhaseForecast(_Frozen):
     """The given duration of the work itself; None if it was not given."""
 
 
-class Forecast(_Frozen):
+class Forecast(Frozen):
     """The bytes and the seconds of a job's phases, on one rank, under one policy."""
 
     policy: str

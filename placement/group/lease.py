@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import LEASES_FOLDER
-from placement.core.snapshot import LeaseHolder, LeaseSnapshot
+from placement.core.snapshot import Frozen, LeaseHolder, LeaseSnapshot
 from placement.group.protocol import shortened
 
 if TYPE_CHECKING:
@@ -53,10 +53,8 @@ _NOTE_BYTES = 512  # the longest note takes 505 bytes: 80 characters of a name w
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
-class Note(BaseModel):
+class Note(Frozen):
     """A process's entry about its claim. Times are on the monotonic clock, which all processes of a node share."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str = Field(max_length=32)
     """Identifies the claim. The process number would not do, because the kernel reuses it."""
