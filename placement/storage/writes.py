@@ -296,17 +296,20 @@ def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee],
     values += [
         c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and is_poison(c.aliases[0].detach())
     ]
-    if values:  # a tensor with its registered values, such as padding of zeros, was replaced by the same call: put it back, too
+    if values:  # a tensor with its registered values, such as padding of zeros, or of another dtype, was replaced by the same call
         known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
     return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
 
 
 def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:
-    """Whether every tensor of the adoptee has its registered values, so that it can be put back without losing anything."""
+    """Whether the adoptee can be put back without losing anything: every tensor has its registered values. One of another dtype was
+    converted from what a wrong write had left in its place."""
     for owned in adoptee.owned:
         if (place := places.get(owned.name)) is None:
             return False
+        if owned.tensor.dtype is not place.form[0]:
+            continue
         registered = over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
         now = owned.tensor.detach()
         if now.size() != registered.size() or not torch.equal(now.cpu().to(registered.dtype), registered):

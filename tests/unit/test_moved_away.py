@@ -393,3 +393,17 @@ def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() 
         learn(worker.net, worker.adam)
         assert not worker.net[0].weight.isnan().any()
     assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+def test_a_value_that_was_written_before_a_conversion_is_put_back_with_it(convert: Callable[[nn.Module], nn.Module]) -> None:
+    """The converted tensor has no NaN, and is still no new value: its place had been overwritten."""
+    worker = trained()
+    wanted = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
+    worker.net[0].bias.data.fill_(3)
+    convert(worker.net)
+    with pytest.raises(IntegrityError, match=r"0\.bias.* were replaced"), worker.manager.phase("train"):
+        pass
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), wanted)
+    assert_nothing_resident(worker.manager)
