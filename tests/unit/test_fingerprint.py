@@ -28,13 +28,14 @@ CHANGES: dict[str, Change] = {
     "one last bit": lambda v: v.view(torch.int32)[512].bitwise_xor_(1),
     "equal steps up and down": lambda v: v.view(torch.int64).index_add_(0, torch.tensor([10, 20]), torch.tensor([1, -1])),
     "minus zero": lambda v: v[7].neg_(),
+    "another NaN": lambda v: v.view(torch.int32)[8].bitwise_xor_(1),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_shows(change: Change) -> None:
     values = torch.randn(1024)
-    values[7] = 0.0
+    values[7:9] = torch.tensor([0.0, torch.nan])
     data = values.view(torch.uint8)
     before = fingerprints(data, [4096])
     change(values)
