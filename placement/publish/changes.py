@@ -27,7 +27,7 @@ from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.record import BITS, ChangeRecord, Piece
+from placement.storage.record import BITS, ChangeRecord, RecordedPiece
 from placement.storage.transfer.verification import mirror
 
 
@@ -125,11 +125,11 @@ class Publication:
 
     def complete(self) -> Published:
         """The receivers have everything. From here on offloads record what they change, where the host copy is this process's alone."""
-        storage, pieces = self._storage, dict[Range, list[Piece]]()
+        storage, pieces = self._storage, dict[Range, list[RecordedPiece]]()
         for form, part in zip(self.published.forms, self._parts, strict=True):
             if form.place is not None and part is not None and part.tensor.is_contiguous():
                 r, start = form.place
-                pieces.setdefault(r, []).append(Piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
+                pieces.setdefault(r, []).append(RecordedPiece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
         if isinstance(storage, ManagedStorage) and not storage.readonly:
             for r, prints in self.published.prints.items():
                 if r in pieces and not r.is_replica:
@@ -224,7 +224,7 @@ class Publication:
 class Basis(NamedTuple):
     """From where on a weight's changes have still to be found."""
 
-    piece: Piece | None  # the record up to then; None: nothing had changed
+    piece: RecordedPiece | None  # the record up to then; None: nothing had changed
     is_compared: bool
     """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
 
