@@ -159,10 +159,10 @@ class Adapter(abc.ABC):
         return ()
 
     def unborn_sizes(self) -> Sequence[int]:
-        """The sizes of `expected_sizes` whose storages do not exist yet, as of the last `follow_groups`. May look at every parameter."""
+        """The `expected_sizes` of storages that do not exist yet, as of the last `follow_param_groups`. May look at every parameter."""
         return ()
 
-    def follow_groups(self) -> bool:
+    def follow_param_groups(self) -> bool:
         """Whether an optimizer steps other parameters than at the last call. From now on `unborn_sizes` is about these."""
         return False
 
@@ -330,8 +330,7 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
 
 
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
-    """The tensors with their present versions and addresses. With `before`, their versions at the last look: None if one has a gradient
-    or a graph."""
+    """The tensors with their versions and addresses. With `before` (versions at the last look), None if one has a gradient or a graph."""
     seen = Seen(tensors, [], [])
     for start in range(0, len(tensors), _BLOCK):
         block = tensors[start : start + _BLOCK]

@@ -341,7 +341,7 @@ class OptimizerAdapter(Adapter):
     def unborn_sizes(self) -> Sequence[int]:
         return [*itertools.chain.from_iterable(map(Unborn.sizes, self._unborn))]
 
-    def follow_groups(self) -> bool:
+    def follow_param_groups(self) -> bool:
         given = self._stepped_for(find(self._root())[0]) if self._unborn else {}
         changed = False
         for unborn in self._unborn:  # each is asked

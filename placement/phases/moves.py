@@ -43,7 +43,7 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
-_AFTER_ENGINES = "move what is left"
+_AFTER_ENGINES = "move what is left"  # what ranks propose to one another as the next stage, once engines have left
 Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
@@ -323,6 +323,7 @@ class Mover:
     # --- the bytes
 
     def _move(self, paths: Paths, *, releases_at_once: bool = False) -> None:
+        """Move the bytes of all handles whose next trigger is a load or an offload, at once. `_work` takes the results from `_moved`."""
         moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
         if not moving:
             return
@@ -335,6 +336,7 @@ class Mover:
 
     @contextmanager
     def _failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
+        """Record an error in the block as the failure of these moves."""
         try:
             yield
         except BaseException as error:
@@ -370,7 +372,7 @@ class Mover:
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
         if trigger in _BEGIN_OF_TRAINING and handle.published is not None and handle.holding is not None:
-            handle.published.keep(handle.holding)
+            handle.published.keep(handle.holding)  # the next `weight_changes` compares with these values
         if handle.state is State.SYNCING:
             self._device.trim()  # the buckets' memory, in torch's cache or lent to another process, is for who comes next
         if trigger not in _MOVES:

@@ -145,12 +145,12 @@ class OpenPhases:
     def extend(self, handle: Handle) -> None:
         """Add a new handle to the plan of every open phase. Its owners are planned anew, too: with an optimizer they can be trained."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
-        below = self._planner.idle(self.kept)
+        enclosing = self._planner.idle(self.kept)
         for index, each in enumerate(self.all):
             _, asked = self._planner.ask(each.name, innermost(self.all[:index]), self.kept)
             meant = still_meant(each.only, self._handles)
-            base = below.limited_to({handle.name}, each.plan)
-            each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
+            base = enclosing.limited_to({handle.name}, each.plan)  # where `only` leaves it out, a new handle is as in the enclosing phase
+            each.plan = enclosing = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def forget(self, name: str) -> None:
         self.kept -= {name}
@@ -210,8 +210,7 @@ class TransitionLock:
 
     @contextmanager
     def transition(self) -> Iterator[None]:
-        """Hold the lock for one phase transition, with Ctrl-C deferred. torch's modes are off inside, and abandoned phases have been
-        left."""
+        """Hold the lock for a phase transition, with Ctrl-C deferred and torch's modes off. First, abandoned phases are left."""
         with self._lock, deferred():
             self._begin(
                 "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition",

@@ -30,8 +30,7 @@ def checked(name: str) -> str:
 
 
 def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
-    """Return `only=` as a tuple of names. Raises TypeError: it is a single string, whose letters would be taken for names, or has
-    others."""
+    """`only=` as a tuple of names. Raises TypeError: it is one string, whose letters would be taken for names, or has anything else."""
     if isinstance(only, str):
         raise TypeError(f"only= takes a list of names: only=[{only!r}]")
     if only is None:

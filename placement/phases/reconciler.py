@@ -47,13 +47,13 @@ class PhaseRequest(NamedTuple):
     kept: frozenset[str]  # names of the handles that the phase before kept
 
 
-class Decision(NamedTuple):
+class CheckedPlan(NamedTuple):
     """A plan for a phase that was checked and fits. Nothing has moved."""
 
     name: str
     plan: Plan
     room_bytes: int  # device bytes of the budget that are left beside what the handles hold now: see `check_fits`
-    stays: bool  # whether every handle is at its target
+    moves_nothing: bool  # whether every handle is at its target already
 
 
 class Reconciler:
@@ -88,7 +88,7 @@ class Reconciler:
         self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
         self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
-    def decide(self, action: str, wanted: PhaseRequest) -> Decision:
+    def make_plan(self, action: str, wanted: PhaseRequest) -> CheckedPlan:
         """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`. Builds lazies that the plan needs,
         and raises writes into offloaded memory that were found before."""
         name, handles = wanted.name, self._handles
@@ -105,8 +105,8 @@ class Reconciler:
             self._journal.decisions["refuse"] += 1
             raise
         self._refuse_stale(name, plan)
-        stays = is_there(handles, plan)
-        decisions = ["keep"] * len(handles) if stays else [_decision(handle, plan) for handle in handles.values()]
+        moves_nothing = is_there(handles, plan)
+        decisions = ["keep"] * len(handles) if moves_nothing else [_decision(handle, plan) for handle in handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
@@ -118,25 +118,25 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        return Decision(name, plan, room_bytes, stays)
+        return CheckedPlan(name, plan, room_bytes, moves_nothing)
 
-    def decide_within(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> Decision:
+    def check_plan(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> CheckedPlan:
         """Check a plan that is to be carried out while the phase `name` is and stays open. Nothing has moved."""
         self.measure()
         self.prefetcher.pause()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        return Decision(name, plan, room_bytes, is_there(self._handles, plan))
+        return CheckedPlan(name, plan, room_bytes, is_there(self._handles, plan))
 
-    def carry_out(self, decision: Decision, agree: Agree | None) -> None:
+    def carry_out(self, checked: CheckedPlan, agree: Agree | None) -> None:
         """Move every handle where the plan wants it, all or nothing. Where all are there, only a group (`agree`) is asked."""
-        name, plan, room_bytes, stays = decision
+        name, plan, room_bytes, moves_nothing = checked
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
         before = self._journal.num_moves
         try:
-            if stays and agree is None:
+            if moves_nothing and agree is None:
                 self._mover.end_without_moves(self._handles, ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
@@ -157,8 +157,8 @@ class Reconciler:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
         `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
         `vote` asks them how far they came; it gets the errors, and returns them with those of the others."""
-        stays = is_there(self._handles, plan)
-        leaves = not stays and bool(self._left_behind(plan))
+        moves_nothing = is_there(self._handles, plan)
+        leaves = not moves_nothing and bool(self._left_behind(plan))
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
@@ -172,7 +172,7 @@ class Reconciler:
             ahead, _ = self.prefetcher.look_ahead(name, within, self._mover.chunk_pool)
         except Exception as error:  # the device failed
             failures.append(error)
-        if stays:
+        if moves_nothing:
             self._mover.end_without_moves(self._handles, ahead)
         else:
             try:
@@ -186,7 +186,7 @@ class Reconciler:
             for failure in failures:
                 if isinstance(failure, WrittenWhileOffloaded):
                     self.writes.count(failure)
-        self.left_behind = () if stays else self._left_behind(plan)  # a failed load may have brought one there
+        self.left_behind = () if moves_nothing else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE and self.lease_client is not None:
             self.lease_client.trim()
@@ -261,10 +261,10 @@ class Reconciler:
             return plan
         chosen = still_meant(wanted.only, self._handles)
         needed = self.planner.needed(wanted.name, innermost(wanted.around), wanted.kept, at_rest=True)
-        staying: dict[tuple[str, str], str] = {}  # the tag, by the name and what is told of it
+        staying: dict[tuple[str, str], str] = {}  # the tag, by the handle's name and the text that the other ranks are told: state and tag
         for name, state in plan.targets.items():
-            of_need = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
-            staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - of_need}
+            needed_tags = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
+            staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - needed_tags}
         stays, streamed = self._vote.in_common(staying, plan.streamed)
         for name, lacked in staying.keys() - stays:
             tags = self._tags(name, plan) - {staying[name, lacked]}
@@ -309,6 +309,7 @@ class Reconciler:
 
 
 def _decision(handle: Handle, plan: Plan) -> str:
+    """The word under which the journal counts what a plan does with a handle (`Journal.decisions`)."""
     on, wanted = handle.is_on_device, plan.on_device(handle.name)
     return "keep" if on is wanted else "load" if wanted else "offload"
 

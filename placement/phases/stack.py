@@ -84,7 +84,7 @@ class PhaseStack:
             stalled, back = self.reconciler.stopwatch(), phases.plan_of(phases.all)
             self.reconciler.measure()  # others may have freed or taken memory since the last phase transition
             if not phases.all:
-                self._planner.over(IDLE)
+                self._planner.note_end_of(IDLE)
             self._change(phase, "enter", PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept), back)
             self._journal.stall_seconds[phase.name] += stalled()
 
@@ -104,18 +104,18 @@ class PhaseStack:
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
         try:
-            decision = self.reconciler.decide(describe(verb, wanted.name, wanted.only), wanted)
-            self.reconciler.carry_out(decision, self._vote.agreement)
+            checked = self.reconciler.make_plan(describe(verb, wanted.name, wanted.only), wanted)
+            self.reconciler.carry_out(checked, self._vote.agreement)
             interrupts.check()  # the last look: from here on the phase is open
         except BaseException as error:
             self._journal.enter_phase(phases.name, phases.only)
-            # Not where the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on.
+            # Not where the group's decision is unknown: other ranks may have entered the phase. Going back could be as wrong as going on.
             if not isinstance(error, CoordinatorLost):
                 _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
             raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
-        self._expire_keeps(decision.plan)
-        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, decision.plan, set()
+        self._expire_keeps(checked.plan)
+        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, checked.plan, set()
         self._planner.history.began(wanted.name)
 
     # --- leaving
@@ -188,7 +188,7 @@ class PhaseStack:
             try:
                 phase.plan = plan.giving_up(name)
                 phase.kept.discard(name)
-                self.reconciler.carry_out(self.reconciler.decide_within(phase.plan, phase.name), None)
+                self.reconciler.carry_out(self.reconciler.check_plan(phase.plan, phase.name), None)
             except BaseException as error:
                 phase.plan = plan
                 _note(error, self.reconciler.retreat(plan, phase.name))
@@ -198,7 +198,7 @@ class PhaseStack:
 
     def _finish(self, phase: OpenPhase) -> None:
         self.reconciler.measure()
-        self._planner.over(phase.name)
+        self._planner.note_end_of(phase.name)
 
     def _worth_keeping(self, phase: OpenPhase) -> frozenset[str]:
         """Names of handles that the phase keeps and that are on the device. A keep carries residency over; it loads nothing."""
@@ -231,7 +231,7 @@ class PhaseStack:
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
             self.reconciler.writes.look(wait=False)  # before an owner is loaded over them; the next phase transition raises them
-            self.reconciler.carry_out(self.reconciler.decide_within(plan, phases.name, phases.kept), agree)
+            self.reconciler.carry_out(self.reconciler.check_plan(plan, phases.name, phases.kept), agree)
             interrupts.check()
         except BaseException:
             for each, plan in zip(phases.all, plans, strict=True):
@@ -248,7 +248,7 @@ class PhaseStack:
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
-        self.reconciler.carry_out(self.reconciler.decide_within(plan, self.phases.name), None)
+        self.reconciler.carry_out(self.reconciler.check_plan(plan, self.phases.name), None)
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""

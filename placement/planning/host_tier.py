@@ -44,8 +44,7 @@ class HostTier:
         """Have in host memory what a phase transition to this plan uses there. It stays until `arrange`."""
 
     def arrange(self, phase: str) -> None:
-        """Decide anew what stays in host memory, now that a phase transition is over. What moves then moves in the background. `phase`: the
-        phase that is open now."""
+        """Decide anew what stays in host memory, after a phase transition to `phase`. What moves then moves in the background."""
 
     def close(self) -> None:
         """Stop the background work. Every handle has been forgotten. Idempotent."""
@@ -93,13 +92,13 @@ class DiskTier(HostTier):
         if held + nbytes <= self._limit_bytes:
             return
         lacking = nbytes + held - self._keeper.held_bytes  # with what this registration has taken already
-        self._keeper.hold()  # else it would read ahead into the room that it makes
+        self._keeper.pause()  # else it would read ahead into the room that it makes
         if self._keeper.make_room(lacking):
             return
         if any(r.has_early for holding in _holdings(self._handles.values()).values() for r in holding.ranges):
             self._give_up_early()
             self._arrange()
-            self._keeper.hold()
+            self._keeper.pause()
             if self._keeper.make_room(lacking):
                 return
         raise HostMemoryError(
@@ -120,7 +119,7 @@ class DiskTier(HostTier):
         return HostShare(own + shared + reserved, shared + reserved, storage.host_bytes)
 
     def prepare(self, plan: Plan) -> None:
-        self._keeper.hold()
+        self._keeper.pause()
         absent = []
         for name, holding in _holdings(self._handles.values()).items():
             is_moved = not holding.is_consistent or name in plan.streamed or holding.on_device is not plan.on_device(name)

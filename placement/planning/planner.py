@@ -66,7 +66,7 @@ class Planner:
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
         used = [handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED]
-        if _follow_groups(used):
+        if _follow_param_groups(used):
             view = self.view(phase, enclosing, kept)
             plan = ask_policy(self._policy, view)
         self._views[phase] = view
@@ -100,7 +100,7 @@ class Planner:
 
     def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
         """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
-        _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
+        _follow_param_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
         views = {name: handle_view(handle) for name, handle in self._handles.items()}
         return {name: (each.num_bytes, self._handles[name].is_on_device, sorted(each.resident_tags)) for name, each in views.items()}
 
@@ -174,8 +174,8 @@ class Planner:
         self._born_bytes = sum(each.born_bytes for each in storages)
         self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)
 
-    def over(self, phase: str) -> None:
-        """Note that a phase ends now, to remember how much memory others need in it."""
+    def note_end_of(self, phase: str) -> None:
+        """A phase ends now: remember how much memory others need in it."""
         self._others_bytes[phase] = max(self._reserved_by_others(), self._others_bytes.get(phase, 0))
 
     def _reserved_by_others(self) -> int:
@@ -183,12 +183,12 @@ class Planner:
         return max(0, self.memory.torch_reserved_bytes - self._state_bytes)
 
 
-def _follow_groups(handles: Iterable[Handle]) -> bool:
+def _follow_param_groups(handles: Iterable[Handle]) -> bool:
     """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any.
 
     This looks at every parameter, so the optimizers that a phase does not use are not asked.
     """
-    followed = [handle.holding.follow_groups() for handle in handles if handle.holding is not None]  # each is asked, whatever another says
+    followed = [handle.holding.follow_param_groups() for handle in handles if handle.holding is not None]  # a list: each must be asked
     return any(followed)
 
 

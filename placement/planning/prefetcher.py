@@ -53,7 +53,7 @@ NOTHING_AHEAD = Ahead()
 class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
-    A phase transition calls `hold`, then `look_ahead` before it moves anything, and does what that returns.
+    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that returns.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
@@ -72,7 +72,7 @@ class Prefetcher:
 
     def pause(self) -> None:
         """Start no further copy until this phase transition is over, or `go_on`."""
-        self._copies.hold()
+        self._copies.pause()
 
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
         """Say what the coming phase transition does for later ones. First give up pages aside for which the plan has no use or no room.
@@ -89,7 +89,7 @@ class Prefetcher:
         self._has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
         staying = {storage: share.first_bytes for storage, share in shares.items() if storage.on_device and share.first_bytes}
         for storage in staying:
-            self._reserve(storage)
+            self._reserve_aside(storage)
         return Ahead(staying, partial(self._begin, name, plan)), given
 
     def discard(self) -> int:
@@ -110,7 +110,7 @@ class Prefetcher:
             logger.warning("out of memory in phase %s: gave up %s early bytes; it gets half as many from now on", name, f"{given:,}")
 
     def go_on(self, name: str, plan: Plan) -> None:
-        """Start copying again after `hold`, while the phase goes on."""
+        """Start copying again after `pause`, while the phase goes on."""
         chunk_pool = ChunkPool(self._device)
         try:
             self._begin(name, plan, chunk_pool)
@@ -155,7 +155,7 @@ class Prefetcher:
 
     def _put_first_aside(self, storage: ManagedStorage, chunks: Sequence[RangeChunk], room_bytes: int, chunk_pool: ChunkPool) -> int:
         """Put memory aside for the first buckets of a streamed step, whose window the plan counts. Returns the bytes: all, or 0."""
-        self._reserve(storage)
+        self._reserve_aside(storage)
         lacking = [(r, index) for r, index in chunks if r.pages.can_be_aside and _claim(storage, r) and r.pages.table[index].memory is None]
         nbytes = sum(r.chunk_sizes[index] for r, index in lacking)
         if nbytes > room_bytes:
@@ -166,7 +166,7 @@ class Prefetcher:
 
     def _put_aside(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
         """Put memory aside for the first pages of a storage that have none, as far as there is room."""
-        self._reserve(storage)
+        self._reserve_aside(storage)
         for r in _ranges(storage):
             if r.pages.is_stale:
                 r.pages.discard(chunk_pool)
@@ -174,11 +174,11 @@ class Prefetcher:
                 r.pages.put(run, chunk_pool, Behind.ASIDE)
                 room_bytes -= r.pages.bytes_of(run)
 
-    def _reserve(self, storage: ManagedStorage) -> None:
+    def _reserve_aside(self, storage: ManagedStorage) -> None:
         """Reserve addresses aside for the ranges of a storage, as far as anything can be there."""
         for r in storage.ranges:
             if _claim(storage, r):
-                r.pages.reserve_aside(self._copies.hold)
+                r.pages.reserve_aside(self._copies.pause)
 
     def _room_bytes(self, name: str, plan: Plan) -> int:
         room_bytes = self._planner.room_bytes(name, plan)
@@ -304,7 +304,7 @@ class _Copies:
         self._receivers: list[Pages] = []  # those that get memory while the phase computes
         self.discarded_bytes = 0
 
-    def hold(self, discarded_bytes: int = 0) -> None:
+    def pause(self, discarded_bytes: int = 0) -> None:
         """Return once it is certain that no further copy is started before the next `start`. Waits while the thread starts one burst.
         `discarded_bytes`: bytes that were copied in vain, to be counted."""
         self.discarded_bytes += discarded_bytes
@@ -314,7 +314,7 @@ class _Copies:
                 self._receivers.pop().is_receiving = False
 
     def start(self, bursts: deque[_Burst]) -> None:
-        """Start the first bursts here, as far as they have memory, and the rest in a thread. Call `hold` before."""
+        """Start the first bursts here, as far as they have memory, and the rest in a thread. Call `pause` before."""
         self._bursts = bursts
         for pages, _ in itertools.chain.from_iterable(burst.parts for burst in bursts if burst.sources):
             self._receivers.append(pages)

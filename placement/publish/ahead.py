@@ -28,7 +28,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-class Ahead:
+class ReadAhead:
     """Copies the weights of one publishing to the device (into `Reader.fetched`), in the order in which they are published, in groups of
     `bucket_bytes` published bytes (one weight where that is larger). Memory is taken on the caller's stream. The copies wait for what that
     stream has been given before: for whoever used the memory last."""

@@ -25,7 +25,7 @@ from placement.frameworks.base import Framework
 from placement.frameworks.known import answering
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.publish import lora
-from placement.publish.ahead import Ahead, plainly
+from placement.publish.ahead import ReadAhead, plainly
 from placement.publish.changes import Changes, Publication
 from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
@@ -52,11 +52,11 @@ def published(
     found = {name: place for name, place in places if adapters == "separate" or first[key_of(place)] == name}
     pairs = [(name, weights[key_of(place)]) for name, place in found.items()]
     buffers = {name for name, place in found.items() if not isinstance(place, torch.nn.Parameter)}
-    _keep_dtypes(pairs, buffers | _pinned(root, found))
+    _keep_dtypes(pairs, buffers | _kept_in_float32(root, found))
     return in_checkpoint(bare, pairs) if names == "checkpoint" else pairs
 
 
-def _pinned(root: torch.nn.Module, names: Iterable[str]) -> set[str]:
+def _kept_in_float32(root: torch.nn.Module, names: Iterable[str]) -> set[str]:
     """The names of weights that transformers keeps in float32, matched as it matches them: anywhere in the name, with * as a wildcard."""
     kinds = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     patterns = {each.replace("*", ".*") for part in root.modules() for kind in kinds for each in getattr(part, kind, None) or ()}
@@ -145,7 +145,7 @@ Publisher = Any  # a `Handle`, whose room is above this one
 
 def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    announced = _announced(_found(handle, adapters, names), dtype)
+    announced = _announced(_to_publish(handle, adapters, names), dtype)
     if transform is None:
         return announced
     pieces: list[tuple[str, torch.Tensor]] = []
@@ -183,8 +183,8 @@ def weights(
     """See `Handle.weights`."""
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
-    nbytes = _now(handle, bucket_bytes)
-    described = _described(handle, _found(handle, adapters, names), dtype)
+    nbytes = _checked_bytes(handle, bucket_bytes)
+    described = _described(handle, _to_publish(handle, adapters, names), dtype)
     return _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
 
 
@@ -192,8 +192,8 @@ def weight_changes(
     handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
-    nbytes = _now(handle, bucket_bytes)
-    described = _described(handle, _found(handle, adapters, names), dtype)
+    nbytes = _checked_bytes(handle, bucket_bytes)
+    described = _described(handle, _to_publish(handle, adapters, names), dtype)
     last = handle.published if handle.published is not None and handle.published.version == since else None
     with plainly():
         publication = Publication(handle.storage, [(info.name, weight, info.dtype) for info, weight in described], last)
@@ -208,7 +208,7 @@ def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, beg
     handle.published = publication.complete()
 
 
-def _now(handle: Publisher, bucket_bytes: int | str) -> int:
+def _checked_bytes(handle: Publisher, bucket_bytes: int | str) -> int:
     """The bytes of a bucket, if the handle can be published now."""
     nbytes = bytes_of("bucket_bytes", bucket_bytes)
     if nbytes <= 0:
@@ -217,7 +217,7 @@ def _now(handle: Publisher, bucket_bytes: int | str) -> int:
     return nbytes
 
 
-def _found(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
+def _to_publish(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish. Empty while the object is not built, and after it was garbage-collected."""
     for word, given, known in (("adapters", adapters, get_args(Adapters)), ("names", names, get_args(Names))):
         if given not in known:
@@ -284,7 +284,7 @@ def _buckets(
     known = [info for info, _ in found] if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0
     reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
-    ahead = Ahead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
+    ahead = ReadAhead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
     try:
         while waiting or pieces:
             _require_syncing(handle, begun)

@@ -8,8 +8,8 @@ publication takes the values there. Where neither can be proved, because the mod
 the host copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged
 adapters, converted names).
 
-The old values come to the device bucket by bucket while those before them are compared (`Ahead`). Pages that have not changed at all are
-known by their fingerprints, and do not come.
+The old values come to the device bucket by bucket while those before them are compared (`ReadAhead`). Pages that have not changed at all
+are known by their fingerprints, and do not come.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 
 from placement.frameworks.weights import Part, Reader, Weight
-from placement.publish.ahead import Ahead, plainly
+from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.record import BITS, ChangeRecord, Piece
+from placement.storage.record import BITS, ChangeRecord, RecordedPiece
 from placement.storage.transfer.verification import mirror
 
 
@@ -82,7 +82,7 @@ class Changes(list[WeightChange]):
         return sum(each.nbytes for each in self)
 
 
-class Form(NamedTuple):
+class PublishedAs(NamedTuple):
     """How one weight is published. A receiver's values are comparable only while it stays the same."""
 
     name: str
@@ -98,7 +98,7 @@ class Published:
     """The part of a complete publication that its handle keeps."""
 
     version: int
-    forms: Sequence[Form]
+    forms: Sequence[PublishedAs]
     prints: Mapping[Range, torch.Tensor]  # fingerprints of the pages of each range, on the CPU
 
     def keep(self, storage: ManagedStorage) -> None:
@@ -125,11 +125,11 @@ class Publication:
 
     def complete(self) -> Published:
         """The receivers have everything. From here on offloads record what they change, where the host copy is this process's alone."""
-        storage, pieces = self._storage, dict[Range, list[Piece]]()
+        storage, pieces = self._storage, dict[Range, list[RecordedPiece]]()
         for form, part in zip(self.published.forms, self._parts, strict=True):
             if form.place is not None and part is not None and part.tensor.is_contiguous():
                 r, start = form.place
-                pieces.setdefault(r, []).append(Piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
+                pieces.setdefault(r, []).append(RecordedPiece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
         if isinstance(storage, ManagedStorage) and not storage.readonly:
             for r, prints in self.published.prints.items():
                 if r in pieces and not r.is_replica:
@@ -137,8 +137,7 @@ class Publication:
         return self.published
 
     def buckets(self, device: torch.device, bucket_bytes: int) -> Iterator[Changes]:
-        """The changes in buckets of at most `bucket_bytes`, or of one change where that is larger. Until `complete`, nobody knows what the
-        receivers have."""
+        """The changes in buckets of at most `bucket_bytes`, or of one larger change. Until `complete`, nobody knows what receivers have."""
         for r in self._storage.ranges:
             r.pages.record = None
         base = None if self._last is None or all(basis is None for basis in self._bases) else self._last.version
@@ -146,7 +145,7 @@ class Publication:
         new = Reader(device, None if self._storage.on_device else self._storage.over_host)
         waiting = deque(zip(self._weights, self.published.forms, self._parts, self._bases, strict=True))
         compared = [(weight, weight.dtype) for (_, weight, _), _, _, basis in waiting if basis is not None and basis.is_compared]
-        ahead = Ahead(old, compared, bucket_bytes)
+        ahead = ReadAhead(old, compared, bucket_bytes)
         bucket = Changes(base, self.published.version)
         try:
             while waiting:
@@ -175,7 +174,7 @@ class Publication:
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._storage.over_mirror(tensor, self._views)
 
-    def _basis(self, form: Form, part: Part | None) -> Basis | None:
+    def _basis(self, form: PublishedAs, part: Part | None) -> Basis | None:
         """Find out from where on the changes of one weight are known; None: it is published whole."""
         if self._last is None or part is None or form.place is None:
             return None
@@ -198,7 +197,7 @@ class Publication:
             return Basis(piece, False)
         return Basis(piece, True) if host is not None and record.has(pages, host) else None
 
-    def _change(self, form: Form, weight: Weight, part: Part | None, basis: Basis | None, old: Reader, new: Reader) -> WeightChange:
+    def _change(self, form: PublishedAs, weight: Weight, part: Part | None, basis: Basis | None, old: Reader, new: Reader) -> WeightChange:
         shape, dtype = tuple(weight.shape), form.dtype
         if part is None:
             return WeightChange(form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype))
@@ -225,17 +224,17 @@ class Publication:
 class Basis(NamedTuple):
     """From where on a weight's changes have still to be found."""
 
-    piece: Piece | None  # the record up to then; None: nothing had changed
+    piece: RecordedPiece | None  # the record up to then; None: nothing had changed
     is_compared: bool
     """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
 
 
-def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None) -> Form:
+def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None) -> PublishedAs:
     if part is None:
-        return Form(name, dtype, None, tuple(weight.shape), None)
+        return PublishedAs(name, dtype, None, tuple(weight.shape), None)
     found = storage.object_ranges.find(part.tensor) if isinstance(storage, ManagedStorage) else None
     place = None if found is None else (found[0], found[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
-    return Form(name, dtype, part.offset, tuple(part.tensor.shape), place)
+    return PublishedAs(name, dtype, part.offset, tuple(part.tensor.shape), place)
 
 
 def _prints(storage: Storage, r: Range) -> torch.Tensor | None:

@@ -124,8 +124,7 @@ class Handle:
         self.owners: tuple[Handle, ...] = ()  # for an optimizer: the module handles whose parameters it steps
         self.counters = HandleCounters()
         self._state = State.CPU_OFFLOADED.value
-        """The state, which only `fire` changes. The handle is the model that the package drives. It is never registered with the shared
-        machine, which would add methods and a cycle."""
+        """The state, which only `fire` changes. The shared machine drives the handle without registering it: no added methods, no cycle."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()  # says where the bytes are, whoever moves them
@@ -133,7 +132,7 @@ class Handle:
         self.streamed: StreamedOptimizer | None = None
         """For an optimizer whose state placement moves: its steps that stream the state; None for other handles."""
         self.published: Published | None = None  # the last complete publication of `weight_changes`
-        self.phase_now: Callable[[], str] = str
+        self.phase_now: Callable[[], str] = str  # returns the name of the open phase. Set by the registry.
         self.call_deadline_seconds = 0.0
         self.broken: str | None = None  # why the handle can go neither forward nor back; None while it is sound
         self.detached_at_registration = 0

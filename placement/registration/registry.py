@@ -73,7 +73,7 @@ class Registry:
         self._when_gone = when_gone
         self._streaming = streaming
         self._settings = settings
-        self.admit: Callable[[Handle, Callable[[], int]], None]  # see `HostTier.admit`. Set by the manager's `Reconciler`.
+        self.admit: Callable[[Handle, Callable[[], int]], None]  # makes room in host memory: `HostTier.admit`. Set by the `Reconciler`.
         self._has_warned = False
 
     def add(
@@ -88,8 +88,7 @@ class Registry:
         ranks: Ranks | None = None,
         masters: Any = None,
     ) -> Handle:
-        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object has its values. The `ranks` share the
-        host copy."""
+        """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values. `ranks`: those that share the host copy."""
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:

@@ -158,7 +158,7 @@ class StreamedOptimizer:
     def _make_sound(self) -> None:
         """Finish what an interrupted step has left, and report values that were written while they were offloaded."""
         holding, chunk_pool = self.storage, ChunkPool(self.storage.device)
-        if self._adapter.follow_groups():
+        if self._adapter.follow_param_groups():
             holding.look_at_unborn()
         try:
             holding.make_consistent(chunk_pool)

@@ -79,18 +79,15 @@ class AdoptedStorage(Storage):
         self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
         self._is_vacating = False  # whether an offload has taken memory from behind the addresses, until `make_consistent` is done
         self._is_hiding = False  # whether an offload has put memory aside that it has not begun to save
-        self.host_has_newest = (
-            threading.Event()
-        )  # cleared while the host copy lacks such bytes: who is to be shown the host copy waits for it
+        self.host_has_newest = threading.Event()  # cleared while it has such memory. Who is to be shown the host copy waits for it.
         self.host_has_newest.set()
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
         self._moving_in: frozenset[int] = frozenset()  # new storages (`_cdata`) that this offload takes in: who uses them follows
         self._relocated: Sequence[Relocated] = ()  # storages found away from their places by this offload, which get new ones
         self._dropped: tuple[Range, ...] | None = None  # gradients that this offload drops at its commit; None: they are saved
         self._may_have_stray_references = True
-        self.before_offload: list[Callable[[Any], object]] = []
-        self.before_change: list[Callable[[Collection[object]], object]] = []
-        """Called before the values leave the device, and before those in the host copy change: see `CastStorage`."""
+        self.before_offload: list[Callable[[Any], object]] = []  # called before the values leave the device, see `CastStorage.note`
+        self.before_change: list[Callable[[Collection[object]], object]] = []  # called by `note_change`, see `CastStorage.masters_change`
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -158,7 +155,7 @@ class AdoptedStorage(Storage):
     def measure(self) -> None:
         """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created state."""
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
-            self.adapter.follow_groups()
+            self.adapter.follow_param_groups()
             self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
@@ -170,16 +167,16 @@ class AdoptedStorage(Storage):
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
         self._num_entries = self.adapter.num_entries()
-        self.adapter.follow_groups()
+        self.adapter.follow_param_groups()
         self.unborn_bytes, self._born_bytes = self._measure_unborn(), 0
 
     def _measure_unborn(self) -> int:
         sizes = self.adapter.unborn_sizes()
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 
-    def follow_groups(self) -> bool:
+    def follow_param_groups(self) -> bool:
         """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one."""
-        if is_changed := not self.on_device and self.adapter.follow_groups():
+        if is_changed := not self.on_device and self.adapter.follow_param_groups():
             self.look_at_unborn()
         return is_changed
 
@@ -278,7 +275,7 @@ class AdoptedStorage(Storage):
             self.note_change()
 
     def note_change(self, coming: Collection[object] = ()) -> None:
-        """See `CastStorage.masters_change`."""
+        """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them (`CastStorage`)."""
         for told in self.before_change:
             told(coming)
 
@@ -354,7 +351,7 @@ class AdoptedStorage(Storage):
         born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
         fresh, own = self.scanner.adopt_together(born.lasting)
-        apart = self.scanner.classes
+        apart = self.scanner.range_classes
         for adoptees, transient in (
             ([each for each in own if each.storage._cdata in apart], False),
             ([each for each in own if each.storage._cdata not in apart], False),
@@ -362,7 +359,7 @@ class AdoptedStorage(Storage):
         ):
             if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
                 fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
-        self.scanner.classes = {}
+        self.scanner.range_classes = {}
         self.device.sync()
         self.set_ranges(tuple(fresh))
         for new in self.ranges:
@@ -371,35 +368,34 @@ class AdoptedStorage(Storage):
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
-        fresh, stays = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
+        fresh, any_lasts = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
-        return fresh, stays
+        return fresh, any_lasts
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
         self._relocated = born.relocated
-        stay = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
+        lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
         transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
         self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)
-        self._moving_in = frozenset(adoptee.storage._cdata for adoptee in (*stay, *transient))
+        self._moving_in = frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient))
         self.state_dict_tensors.take_over(self._moving_in)
-        first = self.scanner.adopt(stay)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
+        first = self.scanner.adopt(lasting)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
         second = self.scanner.adopt(transient, transient=True)
-        return tuple(r for r in (first, second) if r is not None), bool(stay)
+        return tuple(r for r in (first, second) if r is not None), bool(lasting)
 
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
-        """Adopt tensors that came on another device while offloaded (PEFT adapters on the CPU) for the coming load. Returns their
-        ranges."""
+        """Before a load: adopt tensors that came on another device while offloaded (PEFT adapters on the CPU). Returns their ranges."""
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.lasting), (True, born.transient)):
-            here += sum(c.nbytes for c in adoptees if c.storage.device == self.device.torch_device)
-            away = [c for c in adoptees if c.storage.device != self.device.torch_device]
+            here += sum(each.nbytes for each in adoptees if each.storage.device == self.device.torch_device)
+            away = [each for each in adoptees if each.storage.device != self.device.torch_device]
             if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
                 self.set_ranges((*self.ranges, fresh))
                 fresh.move_in()

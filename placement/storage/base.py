@@ -1,6 +1,6 @@
 """The storage of a handle: where its bytes are, how many there are, and what a phase transition may ask of it.
 
-Every handle has one storage from registration to its end, of one of four kinds:
+Every handle has one `Storage` from registration to its end, of one of four kinds. (A storage without more words is one of torch's.)
 
 * `ManagedStorage`: placement moves the bytes between the device and a host copy.
 * `Residency` (in `engines`): a rollout engine moves its own bytes, tag by tag, when it is told to.

@@ -77,8 +77,7 @@ class CastRange(Range):
         return super().view(offset, nbytes, even_if_lost=even_if_lost)
 
     def have(self) -> None:
-        """Have a host copy of their own from now on, until an offload finds them to be a cast. Any thread. If it raises, no value is
-        lost."""
+        """From now on have a host copy, until an offload finds the weights to be a cast. Any thread. If it raises, no value is lost."""
         with self.lock:
             if isinstance(self.host, Slab) and self.host.is_released:
                 renew(self.host)
@@ -145,7 +144,7 @@ class CastStorage(ManagedStorage):
                 "masters first (by a step, or from a checkpoint). Those of shards (Megatron's distributed optimizer on several ranks) do "
                 "not do."
             )
-        self.scanner.classes = {key: CastRange for key, each in dtypes.items() if each is dtype}
+        self.scanner.range_classes = {key: CastRange for key, each in dtypes.items() if each is dtype}
         self._locked: list[CastRange] = []
 
     def _cast_ranges(self) -> Iterator[CastRange]:

@@ -252,7 +252,7 @@ class Keeper:
         self._fixed_bytes = 0
         self._wait: Callable[[], object] = lambda: None
         self._waiting: list[Sequence[Spill]] = []  # the host copies of each caller that has the disk, or waits for it
-        self._is_held = True
+        self._is_paused = True
         self._is_due = False  # whether there may be something to do for what was arranged
         self._is_stopping = False
         self._warned: set[str] = set()
@@ -270,12 +270,12 @@ class Keeper:
             self._order, self._fixed_bytes, self._wait = order, fixed_bytes, wait
             for spill in order:
                 spill.is_claimed = spill.is_used = False
-            self._is_held, self._is_due = False, True
+            self._is_paused, self._is_due = False, True
             self._changed.notify()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Begin nothing in the background before the next `arrange`. What is under way goes on, and stops where it is claimed."""
-        self._is_held = True
+        self._is_paused = True
 
     def bring(self, *spills: Spill) -> None:
         """Have these host copies in host memory. Raises HostMemoryError: the machine has not enough memory for them now."""
@@ -353,12 +353,12 @@ class Keeper:
                         self._is_due = True
                 except Exception:  # whatever it was, others must get the disk
                     logger.exception("the disk tier met an error, and goes on with the next phase transition")
-                    self._is_held = True
+                    self._is_paused = True
 
     def _step(self) -> bool:
         with self.lock:
             copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave, spill.is_idle) for spill in self._order]
-            position = None if self._is_held else next_step(copies, self._fixed_bytes, self._limit_bytes)
+            position = None if self._is_paused else next_step(copies, self._fixed_bytes, self._limit_bytes)
             if position is None:
                 return False
             spill = self._order[position]
@@ -370,7 +370,7 @@ class Keeper:
             try:
                 spill.come(goes_on)
             except HostMemoryError as error:
-                self._is_held = True
+                self._is_paused = True
                 self._warn("memory", f"cannot read ahead: {error}")
         elif not self._leave(spill, goes_on) and goes_on():
             spill.can_leave = False  # until the next arrangement: whatever stopped it now would stop it again

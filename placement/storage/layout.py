@@ -87,7 +87,7 @@ class RangeLayout:
                 adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
     def forget_adoptees(self) -> None:
-        """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
+        """Drop the references to storages and tensors, once all have moved in. `move_in` must not be called after that."""
         self._adoptees = ()
 
 

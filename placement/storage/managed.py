@@ -1,4 +1,4 @@
-"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has what they do not move.
+"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has all that moves nothing.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one decision: setting it commits a move.
 What is true of each page is in the page tables of its ranges. After a failure the bytes are complete on the side that the decision
@@ -63,8 +63,7 @@ class ManagedStorage(AdoptedStorage):
     """The bytes of one object, which come and go."""
 
     def end_calls(self, since_seconds: float) -> None:
-        """Wait for the calls that other threads are in (see `CallGuard.wait`), and refuse new ones until the object is on the device
-        again."""
+        """Wait for the calls that other threads are in (`CallGuard.wait`), and refuse new ones until the object is back on the device."""
         self.calls.wait(since_seconds)
         try:
             self.is_consistent = False
@@ -183,7 +182,8 @@ class ManagedStorage(AdoptedStorage):
             unsaved = [index for index in r.pages.at(Behind.ASIDE) if r.pages.table[index].newest is Side.DEVICE]
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
-        self._is_vacating, self._is_hiding = self._is_vacating or self._is_hiding, False
+        if self._is_hiding:  # from here on, what was hidden is as good as vacated
+            self._is_vacating, self._is_hiding = True, False  # in this order: `is_on_host` stays true
         self.host_has_newest.set()
 
     @property
@@ -267,7 +267,9 @@ class ManagedStorage(AdoptedStorage):
                     self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
-            self._is_hiding, self._is_vacating = False, self._is_vacating and not self.on_device  # who asks from here on sees the device
+            self._is_hiding = False
+            if self.on_device:  # it is not where memory for going back was gone
+                self._is_vacating = False  # who asks for a value from here on is shown the device
             self.state_dict_tensors.point_to_device()
             self._distrust_host_copies_with_views()
         if self.on_device:

@@ -7,7 +7,8 @@ no address (`NOWHERE` with memory). Its newest bytes are in the host copy, on th
 * `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
 * `save`: a copy to the host where the device is newest.
-* `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next page that takes it.
+* `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next page that takes it. `discard`: the same
+  of what is aside.
 * `settle`: from any state to one side.
 
 A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory
@@ -19,8 +20,9 @@ Each can fail in a call of the device. The table then says what is true, no byte
 set when a copy is started; the page's mark tells when that is so in fact, and everything here waits for the mark before it takes memory
 away.
 
-Who may change a page: the thread of a phase transition or of a streamed step, and while a phase computes the thread of a prefetch, which
-`stop` makes end. Other threads read the host copy, and call `wait_until_saved` before.
+Who may change a page: the thread that holds the manager's lock (a phase transition, a streamed step, a registration or its end, a
+checkpoint), and while a phase computes the thread of a prefetch, which `Prefetcher.pause` stops. Other threads read the host copy, and
+call `wait_until_saved` before.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class PlacedStorage:
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
 
-    is_replica = False  # whether ranks share the host copy, or may share it again. It stays in host memory.
+    is_replica = False  # whether ranks share the host copy, or may share it again. It stays in host memory. True for a `CastRange`, too.
     can_be_cast = False  # whether an offload may leave the bytes to master weights: see `CastRange`
     _pages_class = Pages
 
@@ -219,10 +219,12 @@ class AddressMap(Generic[T]):
 
 
 class Owner(Protocol):
+    """The `ManagedStorage` that a range belongs to. (The owners of an optimizer's handle are the handles of modules.)"""
+
     name: str
 
 
-class _Table:
+class _RangeOwners:
     """The owner of each range, by its device addresses. There is no lock: a garbage collection in the middle of a call may drop a manager,
     which then removes its ranges in the same thread. Each change is one dictionary operation, and `_map` is made anew at the first question
     after a change."""
@@ -264,7 +266,7 @@ class _Table:
         return [each for each in known.values() if each[2]() is not None]
 
 
-RANGES = _Table()
+RANGES = _RangeOwners()
 
 
 # --- the ranges of one object

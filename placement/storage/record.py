@@ -34,7 +34,7 @@ MOST = 8
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class RecordedPiece:
     """A published tensor in a range, contiguous."""
 
     start: int  # in bytes, from the range's beginning
@@ -70,7 +70,7 @@ class Piece:
         self.num_found = 0
 
 
-_Run = list[Piece]  # neighbouring pieces that are compared alike
+_Run = list[RecordedPiece]  # neighbouring pieces that are compared alike
 
 
 class _Slice(NamedTuple):
@@ -81,7 +81,7 @@ class _Slice(NamedTuple):
     differs: torch.Tensor  # whether each element differs, on the device
     asked: Callable[[], torch.Tensor]  # the number of those that do, once the device has it
 
-    def inside(self) -> list[tuple[Piece, int, int]]:
+    def inside(self) -> list[tuple[RecordedPiece, int, int]]:
         """The pieces in the slice, and the elements of the slice at which each begins and ends."""
         first, size = self.start, self.run[0].dtype.itemsize
         pieces = [piece for piece in self.run if piece.start < self.end and piece.end > first]
@@ -97,12 +97,12 @@ class ChangeRecord:
     `pieces`: what was published. Pieces that overlap one before them are not recorded.
     `prints`: the fingerprints of the published version, on the CPU."""
 
-    def __init__(self, device: Device, pieces: Iterable[Piece], prints: torch.Tensor) -> None:
+    def __init__(self, device: Device, pieces: Iterable[RecordedPiece], prints: torch.Tensor) -> None:
         self._device = device
         self.since: dict[int, int] = dict(enumerate(prints.tolist()))  # the version up to which positions are complete, by page
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, RecordedPiece] = {}
         self._runs: list[_Run] = []
-        last: Piece | None = None
+        last: RecordedPiece | None = None
         for piece in sorted(pieces, key=lambda each: each.start):
             if not piece.num_elements or (last is not None and piece.start < last.end):
                 continue
@@ -124,7 +124,7 @@ class ChangeRecord:
         """Bytes of host memory."""
         return sum(4 * piece.num_found for piece in self._pieces.values())
 
-    def piece(self, start: int, *form: object) -> Piece | None:
+    def piece(self, start: int, *form: object) -> RecordedPiece | None:
         """The piece that begins at this byte and has this number of elements, dtype and published dtype; None where none is recorded."""
         piece = self._pieces.get(start)
         return None if piece is None or piece.is_dropped or form != (piece.num_elements, piece.dtype, piece.published) else piece

@@ -184,7 +184,8 @@ class StorageScanner:
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
-        self.classes: Mapping[int, type[Range]] = {}  # of the first range of storages (`_cdata`) that are to be in one of their own
+        self.range_classes: Mapping[int, type[Range]] = {}
+        """The class of the first range of storages, by `_cdata`, that are to be in a range apart from others: see `CastStorage`."""
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
         self.spare: HostSlab | None = None  # memory of gradients that have died, for those of the present offload: pinning takes long
@@ -235,11 +236,11 @@ class StorageScanner:
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
         relocated = [Relocated(*entries[key], _adoptee(each, shown[key]), each[0].transient) for key, each in walk.elsewhere.items()]
         lasting: list[Adoptee] = []
-        goes: list[Adoptee] = []
+        transient: list[Adoptee] = []
         for adoptee in [_adoptee(each, shown[key]) for key, each in walk.new.items()]:
             if adoptee.owned[0].tensor.numel():
-                (goes if adoptee.owned[0].transient else lasting).append(adoptee)
-        return Scan(lasting, goes, relocated, walk.in_place)
+                (transient if adoptee.owned[0].transient else lasting).append(adoptee)
+        return Scan(lasting, transient, relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
@@ -329,7 +330,7 @@ class StorageScanner:
         else:
             self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        fresh = self.classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = self.range_classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:

@@ -30,7 +30,7 @@ from placement.tensors.plain import Outline, is_sparse, parts_of, restore, spars
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class FoundChanges:
     """The changes that were found in one offloaded object."""
 
     replaced: Sequence[Adoptee] = ()  # tensors that were computed from poison and put in place of registered ones
@@ -226,11 +226,11 @@ class WritesWhileOffloaded:
             raise WrittenWhileOffloaded(scanner.name, names, message)
         raise IntegrityError(message)
 
-    def put_back(self, born: Scan) -> Changes:
+    def put_back(self, born: Scan) -> FoundChanges:
         """Undo changes to registered tensors of the offloaded object, and return them. Gradients are put back only together with replaced
         values. Those that changed alone come from a backward, and are dropped."""
         if not born:
-            return Changes()
+            return FoundChanges()
         scanner = self._scanner
         places = scanner.ranges.named_places()
         self._bring_back(born.relocated, places)
@@ -286,7 +286,7 @@ class WritesWhileOffloaded:
                     point(tensor, home, form)
 
 
-def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]) -> Changes:
+def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]) -> FoundChanges:
     """Find out which of these tensors, all new since the offload, were computed from poison. The transient ones are gradients."""
     placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
     # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
@@ -299,7 +299,7 @@ def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee],
     if values:  # a tensor with its registered values, such as padding of zeros, or of another dtype, was replaced by the same call
         known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
-    return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
+    return FoundChanges([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
 
 
 def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:

@@ -53,7 +53,7 @@ def send_to_disk(manager: Manager, *names: str) -> list[Spill]:
     """Have the host copies of handles leave now. They stay away until somebody needs them or the next phase transition is over."""
     gc.collect()  # state dicts, which keep host copies in host memory
     settle(manager)
-    tier_of(manager)._keeper.hold()
+    tier_of(manager)._keeper.pause()
     settle(manager)
     _give_up_early(manager, names)
     sent = [spill for name in names for spill in spills_of(manager, name)]

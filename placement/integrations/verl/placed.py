@@ -25,7 +25,7 @@ from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
 from placement.phases.phase import Hold
-from placement.publish.ahead import Ahead, plainly
+from placement.publish.ahead import ReadAhead, plainly
 from placement.publish.changes import Publication as Changes
 from placement.publish.skeleton import named_places
 from placement.tensors.plain import plain_parts
@@ -388,7 +388,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
         weights = {name: weight_of(each) for name, each in self._named().items()}
         reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host)
-        ahead = Ahead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
+        ahead = ReadAhead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights.items():

@@ -44,8 +44,8 @@ _CLEAN_BATCH = 64  # the number of pages that are vacated together when they nee
 _LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
 _SECOND = 16  # the least pages in the second part, if none has to be copied: computed while every tensor is looked at
 _PART_GROWTH = 3
-"""Each later part has this many times the pages of the one before: vacating a chunk takes three times as long as its fingerprint, which
-takes 0.16 ms for 256 MiB (H200)."""
+"""Each later part has this many times the pages of the one before: vacating a chunk takes three times as long as its fingerprint (0.16 ms
+for 256 MiB, H200)."""
 
 
 def nothing() -> None:
@@ -53,13 +53,13 @@ def nothing() -> None:
 
 
 @dataclass(slots=True)
-class Leaving:
+class Departure:
     """One storage that goes to the host."""
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
-    staying: list[tuple[Range, range]] = field(default_factory=list)  # neighbours whose memory stays aside. They are saved afterwards.
+    put_aside: list[tuple[Range, range]] = field(default_factory=list)  # neighbours whose memory stays aside. They are saved afterwards.
     held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Arrivals:
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
         sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
-        self.fill(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
+        self.bring_what_fits(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
@@ -107,7 +107,7 @@ class Arrivals:
         while left:
             left -= self._bring(left, longest=left)[0]
 
-    def fill(self, *, fresh: int, longest: int) -> None:
+    def bring_what_fits(self, *, fresh: int, longest: int) -> None:
         """Bring the next pages, at most `longest` together, until memory lacks: `fresh` chunks may come from the driver."""
         while self:
             served, created = self._bring(fresh, longest=longest)
@@ -148,6 +148,9 @@ class Exchange:
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
     is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
     began_seconds: float = field(default_factory=time.monotonic)  # from when on calls of what leaves are waited for, see `CallGuard.wait`
+    _arrivals: Arrivals = field(init=False)  # this and the next two are those of one `run`
+    _releases_at_once: bool = field(init=False)
+    _room_bytes: int = field(init=False)  # device bytes that may be taken from the driver before any chunk was given up
 
     def run(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage], *, releases_at_once: bool = False
@@ -158,7 +161,6 @@ class Exchange:
         `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver."""
         began = time.monotonic()
         self._arrivals, self._releases_at_once = Arrivals(self.device, self.chunk_pool), releases_at_once
-        # Device bytes that may be taken from the driver before any chunk was given up.
         self._room_bytes = min(self.device.memory().free_bytes, self.chunk_pool.room_bytes) if leaving and coming else 0
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
             holding.make_consistent(self.chunk_pool)
@@ -171,23 +173,23 @@ class Exchange:
         try:
             early = self._begin(out, into)
             dropped = {each: each.gradients.ranges(each.ranges) for each in out if each in self.dropping}
-            moving = [Leaving(each, aside_bytes=self._aside_bytes(each), dropped=dropped.get(each)) for each in out]
-            stays = any(each.aside_bytes for each in moving)
-            parts = self._start(moving, remaps_first=stays) if moving else []
-            for _ in range(0 if moving else 2):  # two bursts keep the link busy while every tensor is looked at
+            departures = [Departure(each, aside_bytes=self._aside_bytes(each), dropped=dropped.get(each)) for each in out]
+            puts_aside = any(each.aside_bytes for each in departures)
+            parts = self._start(departures, remaps_first=puts_aside) if departures else []
+            for _ in range(0 if departures else 2):  # two bursts keep the link busy while every tensor is looked at
                 self._arrivals.bring_more()
             # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
             # which a state dict gave the object, and they must be taken in first.
-            for each in moving:
+            for each in departures:
                 each.fresh, each.has_new_state = each.holding.adopt_new(drops=each.dropped is not None)
-                each.copied_bytes += sum(claim.nbytes for r in each.fresh for claim in r.moving_in or ())
+                each.copied_bytes += sum(adoptee.nbytes for r in each.fresh for adoptee in r.moving_in or ())
             for holding in into:
                 self._arrivals.expect(holding, holding.adopt_from_elsewhere())
-            if stays:
-                self._let_stay(moving)
+            if puts_aside:
+                self._let_stay(departures)
                 self._arrivals.open_window(self._room_bytes)
-            self._move_out(moving, parts)
-            moved = self._commit_offloads(moving) | self._load(into, early)
+            self._move_out(departures, parts)
+            moved = self._commit_offloads(departures) | self._load(into, early)
         except BaseException as error:
             if any(holding.on_device for holding in out):  # copies to new slabs may be under way: this frame and the traceback hold these
                 with contextlib.suppress(Exception):
@@ -205,15 +207,15 @@ class Exchange:
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
-    def _move_out(self, leaving: Sequence[Leaving], parts: Sequence[Iterator[None]]) -> None:
+    def _move_out(self, departures: Sequence[Departure], parts: Sequence[Iterator[None]]) -> None:
         """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes. `parts` are those of `_start`."""
-        if self.verifier is not None and any(each.fresh for each in leaving):
+        if self.verifier is not None and any(each.fresh for each in departures):
             # Before any memory goes: where a state dict was loaded back, new storages may lie in that of a range.
             self.device.wait(self.device.mark("to_host"))
-            for each in leaving:
+            for each in departures:
                 self.verifier.check_newborn(each.holding, each.fresh)
         # The copies of what is compared come last, and then its memory is vacated last.
-        order = sorted(zip(leaving, parts, strict=True), key=lambda both: both[0].is_compared)
+        order = sorted(zip(departures, parts, strict=True), key=lambda both: both[0].is_compared)
         for each, rest in order:
             for _ in rest:
                 if each.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
@@ -221,20 +223,20 @@ class Exchange:
         for each, _ in order:
             self._vacate(each, waits=True)
         mark = self.device.mark("to_host")
-        for each in leaving:
+        for each in departures:
             each.holding.save_aside()
         interrupts.check()
-        if leaving and (not self.staying or any(each.fresh for each in leaving)):
+        if departures and (not self.staying or any(each.fresh for each in departures)):
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, int]:
-        """Returns the bytes of what comes that are there already, by storage."""
+        """Begin each move, with the device idle if anything leaves, and show what was prefetched. Returns the bytes of that, by storage."""
         for holding in leaving:  # before the device is waited for: a call starts kernels until its end
             holding.end_calls(self.began_seconds)
         if leaving:
             self.device.sync()
         for holding in coming:
-            holding.note_change(coming)
+            holding.note_change(coming)  # weights without a host copy, which are the cast of it, may need one now
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
         for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
@@ -244,17 +246,17 @@ class Exchange:
         self._limit_room(leaving, coming)
         return {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
-    def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
+    def _start(self, departures: Sequence[Departure], *, remaps_first: bool) -> list[Iterator[None]]:
         """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied. If
         memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there."""
-        parts = [self._enqueue(each, holds_back=remaps_first) for each in leaving]
+        parts = [self._enqueue(each, holds_back=remaps_first) for each in departures]
         for part in parts:
             next(part, None)
         if not remaps_first:
             self._arrivals.open_window(self._room_bytes)
         # Where ranks write together, all of them ask for all fingerprints before anything else.
-        if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in leaving):
-            for each, part in zip(leaving, parts, strict=True):
+        if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in departures):
+            for each, part in zip(departures, parts, strict=True):
                 # Comparing takes as long as the copies. Where nobody waits for the memory, the rest is compared later, in `_move_out`.
                 if remaps_first or self._arrivals or not each.is_compared:
                     for _ in part:
@@ -262,19 +264,19 @@ class Exchange:
         self.while_copying()
         return parts
 
-    def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
+    def _vacate(self, departure: Departure, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
-        while leaving.batches and (waits or leaving.batches[0][0].pages.table[leaving.batches[0][1][0]].copied is None):
-            r, indices = leaving.batches.popleft()
-            _, first, last = leaving.chosen.get(r, (r, 0, 0))
+        while departure.batches and (waits or departure.batches[0][0].pages.table[departure.batches[0][1][0]].copied is None):
+            r, indices = departure.batches.popleft()
+            _, first, last = departure.chosen.get(r, (r, 0, 0))
             compared = range(max(first, indices[0]), min(last, indices[-1] + 1))
             if self.verifier is not None and compared:
                 r.pages.wait(indices)
-                self.verifier.check_host(leaving.holding, (r, compared.start, compared.stop), leaving.on_host)
-            leaving.holding.vacate(r, indices, self.chunk_pool)
+                self.verifier.check_host(departure.holding, (r, compared.start, compared.stop), departure.on_host)
+            departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
-            self._arrivals.fill(fresh=0, longest=BATCH)
+            self._arrivals.bring_what_fits(fresh=0, longest=BATCH)
             interrupts.check()
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
@@ -282,25 +284,25 @@ class Exchange:
         shown = holding.state_dict_tensors
         return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
-    def _enqueue(self, leaving: Leaving, *, holds_back: bool) -> Iterator[None]:
+    def _enqueue(self, departure: Departure, *, holds_back: bool) -> Iterator[None]:
         """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches."""
-        dropped = set(leaving.dropped or ())
-        ranges = [r for r in leaving.holding.ranges if r not in dropped]
+        dropped = set(departure.dropped or ())
+        ranges = [r for r in departure.holding.ranges if r not in dropped]
         if self.verifier is not None:
-            leaving.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
-        return itertools.chain(*[self._enqueue_range(leaving, r, holds_back=holds_back) for r in ranges])
+            departure.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
+        return itertools.chain(*[self._enqueue_range(departure, r, holds_back=holds_back) for r in ranges])
 
-    def _enqueue_range(self, leaving: Leaving, r: Range, *, holds_back: bool) -> Iterator[None]:
-        holding, pages = leaving.holding, r.pages
+    def _enqueue_range(self, departure: Departure, r: Range, *, holds_back: bool) -> Iterator[None]:
+        holding, pages = departure.holding, r.pages
         host_prints = None if r.prints is None else r.prints.cpu()
         # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
         # which are in transient ranges, may change.
         keeps_host_copy = holding.readonly and (r.is_shared or (host_prints is not None and not r.transient))
         count = len(r.chunk_sizes)
         device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
-        leaving.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
+        departure.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
         if not keeps_host_copy:
-            leaving.prints.append((r, device_prints))
+            departure.prints.append((r, device_prints))
 
         def ask(first: int, last: int) -> Callable[[], torch.Tensor]:
             return self.device.ask(holding.fingerprint(r, first, last))
@@ -313,35 +315,35 @@ class Exchange:
             device_prints[first:last] = answer
             changed = differing(None if host_prints is None else host_prints[first:last], answer, first)
             dirty = [] if keeps_host_copy else holding.pages_to_save(r, answer, changed)
-            leaving.rewritten_chunks += len(changed) if keeps_host_copy else 0
+            departure.rewritten_chunks += len(changed) if keeps_host_copy else 0
             pages.note_clean(range(first, last))
             pages.note_changed(dirty)
             if is_compared := pages.record is not None and pages.record.expect(first, host_prints, answer):
                 asked = ask(last, last + _LEAD)  # before the copies, because comparing takes as long as they do
-                leaving.is_compared = True
+                departure.is_compared = True
             if dirty:
                 r.prints = None
             if holds_back:
-                self._hold_back(leaving, r, range(first, last), changed if keeps_host_copy else ())
+                self._hold_back(departure, r, range(first, last), changed if keeps_host_copy else ())
             else:
-                leaving.batches.extend(self._copy_out(r, range(first, last)))
+                departure.batches.extend(self._copy_out(r, range(first, last)))
             # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
             if not is_compared:
                 asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
-            leaving.copied_bytes += pages.bytes_to_save(dirty)
-            leaving.skipped_bytes += pages.used_bytes_of(range(first, last)) - pages.used_bytes_of(dirty)
+            departure.copied_bytes += pages.bytes_to_save(dirty)
+            departure.skipped_bytes += pages.used_bytes_of(range(first, last)) - pages.used_bytes_of(dirty)
             yield
 
-    def _hold_back(self, leaving: Leaving, r: Range, indices: range, wrong: Collection[int]) -> None:
+    def _hold_back(self, departure: Departure, r: Range, indices: range, wrong: Collection[int]) -> None:
         """Note that the first of these pages stay aside, as far as there is room and none is `wrong`, and that the others leave later."""
         last = indices.start
-        while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= leaving.aside_bytes and last not in wrong:
-            leaving.aside_bytes -= r.chunk_sizes[last]
+        while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= departure.aside_bytes and last not in wrong:
+            departure.aside_bytes -= r.chunk_sizes[last]
             last += 1
         if last > indices.start:
-            leaving.staying.append((r, range(indices.start, last)))
+            departure.put_aside.append((r, range(indices.start, last)))
         if last < indices.stop:
-            leaving.held_back.append((r, range(last, indices.stop)))
+            departure.held_back.append((r, range(last, indices.stop)))
 
     def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
         """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for their memory."""
@@ -357,11 +359,11 @@ class Exchange:
                 r.pages.save(those[start:end])
                 yield r, those[start:end]
 
-    def _let_stay(self, leaving: Sequence[Leaving]) -> None:
+    def _let_stay(self, departures: Sequence[Departure]) -> None:
         """Put the memory that stays aside, and only then enqueue the copies of the pages that were held back."""
-        for each in leaving:
-            each.held_back += [(r, indices) for r, indices in each.staying if not each.holding.hide(r, indices)]
-        for each in leaving:
+        for each in departures:
+            each.held_back += [(r, indices) for r, indices in each.put_aside if not each.holding.hide(r, indices)]
+        for each in departures:
             for r, indices in each.held_back:
                 each.batches.extend(self._copy_out(r, indices))
 
@@ -372,20 +374,20 @@ class Exchange:
             gain = sum(each.device_bytes - each.prefetched_bytes for each in coming) - freed
             self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, max(0, gain) + WINDOW * self.device.chunk_bytes)
 
-    def _commit_offloads(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
+    def _commit_offloads(self, departures: Sequence[Departure]) -> dict[ManagedStorage, MoveResult]:
         moved = {}
-        for record in [record for each in leaving for r in each.holding.ranges if (record := r.pages.record) is not None]:
+        for record in [record for each in departures for r in each.holding.ranges if (record := r.pages.record) is not None]:
             record.finish()
-        for each in leaving:
+        for each in departures:
             found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
             each.holding.make_consistent(self.chunk_pool)
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
             each.fresh = ()  # what moves into the ranges holds the storages, which would count as references below
-        for each in leaving:
+        for each in departures:
             each.holding.count_uses()
-        if any(each.has_new_state for each in leaving):
+        if any(each.has_new_state for each in departures):
             self.device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 

@@ -170,7 +170,7 @@ class StreamedStep:
             holding.is_stepping = True
             if creates:
                 with without_modes():
-                    self._before = frozenset(claim.storage._cdata for claim in holding.scanner.rescan().lasting)
+                    self._before = frozenset(adoptee.storage._cdata for adoptee in holding.scanner.rescan().lasting)
             device.order()  # the steps come behind the gradients
             self._fetch_ahead(AHEAD, chunk_pool)
             for index, bucket in enumerate(self._buckets):
@@ -260,7 +260,7 @@ class StreamedStep:
             if bucket.unborn_bytes:
                 with without_modes():
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
-                    copied = {claim.storage._cdata for r in leaving for claim in r.moving_in or ()}
+                    copied = {adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()}
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             # A chunk that is used again soon stays until that bucket leaves.

@@ -68,10 +68,10 @@ class Verifier:
             arrived = [self._random.choice(arrived)]
         for r, index in arrived:
             assert r.moving_in is not None
-            claim = r.moving_in[index]
-            if not byte_view(claim.storage).cpu().equal(r.view(r.layout.offsets[index], claim.nbytes)):
+            adoptee = r.moving_in[index]
+            if not byte_view(adoptee.storage).cpu().equal(r.view(r.layout.offsets[index], adoptee.nbytes)):
                 raise IntegrityError(
-                    f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
+                    f"{holding.name!r}: {adoptee.name!r} differs between the device and the host copy after its first offload. "
                     "The handle stays on the device, complete."
                 )
 
