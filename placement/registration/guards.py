@@ -337,7 +337,8 @@ class OwnMethodCall(MethodCall):
             "optimizer_in='optimizer_step' inside phase('optimizer_step')"
         )
         stepped = {each.untyped_storage()._cdata: "what it steps" for each in handle.adapter.stepped()}
-        held = {id(each.holding): repr(each.name) for each in known if each.holding is not None and each.state is not State.TRAINING}
+        may_use = [each for each in known if each.state is State.TRAINING and not is_off(each)]  # a streamed optimizer is TRAINING, and off
+        held = {id(each.holding): repr(each.name) for each in known if each.holding is not None and each not in may_use}
         mode = _Untouched(held, stepped, error(text))
         try:
             with mode:
