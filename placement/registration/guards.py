@@ -454,6 +454,8 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
             hooks.remove(each)
         if not holding.on_device:
             calls.refuse()
+    else:
+        holding.calls = CallGuard(None, (), handle.name, handle.call_deadline_seconds)  # it is waited for where it is saved
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
