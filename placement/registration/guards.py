@@ -13,6 +13,7 @@ import itertools
 import os
 import traceback
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -461,6 +462,9 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves."""
     fields = getattr(target, "__dict__", {})
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+        if type(fields.get(name)) is dict:  # a wrapper made it itself, and torch's handles cannot refer to it
+            fields[name] = OrderedDict(fields[name])
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
     if "_optimizer_step_pre_hooks" in fields:
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
@@ -471,7 +475,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
     if "_optimizer_state_dict_post_hooks" in fields:
         hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
-    if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
+    if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):  # not by `__getattr__`: then it is another's
         hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
         _install_zero_calls(_Guard(handle).handle, target, hooks)
