@@ -332,10 +332,12 @@ class OwnMethodCall(MethodCall):
         assert isinstance(handle.adapter, OptimizerAdapter)
         before = [(fields, dict(fields)) for each in handle.adapter.objects() for fields in _fields_of(each)]
         error = PhaseError if unusable.state is State.SYNCING else NotResidentError
+        streamed, where = "", "manager.phase('train'), with optimizer_in='optimizer_step' inside phase('optimizer_step')"
+        if unusable.state is State.TRAINING:
+            streamed, where = " and streams its state", "manager.phase('restore'), which loads all of it"
         text = (
             f"{self._name}() of {handle.name!r} cannot be called in phase {handle.phase_now()!r}: it would use {{}}, while "
-            f"{unusable.name!r} is {unusable.state}. Call it where all of these may change: inside manager.phase('train'), with "
-            "optimizer_in='optimizer_step' inside phase('optimizer_step')"
+            f"{unusable.name!r} is {unusable.state}{streamed}. Call it where all of these may change: inside {where}"
         )
         stepped = {each.untyped_storage()._cdata: "what it steps" for each in handle.adapter.stepped()}
         may_use = [each for each in known if each.state is State.TRAINING and not is_off(each)]  # a streamed optimizer is TRAINING, and off

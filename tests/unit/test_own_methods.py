@@ -182,9 +182,12 @@ def test_the_state_of_a_streamed_optimizer_is_neither_read_nor_written_in_train(
     before = all_of(manager, optimizer)
     with manager.phase("train"):
         for method in (optimizer.norm, optimizer.reset):
-            with pytest.raises(NotResidentError, match=r"would use 'actor\.optimizer'"):
+            with pytest.raises(NotResidentError, match=r"would use 'actor\.optimizer'.*streams its state.*phase\('restore'\)"):
                 method()
     assert_same(all_of(manager, optimizer), before)
+    with manager.phase("restore"):
+        optimizer.reset()
+    assert not any(entry["exp_avg"].any() for entry in optimizer.state_dict()["state"].values())
 
 
 def test_in_training_without_the_state_gradients_may_be_used() -> None:
