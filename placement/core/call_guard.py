@@ -49,6 +49,7 @@ from placement.core.weak_set import reference
 _FORWARD = ("forward",)
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")  # the functions that run while a module is called
 _COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")  # the function that calls a graph which `torch.compile` made, and its file
+_SAVES = ("_save", "_legacy_save")  # the functions of `torch.save` that collect storages and then write them
 FIELDS, _PRE_HOOKS = operator.attrgetter("__dict__"), operator.itemgetter("_forward_pre_hooks")
 _FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 _IS_FRAME = functools.partial(operator.is_not, None)
@@ -156,6 +157,18 @@ class CallGuard:
             time.sleep(_GLANCE_SECONDS)
             pending &= _threads_that_call(self._is_one)  # one that was seen outside has ended the call that was meant
 
+    def wait_for_saves(self, is_meant: Callable[[torch.UntypedStorage], bool]) -> None:
+        """Wait until no other thread is in a `torch.save` that still has to write a storage that is meant. Raises PhaseError: it takes
+        longer than the deadline."""
+        end = time.monotonic() + self._deadline_seconds
+        while any(map(is_meant, _saved_by_others())) and threading.main_thread().is_alive():
+            if time.monotonic() >= end:
+                raise PhaseError(
+                    f"a torch.save in another thread still reads {self._name!r} on the device, so it stays there. Wait for that thread "
+                    f"before (join(), result()), or raise call_deadline_seconds (now {self._deadline_seconds:g})"
+                )
+            time.sleep(_GLANCE_SECONDS)
+
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
         for root in self.roots():
@@ -220,6 +233,15 @@ def _called(stack: Iterable[types.FrameType], names: tuple[str, ...] = _CALLS) -
 def _threads_that_call(is_meant: Callable[[Any], bool]) -> set[int]:
     """The other threads that are in a call of something that is meant."""
     return {ident for ident, stack in _stacks_of_others() if any(map(is_meant, _called(stack)))}
+
+
+def _saved_by_others() -> Iterator[torch.UntypedStorage]:
+    """The storages that other threads' calls of `torch.save` have collected."""
+    for _, stack in _stacks_of_others():
+        for frame in stack:
+            if frame.f_code.co_name in _SAVES and frame.f_code.co_filename == torch.serialization.__file__:
+                found = [*frame.f_locals.get("serialized_storages", {}).values()]
+                yield from (each[0] if isinstance(each, tuple) else each for each in found)  # the old format has a dtype with each
 
 
 def _stacks_of_others() -> list[tuple[int, list[types.FrameType]]]:

@@ -13,6 +13,7 @@ import itertools
 import os
 import traceback
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -331,13 +332,16 @@ class OwnMethodCall(MethodCall):
         assert isinstance(handle.adapter, OptimizerAdapter)
         before = [(fields, dict(fields)) for each in handle.adapter.objects() for fields in _fields_of(each)]
         error = PhaseError if unusable.state is State.SYNCING else NotResidentError
+        streamed, where = "", "manager.phase('train'), with optimizer_in='optimizer_step' inside phase('optimizer_step')"
+        if unusable.state is State.TRAINING:
+            streamed, where = " and streams its state", "manager.phase('restore'), which loads all of it"
         text = (
             f"{self._name}() of {handle.name!r} cannot be called in phase {handle.phase_now()!r}: it would use {{}}, while "
-            f"{unusable.name!r} is {unusable.state}. Call it where all of these may change: inside manager.phase('train'), with "
-            "optimizer_in='optimizer_step' inside phase('optimizer_step')"
+            f"{unusable.name!r} is {unusable.state}{streamed}. Call it where all of these may change: inside {where}"
         )
         stepped = {each.untyped_storage()._cdata: "what it steps" for each in handle.adapter.stepped()}
-        held = {id(each.holding): repr(each.name) for each in known if each.holding is not None and each.state is not State.TRAINING}
+        may_use = [each for each in known if each.state is State.TRAINING and not is_off(each)]  # a streamed optimizer is TRAINING, and off
+        held = {id(each.holding): repr(each.name) for each in known if each.holding is not None and each not in may_use}
         mode = _Untouched(held, stepped, error(text))
         try:
             with mode:
@@ -453,11 +457,16 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
             hooks.remove(each)
         if not holding.on_device:
             calls.refuse()
+    else:
+        holding.calls = CallGuard(None, (), handle.name, handle.call_deadline_seconds)  # it is waited for where it is saved
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves."""
     fields = getattr(target, "__dict__", {})
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+        if type(fields.get(name)) is dict:  # a wrapper made it itself, and torch's handles cannot refer to it
+            fields[name] = OrderedDict(fields[name])
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
     if "_optimizer_step_pre_hooks" in fields:
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
@@ -468,7 +477,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
     if "_optimizer_state_dict_post_hooks" in fields:
         hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
-    if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
+    if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):  # not by `__getattr__`: then it is another's
         hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
         _install_zero_calls(_Guard(handle).handle, target, hooks)

@@ -8,7 +8,7 @@ names, and `make_consistent` settles every page there and brings the tensors in 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -69,10 +69,16 @@ class ManagedStorage(AdoptedStorage):
             self.is_consistent = False
             self.calls.refuse()
             self.calls.wait(since_seconds)  # for a call that has begun between the two
+            self._wait_for_saves({tensor.untyped_storage()._cdata for tensor in self.state_dict_tensors})
         except BaseException:
             self.calls.allow()
             self.is_consistent = True
             raise
+
+    def _wait_for_saves(self, new: Collection[int]) -> None:
+        """`new`: storages (`_cdata`) that may still lie outside the ranges, such as state that the last step has made."""
+        ranges = self.object_ranges
+        self.calls.wait_for_saves(lambda storage: storage._cdata in new or ranges.at(storage.data_ptr()) is not None)
 
     # --- adopting
 
@@ -221,6 +227,9 @@ class ManagedStorage(AdoptedStorage):
             self.state_dict_tensors.point_to_host(except_for=self._moving_in)
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
+            self._wait_for_saves(
+                self._moving_in
+            )  # one that has begun after `end_calls`, and before what it reads was pointed to the host copy
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -236,6 +237,65 @@ def test_a_call_ends_its_own_phase(manager: Manager) -> None:
     hook.remove()
     assert not scored.resident_bytes
     manager.leave()
+
+
+class SlowFile(io.BytesIO):
+    """Stops a save when the first of the big tensors is written, until something waits for it or `opened` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def write(self, data: Any) -> int:
+        if len(data) >= 4096:
+            self.gate.pass_through()
+        return super().write(data)
+
+
+@pytest.mark.parametrize("of", ["actor", "actor.optimizer"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_another_thread_is_saving_gets_all_values(of: str, zipped: bool) -> None:
+    """`torch.save` takes the storages of a state dict in the beginning, and reads them until its end."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    optimizer = torch.optim.Adam(model.parameters())
+    with closing(make_manager()) as manager:
+        manager.register("actor", model, role="actor")
+        manager.register("actor.optimizer", optimizer)
+        file = SlowFile()
+        with manager.phase("train"):
+            model(torch.ones(1, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved: Any = model.state_dict() if of == "actor" else optimizer.state_dict()
+            thread = threading.Thread(target=lambda: torch.save(saved, file, _use_new_zipfile_serialization=zipped))
+            thread.start()
+            assert file.gate.reached.wait(60)
+            threading.Timer(0.1, file.gate.opened.set).start()
+        thread.join()
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file), dict(saved), rtol=0, atol=0)
+        assert manager.audit().ok
+
+
+def test_a_save_that_does_not_end_stops_the_transition_and_loses_nothing() -> None:
+    model, file = nn.Linear(32, 32), SlowFile()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with closing(make_manager(call_deadline_seconds=0.05)) as manager:
+        scored = manager.register("scored", model, role="reward")
+        manager.enter("reward")
+        thread = threading.Thread(target=lambda: torch.save(model.state_dict(), file))
+        thread.start()
+        assert file.gate.reached.wait(60)
+        with pytest.raises(PhaseError, match=r"torch.save in another thread still reads 'scored'.*call_deadline_seconds"):
+            manager.leave()
+        file.gate.opened.set()
+        thread.join()
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file), expected, rtol=0, atol=0)
+        with manager.phase("reward"):
+            torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+        assert not scored.resident_bytes
+        assert manager.audit().ok
 
 
 def test_other_calls_are_not_waited_for() -> None:

@@ -254,7 +254,25 @@ class WithSlow(WithoutInit):
             p.data.copy_(entry["slow"])
 
 
-@pytest.mark.parametrize("cls", [WithoutInit, WithSlow])
+class WithPlainDicts(WithoutInit):
+    """The same with plain dicts under the names of torch's hooks."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner)
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]
+
+
+class Delegating:
+    """Hands everything through to the optimizer inside, by `__getattr__`."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["optimizer"], name)
+
+
+@pytest.mark.parametrize("cls", [WithoutInit, WithSlow, WithPlainDicts, Delegating])
 def test_one_that_called_no_constructor_of_torchs_is_as_any_other(cls: Any, tmp_path: Path) -> None:
     def made(model: nn.Module) -> Any:
         return cls(optim.AdamW(model.parameters(), lr=0.01))

@@ -169,6 +169,27 @@ def test_what_reads_and_writes_no_value_goes_on_working() -> None:
     assert_same(dict(manager.handles["actor.optimizer"].state_dict()), state)
 
 
+def test_the_state_of_a_streamed_optimizer_is_neither_read_nor_written_in_train() -> None:
+    class Measured(torch.optim.AdamW):
+        def norm(self) -> float:
+            return sum(entry["exp_avg"].norm().item() for entry in self.state.values())
+
+        def reset(self) -> None:
+            for entry in self.state.values():
+                entry["exp_avg"].zero_()
+
+    manager, _, optimizer = worker(Measured, policy=Colocated(optimizer_in="streamed"))
+    before = all_of(manager, optimizer)
+    with manager.phase("train"):
+        for method in (optimizer.norm, optimizer.reset):
+            with pytest.raises(NotResidentError, match=r"would use 'actor\.optimizer'.*streams its state.*phase\('restore'\)"):
+                method()
+    assert_same(all_of(manager, optimizer), before)
+    with manager.phase("restore"):
+        optimizer.reset()
+    assert not any(entry["exp_avg"].any() for entry in optimizer.state_dict()["state"].values())
+
+
 def test_in_training_without_the_state_gradients_may_be_used() -> None:
     class Clipping(torch.optim.SGD):
         def clip(self) -> None:
