@@ -227,9 +227,8 @@ class ManagedStorage(AdoptedStorage):
             self.state_dict_tensors.point_to_host(except_for=self._moving_in)
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
-            self._wait_for_saves(
-                self._moving_in
-            )  # one that has begun after `end_calls`, and before what it reads was pointed to the host copy
+            # For one that has begun after `end_calls`, and before what it reads was pointed to the host copy.
+            self._wait_for_saves(self._moving_in)
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(
