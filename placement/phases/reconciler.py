@@ -344,6 +344,7 @@ class WrongWrites:
         # Wait if writes are known by name already, so that a late comparison does not report the same writes once more.
         is_damaged = self._device.heal_poison(wait or bool(self._found))
         if is_damaged or at_counters:
+            self.look_at_gradients()  # so that all writes since the last look are one error
             for handle, holding in self._offloaded():
                 with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
                     if names := holding.writes.found():

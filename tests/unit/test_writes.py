@@ -321,3 +321,18 @@ def test_a_write_while_weights_are_published_from_the_host_copy() -> None:
     assert torch.equal(published["0.weight"], values["0.weight"])
     with program.manager.phase("train"):
         assert_same(program.values(), values)
+
+
+def test_writes_to_a_value_and_to_a_gradient_are_one_error() -> None:
+    """Where nothing is loaded, the value's is known by its memory page, and the gradient's by its counter alone."""
+    manager, net = make_manager(), torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
+    net[1].weight.grad = torch.ones_like(net[1].weight)
+    manager.register("ref", net, role="ref")
+    with manager.phase("rollout"):
+        with torch.no_grad():
+            net[1].weight.grad.mul_(0.5)
+            net[0].weight.data.copy_(net[0].weight.detach().clone())
+        with pytest.raises(IntegrityError, match=r"1\.weight\.grad of 'ref'"), manager.phase("rollout"):
+            pass
+        assert manager.audit().findings == []
+    assert_nothing_resident(manager)
