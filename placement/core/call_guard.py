@@ -13,9 +13,9 @@ While the bytes are away, each guarded module has a `forward` attribute of its o
 A framework may replace `forward` while the guard is there (accelerate's `unwrap_model`). So a module that was registered, and one whose
 `forward` was replaced before, have a pre-hook as well while the bytes are away.
 
-Calls that other threads have begun before are waited for (`CallGuard.wait`), as far as their stacks show them. To count calls as they
-begin and end would cost every call time, and miss submodules. A look at the stacks costs only the transition that looks: microseconds for
-each thread. Frames that `torch.compile` makes have the names and arguments of what was compiled, or get its parameters.
+Calls that other threads have begun before are waited for (`CallGuard.wait`), and so is a `torch.save` (`wait_for_saves`), as far as the
+threads' stacks show them. To count calls as they begin and end would cost every call time, and miss submodules. A look costs only the
+transition that looks: microseconds a thread. Frames of `torch.compile` have the names and arguments of what was compiled, or parameters.
 
 The guard does not see code that reads the weights without calling their module (`torch.nn.functional.linear(x, model.weight)`), a
 bound `forward` of a module without children that was taken while the module was on the device, or the results of `torch.jit` and
