@@ -135,8 +135,6 @@ class Manager:
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
         self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
-        facts = weakref.WeakMethod(self._snapshots.facts)  # weak, so that a trace's journal does not keep handles
-        self.journal.describe = lambda: {} if (alive := facts()) is None else alive()
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
         # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The

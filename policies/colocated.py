@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from placement import HandleView, Plan, PolicyError, State, View
@@ -67,25 +67,6 @@ class Colocated:
         if view.phase == "weight_sync":
             parts = {h.name: frozenset({"weights"}) for h in rollout_models(view) if "weights" in h.tags}
         return view.total_plan(needs, streamed, dropped, parts)
-
-    def reasons(self, view: View) -> Mapping[str, str]:
-        """Why the plan for this view has each handle where it has it, in a few words. Pure, like `plan`."""
-        plan, needed = self.plan(view), Colocated.plan(self, view)
-        said = dict[str, str]()
-        for name, handle in view.handles.items():
-            if view.phase == "checkpoint":
-                said[name] = "nothing moves in a checkpoint"
-            elif needed[name] is not State.CPU_OFFLOADED:
-                said[name] = f"needed in {view.phase}"
-            elif handle.external:
-                said[name] = "not in use; its framework places it"
-            elif not handle.built:
-                said[name] = "not built: no phase has needed it"
-            elif plan[name] is not State.CPU_OFFLOADED:
-                said[name] = f"not needed in {view.phase}, but there is room"
-            else:
-                said[name] = f"not needed in {view.phase}"
-        return said
 
     def needs(self, view: View) -> dict[str, State]:
         """The state of every handle that the phase uses. `checkpoint` uses none on the device."""

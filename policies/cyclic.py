@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from placement import HandleView, Plan, State, View
 
 from .colocated import Colocated, OptimizerIn
-from .keeping import NEVER, Course, Worker, bits, mask_of, schedule
+from .keeping import Course, Worker, bits, mask_of, schedule
 
 Idle = Literal["keep", "empty"]
 _DIGITS = 10  # schedules are made for budgets with so many binary digits, rounded down: a budget that wavers by less asks for no new one
@@ -67,15 +67,6 @@ class Cyclic(Colocated):
         choice = self._choice(view, base)
         return base if choice is None else choice.plan(base)
 
-    def reasons(self, view: View) -> Mapping[str, str]:
-        """Why the plan for this view has each handle where it has it, in a few words. Pure, like `plan`."""
-        base = super().plan(view)
-        choice = self._choice(view, base)
-        said = dict(super().reasons(view))
-        if choice is not None and view.phase != "checkpoint":
-            said |= {name: words for name in view.handles if base[name] is State.CPU_OFFLOADED and (words := choice.reason(name))}
-        return said
-
     def _choice(self, view: View, base: Plan) -> _Choice | None:
         """The choice of what stays and arrives early beside what the phase needs; None where nothing shall."""
         room = view.budget_bytes - view.bytes_of(base)
@@ -85,7 +76,7 @@ class Cyclic(Colocated):
         course = worker.course(phases)
         kept = schedule(worker.units, course.steps, _rounded(view.budget_bytes))
         streamed = sum([worker.of_handle[name] for name in base.streamed])
-        return _Choice(view, worker, phases, course, kept, worker.under(base), worker.present(view), streamed, room)
+        return _Choice(view, worker, len(phases) > 1, course, kept, worker.under(base), worker.present(view), streamed, room)
 
     def _from_here(self, view: View) -> tuple[str, ...]:
         """The phases of one cycle, beginning with the view's."""
@@ -114,7 +105,7 @@ class _Choice:
 
     view: View
     worker: Worker
-    phases: tuple[str, ...]  # the phases of one cycle, the present one first
+    is_known: bool  # whether the cycle of phases is known
     course: Course
     scheduled: tuple[int, ...]  # for each step of the course the units that are worth having on the device
     needed: int  # units that the phase needs
@@ -177,7 +168,7 @@ class _Choice:
         there is room for beside the phase, and is saved while the phase computes, so that nobody waits when its room is needed. What
         comes sooner is before it in the plan, and gets the room of what is saved.
         """
-        early, units, is_known = self.worker.early(self.view), self.worker.units, len(self.phases) > 1 and self.view.enclosing is None
+        early, units, is_known = self.worker.early(self.view), self.worker.units, self.is_known and self.view.enclosing is None
         there = (self.present | mask_of(early)) & ~self.needed & ~self.streamed & ~self.kept & ~mask_of(self.early)
         for unit in self._soonest(there):
             if unit in early or (is_known and units[unit].can_prefetch and units[unit].is_copied_back == "trained"):
@@ -219,40 +210,10 @@ class _Choice:
         units, next_use = self.worker.units, self.course.next_use
         return sorted(bits(mask), key=lambda i: (next_use[i], units[i].is_copied_back == "never", -units[i].nbytes))
 
-    def reason(self, name: str) -> str | None:
-        """Why a handle that the phase does not need is where it is. None for one that has no bytes."""
-        units = self.worker.of_handle[name]
-        if not units:
-            return None
-        distance = min(self.course.next_use[unit] for unit in bits(units))
-        is_known = len(self.phases) > 1
-        when = self._when(distance) if is_known and distance != NEVER else "no phase that is known to come needs it"
-        if units & self.kept:
-            return f"kept: {when}"
-        if units & self.left:
-            return f"stays until its room is needed: {when}"
-        unit = next(bits(units))
-        if unit in self.early:
-            how = "evicted, and saved while the phase computes" if units & self.present else "arrives early"
-            return f"{how}, {_amount(self.early[unit])} of {_amount(self.worker.units[unit].nbytes)}: {when}"
-        if not units & self.present:
-            return f"off the device: {when}" if is_known else f"off the device: not needed in {self.view.phase}"
-        others = self.present & ~self.needed & ~units
-        is_last = distance != NEVER and all(self.course.next_use[other] <= distance for other in bits(others))
-        return f"evicted: {f'needed last, {when}' if is_last else when}"
-
-    def _when(self, distance: int) -> str:
-        phase = self.phases[distance % len(self.phases)]
-        return f"needed in the next phase ({phase})" if distance == 1 else f"next needed in {distance} phases ({phase})"
-
 
 def _agreement(expected: Sequence[str], upcoming: Sequence[str]) -> int:
     pairs = enumerate(zip(expected, upcoming, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(expected), len(upcoming)))
-
-
-def _amount(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 28 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 18 else f"{nbytes} bytes"
 
 
 def _rounded(nbytes: int) -> int:

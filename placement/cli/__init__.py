@@ -17,12 +17,11 @@ COMMANDS = {
     "doctor": "measure the link and look at what would slow moves down or stop them",
     "explain": "print where a policy puts every handle in every phase, as a table",
     "plan": "forecast what a job needs on the device in each phase, and what its moves cost",
-    "discover": "serve the workers of a discovery folder to Prometheus, and show them on one page",
     "status": "print what workers hold on their GPUs, once or again and again",
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""
-_OF_WORKERS = ("dashboards", "discover", "status", "trace")  # those in the module `workers`. Each other one has a module of its own name.
+_OF_WORKERS = ("dashboards", "status", "trace")  # those in the module `workers`. Each other one has a module of its own name.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ _CACHE_BYTES = 64 << 20  # more than a core's share of the processor's caches
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)')
     parser.add_argument("--bytes", default=MEASURED_BYTES, type=_bytes, help="size of the buffers that are copied (default 1GiB)")
-    workers = "workers' URLs, /targets URLs or discovery folders: also say what of each node's host memory they take"
+    workers = "workers' URLs, or discovery folders: also say what of each node's host memory they take"
     parser.add_argument("--workers", nargs="+", default=[], metavar="WORKER", help=workers)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run)

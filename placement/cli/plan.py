@@ -1,4 +1,4 @@
-"""`placement plan`: what a job needs on the device in each phase and what its moves cost, before it runs, or for a run that was."""
+"""`placement plan`: what a job needs on the device in each phase and what its moves cost, before it runs."""
 
 from __future__ import annotations
 
@@ -10,30 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from placement import forecasting
 from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import readable
 from placement.core.states import ROLES, WORKER_ROLES
-from placement.forecasting.description import CYCLES, Forecast, Layout, Link, PhaseForecast, by_phase
+from placement.forecasting.description import CYCLES, Forecast, Layout, PhaseForecast
 from placement.planning.policy_lookup import policy_names
 
 _Number = TypeVar("_Number", int, float)
 _TRAINED = ("actor", "critic")
-_OF_A_JOB = (
-    *("roles", "model_of", "dtype", "optimizer", "gradients", "replicated", "kv_cache", "rollout_weights", "rollout_tensor_parallel"),
-    *("discard_weights", "data_parallel", "shards", "tensor_parallel", "gpus_per_node", "cycle", "work", "steps", "host_limit"),
-    "worker_role",
-)
-"""Options that a trace has the facts for."""
 _DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one; nothing is downloaded")
-    add("--from", dest="trace", metavar="TRACE", help="a trace of placement's own: what would that run have cost otherwise?")
-    add("--worker", help="the worker's name, in a trace of several")
+    add("model", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one; nothing is downloaded")
     add("--roles", help="which models there are (default actor,ref; for the cycle ppo actor,critic,ref,reward)")
     add("--model-of", action="append", default=[], metavar="ROLE=CONFIG", help="another configuration for a role; may be repeated")
     add("--dtype", help="of the weights of trained models, such as bfloat16 (default: as the configuration says)")
@@ -59,18 +52,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
     add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
     add("--json", action="store_true", help="print everything as JSON, for scripts")
-    parser.set_defaults(run=run, default_of=parser.get_default)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the forecast. Returns 0; 1 where a phase does not fit or has no plan; 2 for a mistake in what was given."""
     try:
-        if (arguments.model is None) is (arguments.trace is None):
-            raise ValueError("give a model's configuration, or --from with a trace; one of the two")
-        if arguments.trace is not None and (given := _given(arguments, _OF_A_JOB)):
-            raise ValueError(f"{given} describes a job that is planned; --from takes the job as the trace has it, so leave it out")
-        if arguments.trace is None and arguments.worker:
-            raise ValueError("--worker chooses a worker of a trace: give it with --from")
         if arguments.link and arguments.rate:
             raise ValueError("give --link or --rate, not both")
         settings = Settings.from_any(arguments.settings or {})
@@ -79,11 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--compare names no policy; write some of {', '.join(policy_names())}, with commas between them")
         if any(":" in policy for policy in chosen) and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a console script does not search the working directory for modules
-        forecast, lines = _job(arguments, settings) if arguments.trace is None else _recording(arguments, settings)
-        if arguments.trace is not None and not (arguments.compare or arguments.policy or arguments.settings):
-            chosen = [""]
-        forecasts = [forecast(policy) for policy in chosen]
-        shown = forecasts if arguments.trace is None else [by_phase(each) for each in forecasts]
+        job = _job(arguments, settings)
+        forecasts = [forecasting.forecast(policy=policy, **job) for policy in chosen]
     except (ValueError, OSError, ImportError, PlacementError) as error:
         print(f"placement plan: {error}", file=sys.stderr)
         return 2
@@ -91,13 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         found = [each.model_dump(mode="json") for each in forecasts]
         print(json.dumps(found if arguments.compare else found[0], indent=1))
     else:
-        print("\n".join([*lines, comparison(shown, chosen) if len(shown) > 1 else table(shown[0])]))
+        print(_parallel(job["layout"]))
+        print(comparison(forecasts, chosen) if len(forecasts) > 1 else table(forecasts[0]))
     return int(not all(each.fits for each in forecasts))
-
-
-def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
-    """The first of these options that is not as it is by default; "" if there is none."""
-    return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != arguments.default_of(name)), "")
 
 
 def _policies(text: str) -> list[str]:
@@ -112,59 +92,34 @@ def _policies(text: str) -> list[str]:
     return [each.strip() for each in found if each.strip()]
 
 
-def _budget_and_link(arguments: argparse.Namespace, settings: Settings) -> tuple[int | None, Link | None]:
-    budget = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
-    source = float(parse_bytes(arguments.rate)) if arguments.rate else arguments.link
-    return budget, Link.of(source) if source else None
-
-
-def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
-    from placement.forecasting.recorded import Recording
-
-    recording = Recording.read(arguments.trace, arguments.worker)
-    budget, link = _budget_and_link(arguments, settings)
-    moved = f"{readable(recording.moved.loaded_bytes)} loaded, {readable(recording.moved.offloaded_bytes)} offloaded"
-    seconds = sum(work for _, work in recording.phases)
-    lines = [
-        f"measured: worker {recording.worker}, policy {recording.policy}, {len(recording.phases)} phases, {seconds:.3f} s of work",
-        f"          {moved}, {recording.stall_seconds:.3f} s in moves",
-        "",
-        "simulated over the same phases and work, from the same start:",
-    ]
-    return lambda policy: recording.forecast(policy or None, budget_bytes=budget, link=link, phases=settings.phases), lines
-
-
-def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
-    from placement.forecasting import job
-
-    layout = Layout(**{name: getattr(arguments, name) for name in ("data_parallel", "shards", "tensor_parallel", "gpus_per_node")})
+def _job(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """The arguments of `forecast`, without the policy."""
     models: dict[str, Any] = _models(arguments)
     if arguments.kv_cache or arguments.rollout_weights:
         models["rollout"] = _engine(arguments, models)
-    elif option := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
+    elif arguments.discard_weights or arguments.rollout_tensor_parallel != 1:
+        option = "--discard-weights" if arguments.discard_weights else "--rollout-tensor-parallel"
         raise ValueError(f"{option} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
-    work, steps = _numbers(arguments.work, "--work", "seconds", float), _numbers(arguments.steps, "--steps", "steps", int)
-    budget, link = _budget_and_link(arguments, settings)
-
-    given: dict[str, Any] = {
-        "layout": layout,
+    return {
+        "handles": models,
+        "layout": Layout(**{name: getattr(arguments, name) for name in ("data_parallel", "shards", "tensor_parallel", "gpus_per_node")}),
         "cycle": arguments.cycle,
-        "budget_bytes": budget,
-        "link": link,
-        "work_seconds": work,
-        "steps": steps,
+        "budget_bytes": arguments.budget or settings.budget_bytes,
+        "link": float(parse_bytes(arguments.rate)) if arguments.rate else arguments.link,
+        "work_seconds": _numbers(arguments.work, "--work", "seconds", float),
+        "steps": _numbers(arguments.steps, "--steps", "steps", int),
         "worker_role": arguments.worker_role or settings.worker_role,
         "phases": settings.phases,
         "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
     }
-    parallel = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
-    lines = [f"one of {layout.ranks} ranks ({parallel}), {layout.ranks_per_node} a node", ""]
-    return lambda policy: job.forecast(models, policy=policy, **given), lines
+
+
+def _parallel(layout: Layout) -> str:
+    how = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
+    return f"one of {layout.ranks} ranks ({how}), {layout.ranks_per_node} a node\n"
 
 
 def _models(arguments: argparse.Namespace) -> dict[str, Any]:
-    from placement.forecasting.job import Model
-
     roles = _words(arguments.roles or _DEFAULT_ROLES.get(arguments.cycle, "actor,ref"))
     others = dict(_pair(text, "--model-of", "ROLE=CONFIG") for text in arguments.model_of)
     replicated = _words(arguments.replicated)
@@ -178,7 +133,7 @@ def _models(arguments: argparse.Namespace) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for role in roles:
         is_trained = role in _TRAINED
-        models[role] = Model(
+        models[role] = forecasting.Model(
             others.get(role, arguments.model),
             role=role,
             dtype=arguments.dtype if is_trained else None,
@@ -191,7 +146,7 @@ def _models(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
-    from placement.forecasting.job import Rollout, weights_bytes
+    from placement.forecasting.job import weights_bytes
 
     if "rollout" in models:
         raise ValueError("--kv-cache and --rollout-weights describe the rollout engine: leave the role rollout out of --roles")
@@ -200,7 +155,7 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
     whole = parse_bytes(arguments.rollout_weights) if arguments.rollout_weights else None
     if whole is None:
         whole = -(-weights_bytes(arguments.model, "bfloat16") // arguments.rollout_tensor_parallel)
-    return Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
+    return forecasting.Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
 
 
 def _numbers(text: str, option: str, what: str, kind: Callable[[str], _Number]) -> dict[str, _Number]:

@@ -1,29 +1,24 @@
-"""The commands about workers that run: `status`, `trace`, `discover`, and the `dashboards` that show them."""
+"""The commands about workers that run: `status`, `trace`, and the `dashboards` that show them."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import functools
 import json
 import math
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from placement.cli import port
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings
 from placement.core.snapshot import readable
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.discovery import reap, targets_in
-from placement.observe.fleet import DiscoveryServer, ask, find_targets, views_of
+from placement.observe.fleet import ask, find_targets, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -118,7 +113,7 @@ _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    text = "a worker's URL, or a discovery folder (default: PLACEMENT_DISCOVERY)"
     parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
     parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
@@ -131,7 +126,7 @@ def run_status(arguments: argparse.Namespace) -> int:
         raise PlacementError(f"--watch {arguments.watch} must be more than 0 seconds")
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
-        raise PlacementError("no workers named: give a worker's URL, a /targets URL or a discovery folder, or set PLACEMENT_DISCOVERY")
+        raise PlacementError("no workers named: give a worker's URL or a discovery folder, or set PLACEMENT_DISCOVERY")
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
 
         def look() -> list[View]:
@@ -157,7 +152,7 @@ def _screen(views: Sequence[View]) -> str:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, a discovery URL, or a folder of discovery files")
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, or a discovery folder")
     parser.add_argument("-o", "--output", default="placement-trace.json", help="the file to write (default: %(default)s)")
     parser.add_argument("--seconds", type=_seconds, help="write only the last SECONDS")
     parser.set_defaults(run=run_trace)
@@ -196,31 +191,6 @@ def run_trace(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise PlacementError(f"cannot write {target}: {error.strerror}") from error
     print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")
-    return 0
-
-
-# --- placement discover
-
-
-def add_discover(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="the folder in which the workers announce themselves (PLACEMENT_DISCOVERY)")
-    parser.add_argument("--port", type=port, default=9400, help="the port to serve on; 0 takes a free one (default: %(default)s)")
-    parser.add_argument("--address", default="127.0.0.1", help="any but loopback is reachable from outside (default: %(default)s)")
-    parser.set_defaults(run=discover)
-
-
-def discover(arguments: argparse.Namespace) -> int:
-    """Serve the workers of a folder, as a list for Prometheus and as a page for people, until interrupted."""
-    folder = Path(arguments.folder)
-    if not folder.is_dir():
-        raise PlacementError(f"{str(folder)!r} is not a folder; workers create it when they announce themselves")
-    with DiscoveryServer(functools.partial(targets_in, folder), port=arguments.port, address=arguments.address) as server:
-        server.do_regularly(functools.partial(reap, folder))
-        count = len(targets_in(folder))
-        print(f"{count} worker{'s' * (count != 1)}; for Prometheus: {server.url}/targets; status page: {server.url}/", flush=True)
-        ended = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: ended.set())
-        ended.wait()
     return 0
 
 

@@ -10,9 +10,8 @@ import bisect
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
 from placement.core.snapshot import DurationHistogram
@@ -104,8 +103,6 @@ class Journal:
         self.failures: deque[Failure] = deque(maxlen=length)  # the recent failures, oldest first
         self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
-        self.describe: Callable[[], Mapping[str, Any]] = dict
-        """Facts about the manager and its handles, for a trace: see `Snapshots.facts`. Empty without a manager."""
         self.phase = IDLE  # the phase for which time is being counted
         self._only: tuple[str, ...] | None = None
         self._phase_since = time.monotonic()

@@ -80,8 +80,6 @@ class HandleSnapshot(Frozen):
     """The time of registration. It tells apart two objects that were registered under one name, one after the other."""
     stale: str | None = None
     """Why the weights are invalid until a weight sync fills them; None while they are valid."""
-    reason: str | None = None
-    """Why the policy has the handle where it is; None if the policy does not say."""
 
 
 class DurationHistogram(Frozen):

@@ -333,9 +333,6 @@ class Policy(Protocol):
     The returned plan names every handle of the view. It depends on the view alone: equal views give equal plans, on every rank. The
     manager checks whether the bytes fit. A policy keeps optional handles on the device only where `view.fits` allows it.
 
-    A policy may also have `reasons(view) -> Mapping[str, str]`: for each handle, in a few words, why the plan has it there. It
-    is as pure as `plan`, and is asked only for pages and snapshots.
-
     Raises:
         PolicyError: the phase is not one of `view.known_phases`.
     """

@@ -9,15 +9,13 @@ from placement.core import on_demand as _on_demand
 if TYPE_CHECKING:
     from placement.forecasting.description import Forecast, HandleForecast, Layout, Link, PhaseForecast
     from placement.forecasting.job import Model, Rollout, forecast
-    from placement.forecasting.recorded import Recording
 
-__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Recording", "Rollout", "forecast"]
+__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Rollout", "forecast"]
 
 __getattr__ = _on_demand(
     __name__,
     {
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
         **dict.fromkeys(("Forecast", "HandleForecast", "Layout", "Link", "PhaseForecast"), "description"),
-        "Recording": "recorded",
     },
 )

@@ -246,7 +246,7 @@ class Forecast(Frozen):
     budget_bytes: int | None
     """Device bytes that the handles may hold together; None: no limit was given."""
     phases: tuple[PhaseForecast, ...]
-    """One cycle in the steady state; the last entry is the phase "idle", outside all others. For a recording: the whole run."""
+    """One cycle in the steady state; the last entry is the phase "idle", outside all others."""
     first_phases: tuple[PhaseForecast, ...] = ()
     """The first cycle, in which optimizer state is created."""
     handles: tuple[HandleForecast, ...]
@@ -291,23 +291,3 @@ class Forecast(Frozen):
         if (found := next((each for each in self.phases if each.phase == name), None)) is not None:
             return found
         raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(each.phase for each in self.phases))}")
-
-
-def by_phase(forecast: Forecast) -> Forecast:
-    """The same forecast with one entry for all runs of a phase: bytes and seconds added up, sizes at their most."""
-    groups: dict[tuple[str, tuple[str, ...] | None], list[PhaseForecast]] = {}
-    for each in forecast.phases:
-        groups.setdefault((each.phase, each.only), []).append(each)
-    return forecast.model_copy(update={"phases": tuple(_together(group) for group in groups.values())})
-
-
-def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
-    worst = max(group, key=lambda each: (not each.fits, each.over_bytes, each.device_bytes))
-    stalls = [each.stall_seconds for each in group if each.stall_seconds is not None]
-    works = [each.work_seconds for each in group if each.work_seconds is not None]
-    moved = ("loaded_bytes", "offloaded_bytes", "streamed_bytes", "skipped_bytes", "prefetched_bytes")
-    added = (*moved, "disk_written_bytes", "disk_read_bytes", "disk_waited_bytes")
-    sums = {name: sum(getattr(each, name) for each in group) for name in added}
-    return worst.model_copy(
-        update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None}
-    )

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.core.states import IDLE, WEIGHTS, HandleView
+from placement.core.states import IDLE, WEIGHTS
 from placement.devices.background import BackgroundThread, is_background
 from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
@@ -30,7 +30,7 @@ from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direc
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
 from placement.ownership.partial_step import allow
-from placement.storage.layout import ALIGNMENT, Sizing
+from placement.storage.layout import Sizing
 
 GRANULARITY = 2 << 20  # the granularity of the CUDA driver on every GPU so far
 _CAPACITY_BYTES = 1 << 62
@@ -40,7 +40,6 @@ _SETTLES_SECONDS = 0.25  # the longest real time that a thread of the manager's 
 
 StateOf = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 """The state that an optimizer creates for a parameter, on the meta device. Tensors without a dimension are counters, on the host."""
-_PIECES = 32  # the storages of a handle of which only the bytes are known
 
 _end = itertools.count(1 << 18)  # the end of all addresses so far, in GiB. They are the process's: no two objects ever have the same.
 
@@ -397,8 +396,6 @@ class Object:
     target: SizedModule | SizedOptimizer | SizedEngine
     role: str | None = None
     readonly: bool = False
-    external: bool = False
-    generates: bool = False  # whether a module is that of a rollout engine in this process
     part: tuple[int, int] = (1, 1)  # the part of its bytes that goes over this rank's own link, as a fraction
     is_shared: bool = False  # whether the ranks of a node share the host copy, of which each counts its part
     keeps_gradients: bool = False  # whether the gradients of a module are alive when training ends
@@ -415,54 +412,3 @@ class Object:
             for each in self.target.tensors:
                 each.grad = None
                 each.data = torch.empty(0, dtype=each.dtype, device="cpu")
-
-
-class Seen(NamedTuple):
-    """The sizes of one handle that its moves have shown."""
-
-    loaded_bytes: int = 0
-    """The bytes that a load copies; 0: all."""
-    changed_bytes: int = 0
-    """The bytes that an offload copies once training has changed the values; 0: all."""
-    is_born: bool = True
-    """Whether an optimizer's state exists from the beginning on."""
-    keeps_weights: bool = True
-    """Whether an engine's offload keeps the weights."""
-
-
-def objects_of(device: SizesDevice, facts: Iterable[HandleView], seen: Mapping[str, Seen]) -> Iterator[Object]:
-    made: dict[str, Object] = {}
-    for each in facts:
-        made[each.name] = _object_of(device, each, made, seen.get(each.name, Seen()))
-        yield made[each.name]
-
-
-def _object_of(device: SizesDevice, facts: HandleView, others: Mapping[str, Object], seen: Seen) -> Object:
-    given: dict[str, Any] = {"role": facts.role, "readonly": facts.readonly, "external": facts.external}
-    if facts.tags:
-        return Object(facts.name, SizedEngine(device, facts.tags, keeps_weights=seen.keeps_weights), **given)
-    if seen.loaded_bytes:  # padding is not copied, nor what other ranks bring
-        given["part"] = min(seen.loaded_bytes, facts.num_bytes), facts.num_bytes
-    modules = [others[name].target for name in facts.owners if name in others]
-    stepped = [each for module in modules if isinstance(module, SizedModule) for each in module.trained]
-    if not stepped:
-        changed = min(round(seen.changed_bytes / device.chunk_bytes) * device.chunk_bytes, facts.num_bytes) or facts.num_bytes
-        cut = [(nbytes, _parameter(nbytes)) for nbytes in _pieces(changed)]
-        cut += [(nbytes, _parameter(nbytes, is_trained=False)) for nbytes in _pieces(facts.num_bytes - changed)]
-        return Object(facts.name, SizedModule((nbytes, [each]) for nbytes, each in cut), generates=facts.kind == "engine", **given)
-    sizes = _pieces(facts.num_bytes, len(stepped))
-    states = {each.shape: torch.empty(nbytes, dtype=torch.uint8, device="meta") for each, nbytes in zip(stepped, sizes, strict=False)}
-    optimizer = SizedOptimizer(stepped, lambda each: {"state": states[each.shape]} if each.shape in states else {})
-    if seen.is_born:
-        optimizer.state.update({each: {"state": sized((nbytes,))} for each, nbytes in zip(stepped, sizes, strict=False)})
-    return Object(facts.name, optimizer, **given)
-
-
-def _pieces(nbytes: int, count: int = _PIECES) -> list[int]:
-    """So many bytes in pieces that leave no room between them; the last has what is left over."""
-    each = nbytes // count // ALIGNMENT * ALIGNMENT
-    return [size for size in (*[each] * (count - 1), nbytes - each * (count - 1)) if size]
-
-
-def _parameter(nbytes: int, *, is_trained: bool = True) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(nbytes // 2, dtype=torch.float16, device="meta"), requires_grad=is_trained)

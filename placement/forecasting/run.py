@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
-from placement.engines import TorchEngine
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, sized
 from placement.forecasting.host_limit import CountedTier
@@ -89,8 +88,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         try:
             for each in objects:
                 self._objects[each.name] = each
-                target = TorchEngine(each.target) if each.generates and isinstance(each.target, SizedModule) else each.target
-                self._manager.register(each.name, target, role=each.role, readonly=each.readonly, external=each.external)
+                self._manager.register(each.name, each.target, role=each.role, readonly=each.readonly)
                 if isinstance(each.target, SizedModule) and each.part != (1, 1):
                     for tensor in each.target.tensors:
                         device.share(tensor, *each.part)
@@ -137,9 +135,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     # --- phases
 
-    def go(self, phase: Phase, work_seconds: float | None = None) -> PhaseForecast:
-        """End the open phase, begin another one, and do its work; "idle" leaves all. `work_seconds`: the seconds of work; None: as was
-        given for the phase. Raises PhaseError: `only` names a handle that there is not."""
+    def go(self, phase: Phase) -> PhaseForecast:
+        """End the open phase, begin another one, and do its work; "idle" leaves all. Raises PhaseError: `only` names a handle that there
+        is not."""
         for each in self._objects.values():
             if isinstance(each.target, SizedEngine):
                 each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
@@ -148,7 +146,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         began = self._device.seconds
         problem = self._try_to_enter(phase)
         stall, moved, views = self._device.seconds - began, self._moved(), self._views()
-        work_seconds = self._work_seconds.get(phase.name) if work_seconds is None else work_seconds
+        work_seconds = self._work_seconds.get(phase.name)
         disk_waited_bytes, gradient_bytes, streamed = self.tier.waited_bytes, 0, Moved()
         if problem is None:
             plan = self._manager._stack.phases.base_plan()
@@ -266,23 +264,14 @@ def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, n
     if over:
         names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
         notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
-    return summed_up(run, cycles, [*notes, *run.idle_mirrors()], ranks_per_node, first=cycles[0])
-
-
-def summed_up(
-    run: Run,
-    cycles: Sequence[tuple[PhaseForecast, ...]],
-    notes: Sequence[str],
-    ranks_per_node: int = 1,
-    first: tuple[PhaseForecast, ...] = (),
-) -> Forecast:
-    """The forecast of the last of these cycles. The phases of all must fit."""
-    phases, everything = cycles[-1], [each for cycle in cycles for each in cycle]
+    notes = [*notes, *run.idle_mirrors()]
+    first, phases = cycles[0], cycles[-1]
     stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
     handles = run.handles(ranks_per_node)
     shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
     host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
-    unfit = [getattr(error, "wanted_bytes", None) or 0 for error in run.asked.unfit]
+    over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
+    over_bytes += [max(0, (getattr(error, "wanted_bytes", None) or 0) - run.budget_bytes) for error in run.asked.unfit]
     return Forecast(
         policy=run.asked.name,
         budget_bytes=None if run.budget_bytes == _NO_LIMIT else run.budget_bytes,
@@ -295,9 +284,9 @@ def summed_up(
         node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
         disk_bytes=disk_bytes,
         node_disk_bytes=disk_bytes * ranks_per_node,
-        fits=not run.tier.refused and not unfit and all(each.fits for each in everything),
+        fits=not run.tier.refused and not run.asked.unfit and all(each.fits for cycle in cycles for each in cycle),
         refused_registrations=tuple(run.tier.refused.values()),
-        over_bytes=max([*(each.over_bytes for each in everything), *(max(0, wanted - run.budget_bytes) for wanted in unfit)]),
+        over_bytes=max(over_bytes),
         stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
         **{name: sum(getattr(each, name) for each in phases) for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")},
         notes=tuple(notes),

@@ -1,13 +1,11 @@
-"""Let Prometheus, `placement status` and the status page find the workers of a run, whose ports are chosen by the system.
+"""Let Prometheus, `placement status` and `placement trace` find the workers of a run, whose ports are chosen by the system.
 
-There are two ways, with the same targets in Prometheus' own format:
+A folder has one file for each worker, with its target in Prometheus' own format (`file_sd_configs`). Workers of one node, or of many
+nodes with a shared folder, write their files themselves. A worker removes its file when it ends. The file of a killed worker is removed
+after a while by another worker of its node: the worker held a POSIX lock on the file, which the system drops with the process. Where
+there is no shared folder, one process gathers the targets of all and writes them as one file, see `as_json`.
 
-* A folder with one file for each worker (`file_sd_configs`). Workers of one node, or of many nodes with a shared folder, write their
-  files themselves. A worker removes its file when it ends. The file of a killed worker is removed after a while by another worker of
-  its node, or by `placement discover`: the worker held a POSIX lock on the file, which the system drops with the process.
-* A page (`http_sd_configs`) where there is no shared folder, see `DiscoveryServer`.
-
-Format: Prometheus documentation, "file_sd_config" and "HTTP SD".
+Format: Prometheus documentation, "file_sd_config".
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
 
-MANAGER_EVENT = "placement_manager"
-"""The name of the metadata event with `Journal.describe`. Viewers leave it out; `placement plan --from` reads it."""
 _PHASES_TRACK = 1
 _PIECE_EVENTS = 512  # the number of events encoded at a time, which bounds the memory that writing a trace takes
 
@@ -91,10 +89,7 @@ def encoded_trace(
     records = (record for record in journal if record.at_seconds >= start)
     spans = (each for each in journal.phase_spans() if each.end_seconds >= start)
     pid = os.getpid()
-    events = itertools.chain(
-        trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=f"placement {pid}"),
-        [{"ph": "M", "name": MANAGER_EVENT, "pid": pid, "args": facts}] if (facts := journal.describe()) else [],
-    )
+    events = trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=f"placement {pid}")
     yield from encoded(itertools.chain(events, after), base_nanoseconds)
 
 

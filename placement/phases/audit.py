@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError, RegistrationError
 from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
-from placement.core.states import IDLE, Plan
-from placement.planning.planner import still_meant
+from placement.core.states import Plan
 from placement.registration.handle import Handle
 from placement.registration.unregistered import living
 
@@ -38,8 +37,7 @@ class Snapshots:
         """The state of the manager and all handles at this moment. Takes no lock."""
         stack, journal = self._stack, self._journal
         memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
-        reasons = self._reasons()
-        handles = tuple(snapshot_of(each, stack.phases.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
+        handles = tuple(snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values())
         return Snapshot(
             taken_timestamp_seconds=time.time(),
             policy=self._policy,
@@ -70,25 +68,6 @@ class Snapshots:
             lease=None if stack.reconciler.lease is None else stack.reconciler.lease.snapshot(),
         )
 
-    def facts(self) -> dict[str, Any]:
-        """Facts for a trace, from which another policy can be simulated: the policy, the budget, and the handles' roles and bytes."""
-        stack = self._stack
-        return {
-            "policy": self._policy,
-            "worker_role": self._worker_role,
-            "budget_bytes": stack.reconciler.budget_bytes(stack.phases.name),
-            "handles": [_facts_of(handle) for handle in stack.registry.handles.copy().values()],
-        }
-
-    def _reasons(self) -> Mapping[str, str]:
-        """Why each handle is where it is: by the innermost phase, and by the phase around it for what its `only` leaves out."""
-        reasons = self._stack.reconciler.planner.reasons
-        said = reasons(IDLE)
-        for each in self._stack.phases.all:
-            own = still_meant(each.only, self._stack.registry.handles.copy())
-            said = {**said, **{name: words for name, words in reasons(each.name).items() if own is None or name in own}}
-        return said
-
 
 _OF_HANDLE = ("name", "kind", "role", "readonly", "num_bytes", "host_bytes")
 _MORE_OF_HANDLE = ("broken", "resident_bytes", "foreign_bytes", "disk_bytes", "drift_bytes", "stray_references")
@@ -104,18 +83,7 @@ def _read(source: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _facts_of(handle: Handle) -> dict[str, Any]:
-    return {
-        **_read(handle, (*_OF_HANDLE, "external")),
-        "owners": [owner.name for owner in handle.owners],
-        "built": handle.is_built,
-        "gathers": handle.gathers is not None,
-        "can_prefetch": handle.storage.can_prefetch,
-        "tags": dict(handle.storage.bytes_by_tag()),
-    }
-
-
-def snapshot_of(handle: Handle, kept: frozenset[str], reason: str | None) -> HandleSnapshot:
+def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     """The state of one handle at this moment. Takes no lock; each value is read once."""
     counters, storage = handle.counters, handle.storage
     copied = _read(handle, (*_OF_HANDLE, *_MORE_OF_HANDLE)) | _read(storage, _OF_STORAGE) | _read(counters, _OF_COUNTERS)
@@ -133,7 +101,6 @@ def snapshot_of(handle: Handle, kept: frozenset[str], reason: str | None) -> Han
         failures=dict(counters.failures),
         resident_tags=tuple(sorted(storage.resident_tags)),
         offloaded_tags=tuple(sorted(storage.offloaded_tags)),
-        reason=reason,
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from placement.core.errors import DeviceMemoryError, PhaseError, PolicyError
-from placement.core.journal import logger
 from placement.core.settings import Settings, nearest
 from placement.core.snapshot import mib
 from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, bytes_under
@@ -56,8 +55,6 @@ class Planner:
         """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into a range at the next offload."""
         self.least: Basis | None = None
         """The least budget of all ranks of the group, from the last phase transition. All ranks use it, so that they make the same plan."""
-        self._views: dict[str, View] = {}  # the view from which the last plan of each phase was made
-        self._reasons: dict[str, tuple[View, dict[str, str]]] = {}
 
     # --- plans
 
@@ -69,7 +66,6 @@ class Planner:
         if _follow_param_groups(used):
             view = self.view(phase, enclosing, kept)
             plan = ask_policy(self._policy, view)
-        self._views[phase] = view
         return view, plan
 
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
@@ -107,24 +103,6 @@ class Planner:
     def generating(self, phase: str) -> tuple[str, ...]:
         """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
         return _GENERATING.get(phase, tuple(self._settings.phases.get(phase, ())))
-
-    def reasons(self, phase: str) -> Mapping[str, str]:
-        """Why the last plan of a phase has each handle where it is, in the policy's words; empty without a plan or a method `reasons`.
-
-        The policy is asked when somebody wants to know, on that thread, and once for each view.
-        """
-        view, ask = self._views.get(phase), getattr(self._policy, "reasons", None)
-        if view is None or ask is None:
-            return {}
-        known = self._reasons.get(phase)
-        if known is None or known[0] is not view:
-            try:
-                said = {str(name): str(words) for name, words in ask(view).items()}
-            except Exception as error:  # a user's code, asked by a page: the page goes on without it
-                logger.warning("policy %r gives no reasons for phase %s: %s", getattr(self._policy, "name", "?"), phase, repr(error))
-                said = {}
-            known = self._reasons[phase] = view, said
-        return known[1]
 
     # --- the budget
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import placement
 from placement.devices.base import Device
-from placement.observe.fleet import DiscoveryServer
+from placement.observe.discovery import as_json, targets_in
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY, CHUNK
 from tests.engines.standin_vllm import Vllm033
@@ -183,18 +183,17 @@ def targets(tools: Tools) -> Iterator[Names]:
 @contextmanager
 def listed(tools: Tools) -> Iterator[Names]:
     """One rank of a job, with a process group and a server of its metrics."""
-    tools.replaced |= {"port=9400": "port=0", '"0.0.0.0"': '"127.0.0.1"'}
     made = placement.Manager(device=simulated())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    names: Names = {"torch": torch, "DiscoveryServer": DiscoveryServer, "rank": 0, "world_size": 1, "server": made.serve()}
+    place = tools.folder / "targets"
+    place.mkdir()
+    tools.replaced |= {'"/var/targets': f'"{place}'}
+    names: Names = {"torch": torch, "Path": Path, "as_json": as_json, "rank": 0, "world_size": 1, "server": made.serve()}
     try:
         yield names
-        assert names["everybody"].url.startswith("http://127.0.0.1:")
-        assert names["targets"] == [names["server"].target]
+        assert targets_in(place) == [names["server"].target]
     finally:
         dist.destroy_process_group()
-        if "everybody" in names:
-            names["everybody"].close()
         made.close()
 
 

@@ -6,17 +6,14 @@ import io
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch import nn
 
 import placement
-from placement.observe.discovery import Identity, targets_in
-from placement.observe.fleet import DiscoveryServer
+from placement.observe.discovery import Identity
 from placement.testing import SimulatedDevice
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -221,24 +218,6 @@ def test_names_of_users_are_text_and_never_markup(browser: Any) -> None:
         until(browser, "document.querySelector('h2') && document.querySelector('h2').textContent.includes('<img')")
         assert not browser.find_elements("css selector", "main img")
         assert severe(browser) == []
-
-
-def test_the_discovery_server_shows_all_workers(browser: Any, tmp_path: Path) -> None:
-    workers = [ServedManager(discovery=tmp_path, identity=Identity(rank=rank)) for rank in range(3)]
-    find: Callable[[], Any] = partial(targets_in, tmp_path)
-    with DiscoveryServer(find) as server:
-        browser.get(server.url)
-        until(browser, "document.querySelectorAll('article').length === 3")
-        names = browser.execute_script("return [...document.querySelectorAll('h2')].map(n => n.innerText)")
-        assert [name.split()[-1] for name in names] == [f"node0/rank{rank}" for rank in range(3)]
-        assert not browser.find_elements("css selector", "[aria-label=handles]")  # an overview first
-        browser.execute_script("document.querySelectorAll('h2 button')[1].click()")
-        until(browser, "document.querySelectorAll('[aria-label=handles]').length === 1")
-        workers[2].server.close()
-        until(browser, "document.getElementById('status').textContent.startsWith('2 workers')")
-        assert severe(browser) == []
-    for worker in workers:
-        worker.server.close()
 
 
 def test_on_a_phone_nothing_sticks_out_of_the_page(browser: Any, worker: ServedManager) -> None:

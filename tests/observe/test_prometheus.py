@@ -12,14 +12,16 @@ import urllib.parse
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from placement.cli import main
-from placement.observe.discovery import targets_in
-from placement.observe.fleet import DiscoveryServer
+from placement.observe.discovery import as_json, targets_in
 from tests.observe import prometheus_worker
 from tests.observe.expressions import expressions
 from tests.observe.managed import get
@@ -171,17 +173,23 @@ def test_workers_are_found_by_name(run: Run) -> None:
 def test_workers_are_found_by_http(run: Run, tmp_path: Path) -> None:
     """Where there is no shared folder: one process has the list, as a driver on Ray or rank 0 on Slurm."""
     gathered = targets_in(run.targets)
-    with DiscoveryServer(lambda: gathered) as server:
-        by_http = {"http_sd_configs": [{"url": f"{server.url}/targets", "refresh_interval": "1s"}]}
+    listed = tmp_path / "served/grpo-7.json"
+    listed.parent.mkdir()
+    listed.write_text(as_json(gathered))
+    files = partial(SimpleHTTPRequestHandler, directory=listed.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), files) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        by_http = {"http_sd_configs": [{"url": f"http://127.0.0.1:{server.server_port}/{listed.name}", "refresh_interval": "1s"}]}
         prometheus = Prometheus(tmp_path, by_http)
         try:
             until(prometheus.is_ready, "Prometheus is ready", 30)
             everybody = {instance(rank): "up" for rank in range(WORKERS)}
             until(lambda: prometheus.targets() == everybody, "all targets are up", 30)
-            gathered = gathered[1:]
+            listed.write_text(as_json(gathered[1:]))
             until(lambda: "node0/rank0" not in prometheus.targets(), "a worker that is off the list goes away", 30)
         finally:
             prometheus.close()
+            server.shutdown()
 
 
 def test_every_panel_and_rule_has_data(run: Run) -> None:

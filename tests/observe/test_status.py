@@ -80,7 +80,7 @@ def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Mana
         assert main(["status"]) == 1
         assert "no workers named" in capsys.readouterr().err
         assert main(["status", "no/such/folder"]) == 1
-        assert "or a discovery folder (workers create it when they announce themselves)" in capsys.readouterr().err
+        assert "and no discovery folder (workers create it when they announce themselves)" in capsys.readouterr().err
         assert main(["status", server.url, "--watch", "0"]) == 1
         assert "must be more than 0" in capsys.readouterr().err
 

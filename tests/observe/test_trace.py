@@ -29,13 +29,14 @@ def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_track_for_each_handle_and_one_for_phases(manager: placement.Manager, tmp_path: Path) -> None:
-    with manager.phase("log_prob"), manager.phase("checkpoint"):
+    with manager.phase("log_prob", only=["actor"]), manager.phase("checkpoint"):
         pass
     path = tmp_path / "trace.json"
     placement.trace(manager.journal, path)
     assert {event["args"]["name"] for event in events_of(path, "M") if event["name"] == "thread_name"} == {"phases", "actor"}
     spans = events_of(path, "X")
     assert [event["name"] for event in spans if event["cat"] == "phase"] == ["idle", "log_prob", "checkpoint", "log_prob", "idle"]
+    assert [event["args"] for event in spans if event["name"] == "log_prob"] == [{"only": ["actor"]}] * 2
     assert [event["name"] for event in spans if event["cat"] == "state"] == ["CPU_OFFLOADED", "GPU_RESIDENT", "CPU_OFFLOADED"]
     load, offload = (event for event in spans if event["cat"] == "move")
     assert (load["name"], offload["name"]) == ("load", "offload")
@@ -45,20 +46,6 @@ def test_a_track_for_each_handle_and_one_for_phases(manager: placement.Manager, 
     assert load["args"]["phase"] == "log_prob"
     assert load["args"]["GB/s"] > 0
     assert [event["args"]["device"] for event in events_of(path, "C")] == [handle.num_bytes, 0]
-
-
-def test_it_says_what_another_policy_would_have_to_know(manager: placement.Manager, tmp_path: Path) -> None:
-    with manager.phase("log_prob", only=["actor"]):
-        pass
-    path = tmp_path / "trace.json"
-    placement.trace(manager.journal, path)
-    (about,) = (event["args"] for event in events_of(path, "M") if event["name"] == "placement_manager")
-    assert (about["policy"], about["worker_role"]) == ("colocated", "hybrid")
-    (facts,) = about["handles"]
-    handle = manager.handles["actor"]
-    assert facts.items() >= {"name": "actor", "role": "actor", "num_bytes": handle.num_bytes, "host_bytes": handle.host_bytes}.items()
-    spans = {event["name"]: event["args"] for event in events_of(path, "X") if event["cat"] == "phase"}
-    assert spans == {"idle": {}, "log_prob": {"only": ["actor"]}}
 
 
 def test_on_one_time_with_a_torch_profiler_trace(manager: Any, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["nonsense"],
         ["demo", "--device", "tpu"],
         ["demo", "--steps", "0"],
+        ["plan"],
         ["demo", "--serve", "99999"],
-        ["discover", ".", "--port", "99999"],
         ["demo", "--json", "no/such/directory/result.json"],
     ],
 )

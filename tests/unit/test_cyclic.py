@@ -1,4 +1,4 @@
-"""The policy `cyclic` case by case: a worker that trains with PPO, what stays, what arrives early, and what it says about it."""
+"""The policy `cyclic` case by case: a worker that trains with PPO, what stays, and what arrives early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from placement import HandleView, Plan, View
 from placement.policies import Cyclic
 from tests.support.views import after, handle, used
-from tests.support.worker import GPU, TRAIN, Turns, Worker
+from tests.support.worker import GPU, TRAIN
 
 STEP = ("rollout", "log_prob", "values", "train", "weight_sync")
 
@@ -70,7 +70,6 @@ def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None
     now = view("values", *resident("actor", "actor.optimizer", of=handles), budget_bytes=60, upcoming=("rollout", "train"))
     plan = Cyclic().plan(now)
     assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU}, {"actor.optimizer": 50, "actor": 10})
-    assert Cyclic().reasons(now)["actor.optimizer"].startswith("evicted, and saved while the phase computes, 50 bytes of 60 bytes: ")
     there = after(now, plan)
     assert Cyclic().plan(there) == plan
     full = replace(there, phase="rollout", upcoming=("train", "values"), budget_bytes=100)
@@ -149,38 +148,3 @@ def test_options() -> None:
     for wrong in ("rollout", ("rollout", 3)):
         with pytest.raises(ValueError, match="cycle must be the names of phases in order"):
             Cyclic(cycle=wrong)  # type: ignore[arg-type]
-
-
-# --- what it says
-
-
-def test_reasons() -> None:
-    now = view("values", *resident("actor", "actor.optimizer", "engine"), upcoming=coming("values"), budget_bytes=100)
-    assert dict(Cyclic().reasons(now)) == {
-        "actor": "kept: needed in the next phase (train)",
-        "actor.optimizer": "kept: needed in the next phase (train)",
-        "ref": "off the device: next needed in 4 phases (log_prob)",
-        "critic": "needed in values",
-        "critic.optimizer": "arrives early, 20 bytes of 60 bytes: needed in the next phase (train)",
-        "engine": "evicted: needed last, next needed in 2 phases (weight_sync)",
-    }
-    first = Cyclic().reasons(replace(now, upcoming=()))
-    assert first["actor"] == "stays until its room is needed: no phase that is known to come needs it"
-    assert first["ref"] == "off the device: not needed in values"
-    assert Cyclic(idle="empty").reasons(replace(now, phase="idle"))["actor"] == "not needed in idle"
-    assert set(Cyclic().reasons(replace(now, phase="checkpoint")).values()) == {"nothing moves in a checkpoint"}
-
-
-def test_a_policy_may_give_no_reasons_and_one_that_fails_spoils_no_page(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Turns):
-        name = "failing"
-
-        def reasons(self, view: View) -> dict[str, str]:
-            raise KeyError("why")
-
-    for policy in (Turns(), Failing()):
-        worker = Worker(policy=policy)
-        with worker.manager.phase("train"):
-            assert {handle.reason for handle in worker.manager.snapshot().handles} == {None}
-            worker.manager.snapshot()
-    assert caplog.text.count("policy 'failing' gives no reasons for phase train: KeyError('why')") == 1

@@ -12,7 +12,7 @@ import torch
 
 import placement
 from placement.engines.tagged import TaggedEngine
-from placement.forecasting import Layout, Model, Recording, Rollout
+from placement.forecasting import Layout, Model, Rollout
 from placement.forecasting.description import CYCLES
 from placement.forecasting.models import parts_of
 from placement.policies import Colocated
@@ -78,7 +78,7 @@ def model(case: Case, role: str) -> torch.nn.Module:
     return made
 
 
-def measure(case: Case, device: SimulatedDevice, trace: Path) -> tuple[list[list[MeasuredPhase]], int]:
+def measure(case: Case, device: SimulatedDevice) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
     manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget)
     trained = []
@@ -102,7 +102,6 @@ def measure(case: Case, device: SimulatedDevice, trace: Path) -> tuple[list[list
 
     found = steps(manager, case.cycle, {"train": work})
     peak = manager.snapshot().peak_bytes
-    placement.trace(manager.journal, trace)
     manager.close()
     return found, peak
 
@@ -130,7 +129,7 @@ def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monk
     told = forecast(case, SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), tmp_path)
     LinkClock().install(monkeypatch)
     device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE)
-    cycles, peak = measure(case, device, tmp_path / "trace.json")
+    cycles, peak = measure(case, device)
     assert told.fits
     assert told.peak_bytes == peak
     for measured, phases in ((cycles[0], told.first_phases), (cycles[-1], told.phases)):
@@ -154,7 +153,7 @@ def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
     with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)") as caught:
-        measure(case, device, tmp_path / "trace.json")
+        measure(case, device)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
@@ -202,23 +201,6 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     stalls = {each.phase: each.stall_seconds for each in told.phases}
     colocated = placement.forecast(handles, budget_bytes=1 << 30, device=device, link=RATE)
     assert {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)} == less
-
-
-def test_a_recording_tells_what_the_other_policy_costs(tmp_path: Path) -> None:
-    """Recorded under one policy, forecast under the other, and compared with a run under the other one."""
-    case = CASES["GRPO, colocated"]
-    other = Case(policy="resident")
-    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE)
-    measure(case, device, tmp_path / "colocated.json")
-    measured, peak = measure(other, device, tmp_path / "resident.json")
-    recording = Recording.read(tmp_path / "colocated.json")
-    same, told = recording.forecast(link=RATE), recording.forecast("resident", link=RATE)
-    assert same.loaded_bytes == recording.moved.loaded_bytes
-    assert same.offloaded_bytes == pytest.approx(recording.moved.offloaded_bytes, rel=0.01)  # a first offload copies without padding
-    assert same.policy == "colocated"
-    assert told.loaded_bytes == sum(phase.loaded_bytes for cycle in measured for phase in cycle) == 0
-    assert told.peak_bytes == pytest.approx(peak, rel=0.1)
-    assert told.stall_seconds == 0 < (same.stall_seconds or 0)
 
 
 def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:

@@ -1,19 +1,14 @@
-"""The command `placement plan`: jobs, recordings, comparisons, and what it says of bad input."""
+"""The command `placement plan`: jobs, comparisons, and what it says of bad input."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import placement
 from placement.cli import main
-from placement.forecasting import Recording
-from placement.testing import SimulatedDevice
 
 CONFIG = {
     "model_type": "qwen2",
@@ -34,26 +29,6 @@ def model(tmp_path: Path) -> str:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("run") / "trace.json"
-    manager = placement.Manager(device=SimulatedDevice(1 << 30, chunk_bytes=1 << 16), budget_bytes=1 << 24)
-    actor, ref = (torch.nn.Linear(256, 256) for _ in range(2))
-    optimizer = torch.optim.AdamW(actor.parameters())
-    manager.register("actor", actor, role="actor")
-    manager.register("actor.optimizer", optimizer)
-    manager.register("ref", ref, role="ref", readonly=True)
-    for _ in range(3):
-        with manager.phase("log_prob", only=["ref"]) as step:
-            step.switch("train")
-            actor(torch.ones(1, 256)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    placement.trace(manager.journal, path)
-    manager.close()
     return str(path)
 
 
@@ -123,22 +98,9 @@ def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> No
     assert not any("masters=" in note for note in found["notes"])
 
 
-def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--from", trace, "--compare", "colocated,resident", "--rate", "1GB"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("measured: worker placement")
-    assert "log_prob[ref]" in text
-    assert main(["plan", "--from", trace, "--budget", "500KiB", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["policy"] == "colocated"
-    assert {phase["phase"] for phase in found["phases"] if not phase["fits"]} == {"train"}
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give a model's configuration, or --from"),
-        (["MODEL", "--from", "trace.json"], "one of the two"),
         (["MODEL", "--link", "absent.json"], "there is no file absent.json"),
         (["MODEL", "--cycle", "rollout,trian"], "did you mean 'train'"),
         (["MODEL", "--roles", "actor,judge"], "--roles: judge is not among"),
@@ -146,14 +108,11 @@ def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["MODEL", "--work", "train=long"], "'long' of phase 'train' is no number"),
         (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
         (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
-        (["--from", "trace.json", "--host-limit", "1GiB"], "--host-limit describes a job that is planned"),
-        (["MODEL", "--worker", "rank0"], "--worker chooses a worker of a trace"),
         (["MODEL", "--policy", "colocatd"], "did you mean 'colocated'"),
         (["MODEL", "--replicated", "actor"], "--replicated: actor is written to"),
         (["MODEL", "--kv-cache", "1GiB", "--rollout-tensor-parallel", "0"], "--rollout-tensor-parallel must be 1 or more, not 0"),
         (["MODEL", "--rollout-tensor-parallel", "4"], "--rollout-tensor-parallel describes a rollout engine, and the job has none"),
         (["MODEL", "--roles", "actor,rollout", "--kv-cache", "1GiB"], "leave the role rollout out"),
-        (["--from", "absent.json"], "there is no trace absent.json"),
     ],
 )
 def test_bad_input_is_said(
@@ -162,33 +121,3 @@ def test_bad_input_is_said(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *(model if word == "MODEL" else word for word in words)]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is no Chrome trace"),
-        ('{"traceEvents": 3}', "has no list of traceEvents"),
-        ('{"traceEvents": []}', "has no facts about a manager"),
-        ('{"traceEvents": [{"name": "placement_manager", "pid": 1, "args": {"handles": []}}]}', "before the manager is closed"),
-    ],
-)
-def test_what_is_no_trace_is_said(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(content)
-    assert main(["plan", "--from", str(path)]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_trace_of_several_workers_needs_a_name(trace: str, tmp_path: Path) -> None:
-    events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
-    both = [{**event, "pid": pid} for pid in (1, 2) for event in events]
-    for event in both:
-        if event["name"] == "process_name":
-            event["args"] = {"name": f"rank{event['pid']}"}
-    path = tmp_path / "both.json"
-    path.write_text(json.dumps({"traceEvents": both}))
-    with pytest.raises(placement.PlacementError, match="several workers: choose one; it has rank1, rank2"):
-        Recording.read(path)
-    assert Recording.read(path, "rank2").worker == "rank2"
-    assert main(["plan", "--from", str(path), "--worker", "rank3"]) == 2

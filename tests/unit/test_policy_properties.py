@@ -132,7 +132,6 @@ def test_cyclic_stays_within_the_budget_with_what_arrives_early(policy: Cyclic, 
         assert not given.handles[name].external
     for name, state in plan.targets.items():  # nothing is on the device that was not there and is not needed
         assert state is need[name] or (state is GPU and given.handles[name].state is not OFF)
-    assert policy.reasons(given).keys() == given.handles.keys()
 
 
 def test_what_is_kept_because_it_would_come_early_takes_its_room() -> None:
