@@ -1,6 +1,6 @@
 """The pages of one manager (/metrics, /healthz, /state, /trace, /workers and the status page), over HTTP.
 
-They are served by the standard library's WSGI server with a thread for each connection. It runs inside a training process, so clients
+They are served by prometheus_client's WSGI server with a thread for each connection. It runs inside a training process, so clients
 are limited: MAX_CONNECTIONS connections, beyond which the oldest is dropped; `timeout_seconds` for each wait for a client, and twice
 that for a whole connection. Only GET and HEAD are served.
 """
@@ -8,7 +8,6 @@ that for a whole connection. Only GET and HEAD are served.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.resources
 import io
 import json
@@ -20,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 64
 TIMEOUT_SECONDS = 5.0
-CHORE_SECONDS = 5.0
+_REAP_PAUSE_SECONDS = 5.0  # how often dead workers' files are looked for
 _POLL_SECONDS = 0.1
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -67,15 +66,50 @@ def refusal(status: HTTPStatus) -> Response:
 
 
 Page = Callable[["WSGIEnvironment"], Response]
+_REST_SECONDS = 0.0003  # how long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms.
 
 
-class HttpServer(ThreadingWSGIServer):
-    """Answers requests with pages until `close()`. A context manager; a forked child closes its copy.
+class _Paced(CollectorRegistry):
+    """A registry that lets other threads run now and then, so that a phase that begins meanwhile does not wait for the whole page."""
 
-    It is prometheus_client's server, with limits on its clients, and a thread that runs it.
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._whole = registry
+
+    def collect(self) -> Iterator[Metric]:
+        rested = time.perf_counter()
+        for family in list(self._whole.collect()):  # all families come from one snapshot, however slowly they are written
+            yield family
+            if time.perf_counter() - rested > _REST_SECONDS:
+                time.sleep(0)
+                rested = time.perf_counter()
+
+
+_HEADERS = (
+    ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+
+
+def _file(name: str, kind: str) -> Page:
+    def page(_: WSGIEnvironment) -> Response:
+        body = importlib.resources.files(__package__).joinpath("page", name).read_bytes()
+        return Response(HTTPStatus.OK, body, f"{kind}; charset=utf-8", _HEADERS)
+
+    return page
+
+
+class MetricsServer(ThreadingWSGIServer):
+    """Serves the snapshots of `read()` over HTTP until `close()`. A context manager; a forked child closes its copy.
+
+    `/metrics`: Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that. `/healthz`: 200 "ok", or 503 with the
+    broken handles' names. `/state`: the snapshot as JSON. `/trace`: the journal as a Chrome trace; `?seconds=60` limits it to the last
+    minute. `/workers`: see `worker_view`. `/`: the status page. Any other path is a 404. A page that fails is a 500 for that client.
 
     Args:
-        pages: functions by path. A page that raises becomes a 500 response.
+        read: returns the snapshot; called on the server's threads once a request, never at construction.
+        is_over: returns whether the manager is closed. Then every page is a 503.
+        journal: the journal that `/trace` shows; None: an empty one.
         port: the TCP port; 0 lets the system choose, see `port`.
         address: the address to bind, loopback by default. Others make the server reachable from other machines, without authentication.
         timeout_seconds: the limit of each wait for a client; a whole connection may last twice as long.
@@ -89,7 +123,14 @@ class HttpServer(ThreadingWSGIServer):
     request_queue_size = 2 * MAX_CONNECTIONS  # of the standard library's 5, the sixth of a burst waits a second, until its TCP tries again
 
     def __init__(
-        self, pages: Mapping[str, Page], *, port: int = 0, address: str = "127.0.0.1", timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        read: Callable[[], Snapshot],
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+        journal: Journal | None = None,
+        port: int = 0,
+        address: str = "127.0.0.1",
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if not address:
             raise ValueError("address is empty, which would mean every interface; name one, such as 127.0.0.1")
@@ -97,10 +138,17 @@ class HttpServer(ThreadingWSGIServer):
             raise TypeError(f"port={port!r} is no number; write port=8000, or port=0 for a free one")
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
-        self._pages, self.address, self.timeout_seconds = dict(pages), address, timeout_seconds
+        self._read, self._is_over = read, is_over
+        self._journal = journal if journal is not None else Journal(1)
+        self.address, self.timeout_seconds = address, timeout_seconds
+        self.target: Target | None = None  # the address and labels under which this worker is scraped; None before it is announced
+        self._announcement: Announcement | None = None
+        self._next_reap = 0.0
+        self._exposition = make_wsgi_app(_Paced(make_registry(read)))
+        self._pages: dict[str, Page] = {"/": _file("index.html", "text/html"), "/page.js": _file("page.js", "text/javascript")}
+        self._pages |= {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
+        self._pages["/workers"] = self._workers
         self._is_closed = False
-        self._chore: Callable[[], object] | None = None
-        self._next_chore = 0.0
         self._clients: dict[socket.socket, float] = {}  # the time at which each open connection began, oldest first
         try:
             found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -122,12 +170,26 @@ class HttpServer(ThreadingWSGIServer):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address, self.address)  # noqa: S104 (compared, not bound)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
+    def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> None:
+        """Set this worker's `target`, and keep its file in a discovery folder (None: no file) until `close()`.
+
+        Raises:
+            PlacementError: the folder cannot be written.
+        """
+        everywhere = self.address in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
+        host = socket.gethostname() if everywhere else f"[{self.address}]" if ":" in self.address else self.address
+        self.target = Target.of(f"{host}:{self.port}", identity)
+        if folder is not None:
+            self._announcement = Announcement(folder, self.target)
+
     def close(self) -> None:
         """Stop serving and free the port. Idempotent, from any thread. Open connections are closed."""
         if self._is_closed:
             return
         self._is_closed = True
-        if threading.current_thread() is self._thread:  # a chore: `shutdown` would wait for itself
+        if self._announcement is not None:
+            self._announcement.close()
+        if threading.current_thread() is self._thread:  # a garbage collection there ended the manager: `shutdown` would wait for itself
             threading.Thread(target=self.shutdown, daemon=True).start()
         else:
             self.shutdown()
@@ -136,10 +198,6 @@ class HttpServer(ThreadingWSGIServer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def do_regularly(self, chore: Callable[[], object]) -> None:
-        """Call a short function on the server's thread every `CHORE_SECONDS`, beginning now. Its exceptions are logged."""
-        self._chore, self._next_chore = chore, 0.0
 
     def _application(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
@@ -155,177 +213,20 @@ class HttpServer(ThreadingWSGIServer):
 
     def _answer(self, environ: WSGIEnvironment) -> Response:
         page = self._pages.get(environ["PATH_INFO"])
+        if page is None:
+            return refusal(HTTPStatus.NOT_FOUND)
         try:
-            return page(environ) if page else refusal(HTTPStatus.NOT_FOUND)
+            if not self._is_over():
+                response = page(environ)
+                if not self._is_over():  # the manager may have been closed while the page was made
+                    return response
+            return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as exc:  # an exception in a page is one client's 500, never the end of the server
             _logger.debug("a page raised an exception", exc_info=True)
             # The type alone, because the message may hold secrets, and anybody may reach the port.
             return Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(exc).__name__}\n".encode())
 
-    # --- the standard library's server calls these
-
-    def get_request(self) -> Any:
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._clients) >= MAX_CONNECTIONS:
-            self._drop(list(self._clients)[:1])
-        self._clients[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._clients.pop(request, None)
-        super().shutdown_request(request)
-
-    def _drop(self, clients: Iterable[socket.socket]) -> None:
-        for client in clients:
-            self._clients.pop(client, None)
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
-
-    def service_actions(self) -> None:
-        now = time.monotonic()
-        self._drop([client for client, began in list(self._clients.items()) if now - began > 2 * self.timeout_seconds])
-        if self._chore is not None and self._next_chore <= now:
-            self._next_chore = now + CHORE_SECONDS
-            try:
-                self._chore()
-            except Exception as exc:
-                _logger.debug("%s failed: %s", self._chore, exc)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _logger.debug("client lost", exc_info=True)
-
-
-class _Handler(WSGIRequestHandler):
-    server: HttpServer
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(self.server.timeout_seconds)
-
-    def log_message(self, *arguments: Any) -> None:
-        _logger.debug(*arguments)
-
-    def get_stderr(self) -> Any:  # wsgiref prints the traceback of a client that hangs up
-        return io.StringIO()
-
-
-_SERVERS: weakref.WeakSet[HttpServer] = weakref.WeakSet()
-
-
-def _forget_all_in_child() -> None:
-    """Close a forked child's copies of the sockets. A data loader with the listening one would hold the port after its parent's death."""
-    for server in list(_SERVERS):
-        server._is_closed = True
-        for each in (server.socket, *server._clients):
-            each.close()
-
-
-os.register_at_fork(after_in_child=_forget_all_in_child)
-
-
-_HEADERS = (
-    ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"),
-    ("X-Content-Type-Options", "nosniff"),
-)
-
-
-def _file(name: str, content_type: str) -> Page:
-    def page(_: WSGIEnvironment) -> Response:
-        body = importlib.resources.files(__package__).joinpath("page", name).read_bytes()
-        return Response(HTTPStatus.OK, body, content_type, _HEADERS)
-
-    return page
-
-
-STATUS_PAGES = {"/": _file("index.html", "text/html; charset=utf-8"), "/page.js": _file("page.js", "text/javascript; charset=utf-8")}
-"""The status page and its script, by path, for a server that also serves `/workers`."""
-
-
-# --- the pages of a manager
-
-_REST_SECONDS = 0.0003  # how long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms.
-
-
-class _Paced(CollectorRegistry):
-    """A registry that lets other threads run now and then, so that a phase that begins meanwhile does not wait for the whole page."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__()
-        self._whole = registry
-
-    def collect(self) -> Iterator[Metric]:
-        rested = time.perf_counter()
-        for family in list(self._whole.collect()):  # all families come from one snapshot, however slowly they are written
-            yield family
-            if time.perf_counter() - rested > _REST_SECONDS:
-                time.sleep(0)
-                rested = time.perf_counter()
-
-
-class MetricsServer(HttpServer):
-    """Serves the snapshots of `read()` over HTTP until `close()`; see `HttpServer`.
-
-    `/metrics`: Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that. `/healthz`: 200 "ok", or 503 with the
-    broken handles' names. `/state`: the snapshot as JSON. `/trace`: the journal as a Chrome trace; `?seconds=60` limits it to the last
-    minute. `/workers`: see `worker_view`. `/`: the status page. Any other path is a 404. A failing `read()` is a 500 for that client.
-
-    Args:
-        read: returns the snapshot; called on the server's thread once a request, never at construction.
-        is_over: returns whether the manager is closed. Then every page is a 503.
-        journal: the journal that `/trace` shows; None: an empty one.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[], Snapshot],
-        *,
-        is_over: Callable[[], bool] = lambda: False,
-        journal: Journal | None = None,
-        port: int = 0,
-        address: str = "127.0.0.1",
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> None:
-        self._read = read
-        self._is_over = is_over
-        self._journal = journal if journal is not None else Journal(1)
-        self.target: Target | None = None  # the address and labels under which this worker is scraped; None before it is announced
-        self._announcement: Announcement | None = None
-        self._exposition = make_wsgi_app(_Paced(make_registry(read)))
-        pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
-        pages |= {"/workers": self._workers, **STATUS_PAGES}
-        guarded = {path: functools.partial(self._unless_over, page) for path, page in pages.items()}
-        super().__init__(guarded, port=port, address=address, timeout_seconds=timeout_seconds)
-
-    def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> None:
-        """Set this worker's `target`, and keep its file in a discovery folder (None: no file) until `close()`.
-
-        Raises:
-            PlacementError: the folder cannot be written.
-        """
-        everywhere = self.address in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
-        host = socket.gethostname() if everywhere else f"[{self.address}]" if ":" in self.address else self.address
-        self.target = Target.of(f"{host}:{self.port}", identity)
-        if folder is not None:
-            self._announcement = Announcement(folder, self.target)
-            self.do_regularly(functools.partial(reap, folder))
-
-    def close(self) -> None:
-        if self._announcement is not None:
-            self._announcement.close()
-        super().close()
-
-    def _unless_over(self, page: Page, environ: WSGIEnvironment) -> Response:
-        if not self._is_over():
-            response = page(environ)
-            if not self._is_over():  # the manager may have been closed while the page was made
-                return response
-        return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
+    # --- the pages
 
     def _metrics(self, environ: WSGIEnvironment) -> Response:
         headers: dict[str, str] = {}
@@ -355,6 +256,72 @@ class MetricsServer(HttpServer):
         name, labels = (f"process {os.getpid()}", {}) if target is None else (target.name, dict(target.labels))
         view = worker_view(self._read(), self._journal, name=name, labels=labels)
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
+
+    # --- the standard library's server calls these
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._clients) >= MAX_CONNECTIONS:
+            self._drop(list(self._clients)[:1])
+        self._clients[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def _drop(self, clients: Iterable[socket.socket]) -> None:
+        for client in clients:
+            self._clients.pop(client, None)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        self._drop([client for client, began in list(self._clients.items()) if now - began > 2 * self.timeout_seconds])
+        if self._announcement is not None and self._next_reap <= now:
+            self._next_reap = now + _REAP_PAUSE_SECONDS
+            try:
+                reap(self._announcement.path.parent)
+            except Exception as exc:
+                _logger.debug("the discovery folder cannot be looked through: %s", exc)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _logger.debug("client lost", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    server: MetricsServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.timeout_seconds)
+
+    def log_message(self, *arguments: Any) -> None:
+        _logger.debug(*arguments)
+
+    def get_stderr(self) -> Any:  # wsgiref prints the traceback of a client that hangs up
+        return io.StringIO()
+
+
+_SERVERS: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+
+
+def _forget_all_in_child() -> None:
+    """Close a forked child's copies of the sockets. A data loader with the listening one would hold the port after its parent's death."""
+    for server in list(_SERVERS):
+        server._is_closed = True
+        for each in (server.socket, *server._clients):
+            each.close()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)
 
 
 HISTORY_SECONDS = 300.0

@@ -286,14 +286,15 @@ def test_a_served_manager_that_is_dropped_closes_as_any_other(tmp_path: Path, op
     assert_gone(server, announced)
 
 
-def test_a_served_manager_may_end_on_its_servers_own_thread(tmp_path: Path) -> None:
+def test_a_served_manager_may_end_on_its_servers_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a collection that finds it happens to run."""
     manager, model, server, announced = served(tmp_path)
     values = manager.handles["actor"].state_dict()["weight"].clone()
     cycle: list[object] = [manager]
     cycle.append(cycle)
     del manager, cycle
-    server.do_regularly(gc.collect)
+    monkeypatch.setattr("placement.observe.server.reap", lambda _: gc.collect())
+    server._next_reap = 0.0
     assert_gone(server, announced)
     assert model.weight.equal(values)
 
