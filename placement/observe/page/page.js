@@ -4,7 +4,6 @@
 const STATES = { CPU_OFFLOADED: ["off the GPU", "--off"], GPU_RESIDENT: ["on the GPU", "--gpu"], SYNCING: ["publishing weights", "--sync"], TRAINING: ["training", "--train"] };
 const EVERY_MILLISECONDS = 1000, ROW = 20, LEFT = 150;
 const SVG = "http://www.w3.org/2000/svg";
-const opened = new Map(); // by worker: whether a person opened or closed it
 let lastAnswer = null;
 
 function make(tag, attributes = {}, ...children) {
@@ -75,7 +74,7 @@ function bar(snapshot) {
 
 // The last minutes: a row for the phases and one for each handle.
 function timeline(worker) {
-  const wide = Math.max(document.getElementById("workers").clientWidth - 76, 360); // one unit is one pixel: text keeps its size
+  const wide = Math.max(document.getElementById("worker").clientWidth - 76, 360); // one unit is one pixel: text keeps its size
   const shown = Number(document.getElementById("span").value);
   const now = worker.snapshot.taken_timestamp_seconds, start = now - shown;
   const x = (time) => LEFT + (wide - LEFT) * Math.min(Math.max((time - start) / shown, 0), 1);
@@ -150,41 +149,21 @@ function events(worker) {
       ? table("last failures", [["when", ""], ["handle", ""], ["trigger", ""], ["reason", ""]], failures) : make("p", { class: "facts" }, "none")));
 }
 
-function card(worker, alone) {
-  const article = make("article", { "data-worker": worker.name });
-  if (worker.error) {
-    article.append(make("h2", {}, worker.name), make("p", { class: "bad" }, worker.error));
-    return article;
-  }
-  const { snapshot } = worker, wrong = troubles(snapshot);
+function card(worker) {
+  const { snapshot } = worker;
   const seconds = Object.values(snapshot.phase_seconds).reduce((all, one) => all + one, 0);
   const stalled = Object.values(snapshot.phase_stall_seconds).reduce((all, one) => all + one, 0);
   const facts = `phase ${snapshot.phases.join(" › ") || "idle"} · ${snapshot.device} · policy ${snapshot.policy} · ${(100 * stalled / Math.max(seconds, 1e-9)).toFixed(1)} % of its time waiting for moves`;
-  const isOpen = opened.has(worker.name) ? opened.get(worker.name) : alone;
-  const button = make("button", { type: "button", "aria-expanded": String(isOpen) }, worker.name);
-  button.addEventListener("click", () => {
-    opened.set(worker.name, !isOpen);
-    refresh();
-  });
-  article.append(make("div", { class: "head" }, make("h2", {}, button), make("span", { class: "facts" }, facts), make("span", { class: "bad" }, wrong)), bar(snapshot));
-  if (isOpen) {
-    article.append(make("h3", {}, "handles"), handles(worker), make("h3", {}, "states over time"), timeline(worker), events(worker));
-  }
-  return article;
+  const head = make("div", { class: "head" }, make("h2", {}, worker.name), make("span", { class: "facts" }, facts), make("span", { class: "bad" }, troubles(snapshot)));
+  return make("article", {}, head, bar(snapshot), make("h3", {}, "handles"), handles(worker), make("h3", {}, "states over time"), timeline(worker), events(worker));
 }
 
-function show(workers) {
-  const main = document.getElementById("workers"), focused = document.activeElement;
-  const article = focused && focused.closest ? focused.closest("article") : null;
-  const place = article ? [article.dataset.worker, [...article.querySelectorAll("button, [tabindex]")].indexOf(focused)] : null;
-  const scrolled = [...main.querySelectorAll(".scroll")].map((node) => node.scrollLeft);
-  main.replaceChildren(...workers.map((worker) => card(worker, workers.length === 1)));
-  [...main.querySelectorAll(".scroll")].forEach((node, i) => { node.scrollLeft = scrolled[i] || 0; });
-  if (place) { // a reader by keyboard stays where it was
-    const again = [...main.children].find((node) => node.dataset.worker === place[0]);
-    const node = again && [...again.querySelectorAll("button, [tabindex]")][place[1]];
-    if (node) node.focus({ preventScroll: true });
-  }
+function show(worker) {
+  const main = document.getElementById("worker"), regions = () => [...main.querySelectorAll(".scroll")];
+  const focused = regions().indexOf(document.activeElement), scrolled = regions().map((node) => node.scrollLeft);
+  main.replaceChildren(card(worker));
+  regions().forEach((node, i) => { node.scrollLeft = scrolled[i] || 0; });
+  if (focused >= 0 && regions()[focused]) regions()[focused].focus({ preventScroll: true }); // a reader by keyboard stays where it was
 }
 
 function say(text, lost) {
@@ -197,11 +176,10 @@ async function refresh() {
   try {
     const answer = await fetch("workers", { cache: "no-store", signal: AbortSignal.timeout(5000) });
     if (!answer.ok) throw new Error(`status ${answer.status}`);
-    const workers = await answer.json();
+    const [worker] = await answer.json();
     lastAnswer = Date.now();
-    show(workers);
-    const silent = workers.filter((worker) => worker.error).length;
-    say(`${workers.length} worker${workers.length === 1 ? "" : "s"}${silent ? `, ${silent} not answering` : ""}, live`, silent > 0);
+    show(worker);
+    say("live", false);
   } catch (error) {
     say(lastAnswer ? `no answer since ${new Date(lastAnswer).toLocaleTimeString()}; asking on` : "no answer; asking on", true);
   }
