@@ -427,15 +427,15 @@ def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[Any]) -
 
 def install_on_new(handle: Handle) -> None:
     """Guard modules that an engine has made after its registration. Its adapter knows them, and their tensors move with it."""
-    objects = () if handle.adapter is None else handle.adapter.key_objects()
-    if new := [target for target in objects if isinstance(target, torch.nn.Module) and not _is_guarded(target, handle)]:
-        install(handle, new)
-
-
-def _is_guarded(module: torch.nn.Module, handle: Handle) -> bool:
-    if any(isinstance(hook, CallGuard) and hook.guards(module) for hook in handle.guards):
-        return True
-    return any(isinstance(hook, ForwardGuard) and hook.handle() is handle for hook in module._forward_pre_hooks.values())
+    assert handle.adapter is not None
+    known = [root for hook in handle.guards if isinstance(hook, CallGuard) for root in hook.roots()]
+    modules = [target for target in handle.adapter.key_objects() if isinstance(target, torch.nn.Module)]
+    if all(any(module is root for root in known) for module in modules):
+        return
+    for hook in handle.guards:
+        hook.remove()
+    handle.guards.clear()
+    install(handle, {id(module): module for module in (*known, *modules)}.values())  # the old ones, too: what they had is offloaded
 
 
 def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[Any]) -> None:
@@ -443,20 +443,10 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
-        earlier = [hook for hook in hooks if isinstance(hook, CallGuard)]
-        calls = CallGuard(
-            ForwardGuard(handle),
-            [*(root for each in earlier for root in each.roots()), *modules],
-            handle.name,
-            handle.call_deadline_seconds,
-        )
-        hooks.append(calls)
-        holding.calls = calls
-        for each in earlier:  # replaced by `calls`, the one guard of all modules of the handle
-            each.remove()
-            hooks.remove(each)
+        holding.calls = CallGuard(ForwardGuard(handle), modules, handle.name, handle.call_deadline_seconds)
+        hooks.append(holding.calls)
         if not holding.on_device:
-            calls.refuse()
+            holding.calls.refuse()
     else:
         holding.calls = CallGuard(None, (), handle.name, handle.call_deadline_seconds)  # it is waited for where it is saved
 

@@ -343,7 +343,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         assert handle is not None
         publication = Changes(handle.storage, self._shards(), handle.published)
         handle.published = None
-        for bucket in publication.buckets(handle.module_adapters()[0].compute_device, _BUCKET_BYTES):
+        for bucket in publication.buckets(_device_of(handle), _BUCKET_BYTES):
             for each in bucket:
                 everywhere = torch.arange(len(each.values) if each.positions is None else 0, device=each.values.device)
                 yield each.name, each.values, everywhere if each.positions is None else each.positions.long()
@@ -387,7 +387,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights = {name: weight_of(each) for name, each in self._named().items()}
-        reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host)
+        reader = Reader(_device_of(handle), handle.storage.over_host)
         ahead = ReadAhead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
@@ -452,6 +452,11 @@ def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tup
         if sum(handle.counters.transitions.values()) != before:
             raise PlacementError(f"{handle.name!r} was loaded while its shards were read from the host copy: begin this sync again")
         yield weight
+
+
+def _device_of(handle: Handle) -> torch.device:
+    assert handle.modules_adapter is not None
+    return handle.modules_adapter.compute_device
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
