@@ -96,7 +96,7 @@ class Manager:
             the handles hold, less what other users of the device need.
         group: the ranks that change phase together (`placement.group.StoreGroup`). None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
+        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown, or its value is invalid.

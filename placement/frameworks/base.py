@@ -170,12 +170,8 @@ class Framework:
 
     @property
     def external(self) -> str | None:
-        """The reason why the framework itself moves the module's bytes, so that placement must not; None if it does not."""
-        return None
-
-    @property
-    def external_state(self) -> str | None:
-        """The reason why the framework also moves the state of optimizers that step the module; None if it does not."""
+        """The reason why the framework itself moves the module's bytes, and the state of the optimizers that step it, so that placement
+        must not; None if it does not."""
         return None
 
     def ready(self) -> None:

@@ -252,7 +252,7 @@ class OptimizerAdapter(Adapter):
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.
         Raises RegistrationError: it moves the state for some of them only."""
-        reasons = [next(filter(None, (each.external_state for each in owner.frameworks)), None) for owner in owners]
+        reasons = [next(filter(None, (each.external for each in owner.frameworks)), None) for owner in owners]
         if self.external is not None or not any(reasons):
             return
         if not all(reasons):

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.profiler import record_function
+
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
 from placement.core.settings import Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.vote import Agree
-from placement.observe.trace import marker
 from placement.planning.planner import target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
@@ -81,7 +82,6 @@ class Mover:
         self._device = device
         self._journal = journal
         self._strict = settings.strict
-        self._mark = marker(settings.annotate)
         self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
         self._exchange = Exchange(device, ChunkPool(device), self._verifier)
         """That of the phase transition under way. Between two of them: one that may take no memory from the driver."""
@@ -330,7 +330,7 @@ class Mover:
         leaving = {h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding}
         coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
         texts = [f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those]
-        with self._failing(moving), self._mark(f"placement: {'; '.join(texts)}"):
+        with self._failing(moving), record_function(f"placement: {'; '.join(texts)}"):  # in the traces of torch's profiler
             moved = self._exchange.run([*leaving], [*coming], releases_at_once=releases_at_once)
         self._moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}
 
