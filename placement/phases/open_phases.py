@@ -95,7 +95,7 @@ class OpenPhases:
 
     def require_open(self, phase: OpenPhase, what: str) -> None:
         if phase not in self.all:
-            raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
+            raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open; it was left before or never entered")
 
     def require_innermost(self, phase: OpenPhase, what: str) -> None:
         self.require_open(phase, what)

@@ -126,7 +126,7 @@ class Phase:
         Raises:
             PhaseError: this phase is not open, or no handle has this name.
         """
-        context = self._require_open("keep a handle")
+        context = self._living("keep a handle")
         context._stack.keep(context.phase, handle if isinstance(handle, str) else handle.name)
 
     def done_with(self, handle: Handle | str) -> None:
@@ -142,20 +142,15 @@ class Phase:
             PhaseError: this phase is not open, another phase is open inside it, or no handle has this name.
             Exception: the handle could not be offloaded. It stays on the device.
         """
-        context = self._require_open("be done with a handle")
+        context = self._living("be done with a handle")
         context._stack.done_with(context.phase, handle if isinstance(handle, str) else handle.name)
 
     @contextmanager
     def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
         """Try a phase transition of this open phase in the block. A failure is told to the group, see `TransitionLock.attempt`."""
-        with self._living(what)._stack.lock.attempt(own=own, error=error):
-            yield self._require_open(what)
-
-    def _require_open(self, what: str) -> PhaseContext:
         context = self._living(what)
-        if self._opened() is None:
-            raise PhaseError(f"cannot {what}: phase {self._first_name!r} is not open; it was left before or never entered")
-        return context
+        with context._stack.lock.attempt(own=own, error=error):
+            yield context
 
     def _entered_before(self) -> PhaseError:
         return PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
@@ -247,7 +242,7 @@ class Hold(PhaseContext):
             TypeError: `items` is not iterable. The hold is released.
         """
         try:
-            return _Around(self, iter(items))
+            return Around(self, iter(items))
         except BaseException as error:
             self.release(error)
             raise
@@ -259,36 +254,36 @@ class Hold(PhaseContext):
         self.release(error)
 
 
-class _Around(Iterator[Item]):
+class Around(Iterator[Item]):
     """The iterator that `Hold.around` returns."""
 
     def __init__(self, hold: Hold, items: Iterator[Item]) -> None:
-        self._hold = hold
+        self.hold = hold
         self._items = items
 
     def __next__(self) -> Item:
         try:
             return next(self._items)
         except StopIteration:
-            self._hold.release()
+            self.hold.release()
             raise
         except BaseException as error:
-            self._hold.release(error)
+            self.hold.release(error)
             raise
 
     def close(self) -> None:
         """Close the iterator inside, and release the hold. Idempotent."""
         try:
-            self._close_items()
+            self.close_items()
         finally:
-            self._hold.release()
+            self.hold.release()
 
-    def _close_items(self) -> None:
+    def close_items(self) -> None:
         if (close := getattr(self._items, "close", None)) is not None:
             close()
 
     def __del__(self) -> None:
         try:
-            self._close_items()  # first: it may refer to memory that the end of the hold offloads
+            self.close_items()  # first: it may refer to memory that the end of the hold offloads
         finally:
-            self._hold.abandon()
+            self.hold.abandon()

@@ -293,21 +293,15 @@ class PartGuard(StateDictGuard):
 
 
 class GatherGuard(_Guard):
-    """Pre-hook of state_dict for a framework that gathers the values on the device: while offloaded it would gather poison."""
+    """The guard of a module's `StateDictCall`: a framework that gathers the values on the device would gather poison while offloaded."""
 
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+    def __call__(self) -> Handle | None:
         handle = self.handle()
         reason = None if handle is None or handle.adapter is None else handle.adapter.gathers
         if handle is not None and reason is not None and is_off(handle):
             advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
-
-    def install(self, module: torch.nn.Module) -> Any:
-        """Register the hook in front of the framework's own hooks. Torch would put it behind them."""
-        removable: Any = module.register_state_dict_pre_hook(self)
-        hooks: Any = module._state_dict_pre_hooks
-        hooks.move_to_end(removable.id, last=False)
-        return removable
+        return handle
 
 
 def own_methods(target: Any) -> list[str]:
@@ -386,17 +380,15 @@ class _Untouched(TorchDispatchMode):
 def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
     hooks: list[Any] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
-    owner, gathers = _Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
+    owner = _Guard(handle).handle
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
     load_guard, guards = LoadGuard(handle), dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle))
     for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
         hooks.append(part.register_state_dict_post_hook(guard))
-        hooks.append(StateDictCall(owner, part, "state_dict"))
+        hooks.append(StateDictCall(GatherGuard(handle), part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
-        if gathers:
-            hooks.append(GatherGuard(handle).install(part))
         hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
         _install_for_peft(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
