@@ -21,7 +21,7 @@ from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
 from placement.phases.open_phases import here
-from placement.phases.phase import Hold, PhaseContext, names_of
+from placement.phases.phase import Hold, Phase, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from placement.observe.server import MetricsServer
 
 
-def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
+def _end(stack: PhaseStack, entered: list[Phase], servers: Iterable[MetricsServer]) -> None:
     """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
@@ -57,7 +57,7 @@ def _close_all(servers: Iterable[MetricsServer]) -> None:
         server.close()
 
 
-def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
+def _leave_all(stack: PhaseStack, entered: list[Phase]) -> None:
     while entered:
         phase = entered.pop()
         if stack.phases.all and stack.phases.all[-1] is phase.phase:
@@ -133,7 +133,7 @@ class Manager:
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
-        self._entered: list[PhaseContext] = []
+        self._entered: list[Phase] = []
         self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
         facts = weakref.WeakMethod(self._snapshots.facts)  # weak, so that a trace's journal does not keep handles
         self.journal.describe = lambda: {} if (alive := facts()) is None else alive()
@@ -289,7 +289,7 @@ class Manager:
         """The name of the innermost open phase; "idle" outside every phase."""
         return self._stack.phases.name
 
-    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
+    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Phase:
         """A phase for a `with` statement: `with manager.phase("train") as phase:`.
 
         Entering moves every handle where the policy wants it in this phase. Leaving moves every handle where the enclosing phase
@@ -308,7 +308,7 @@ class Manager:
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
             Exception: the error that stopped the moves. The handles that were on the device before are there again.
         """
-        return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
+        return Phase(self._stack, name, only, here(), keeps_alive=self)
 
     def hold(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Hold:
         """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads in another, in whatever order.
@@ -323,7 +323,7 @@ class Manager:
 
         Arguments and errors are those of `phase`.
         """
-        phase = PhaseContext(self._stack, name, only, None)
+        phase = Phase(self._stack, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
@@ -348,7 +348,7 @@ class Manager:
             if not phase.is_open:
                 self._entered.pop()
 
-    def _last_entered(self, what: str) -> PhaseContext:
+    def _last_entered(self, what: str) -> Phase:
         with self._stack.lock.attempt(own=True):
             while self._entered and not self._entered[-1].is_open:  # an interrupt came as it had been left
                 self._entered.pop()
