@@ -37,17 +37,19 @@ if TYPE_CHECKING:
     from placement.observe.server import MetricsServer
 
 
-def _end(stack: PhaseStack, entered: list[Phase], servers: Iterable[MetricsServer]) -> None:
+def _end(stack: PhaseStack, servers: Iterable[MetricsServer]) -> None:
     """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
     if is_background():
-        threading.Thread(target=_end, args=(stack, entered, servers), name="placement-close").start()
+        threading.Thread(target=_end, args=(stack, servers), name="placement-close").start()
         return
     stack.is_closing = True
     try:
-        if not stack.lock.is_closed:
-            _leave_all(stack, entered)
+        for each in stack.phases.all:
+            each.is_abandoned |= each.holder is None and not each.in_any_order  # `enter` has opened it, and nobody is left to leave it
+        if all(each.is_abandoned for each in stack.phases.all):  # another one, which the user still holds, can be left without the manager
+            stack.close()
     finally:
         _close_all(servers)
 
@@ -55,20 +57,6 @@ def _end(stack: PhaseStack, entered: list[Phase], servers: Iterable[MetricsServe
 def _close_all(servers: Iterable[MetricsServer]) -> None:
     for server in servers:
         server.close()
-
-
-def _leave_all(stack: PhaseStack, entered: list[Phase]) -> None:
-    while entered:
-        phase = entered.pop()
-        if stack.phases.all and stack.phases.all[-1] is phase.phase:
-            # Leave as after an exception: the other ranks of the group were not asked, and this process may be about to end.
-            error = PhaseError(f"the manager was dropped while phase {phase.name!r} was open")
-            phase.__exit__(PhaseError, error, None)
-            for note in getattr(error, "__notes__", ()):
-                logger.error("%s: %s", error, note)
-        del phase  # a phase with another one open inside it is left when that one is, like any phase that was dropped
-    if not stack.phases.all:  # a phase that the user still holds can be left without the manager
-        stack.close()
 
 
 class ManagerKeywords(SettingsKeywords, total=False):
@@ -141,7 +129,7 @@ class Manager:
         """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
         # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The
         # finalizer keeps the stack, and so the memory, alive until it has run.
-        weakref.finalize(self, _end, self._stack, self._entered, self._servers).atexit = False
+        weakref.finalize(self, _end, self._stack, self._servers).atexit = False
 
     @classmethod
     def from_settings(
@@ -341,16 +329,11 @@ class Manager:
         Raises:
             PhaseError: no phase was opened with `enter`.
         """
-        phase = self._last_entered("leave")
-        try:
-            phase.__exit__(None if error is None else type(error), error, None)
-        finally:
-            if not phase.is_open:
-                self._entered.pop()
+        self._last_entered("leave").__exit__(None if error is None else type(error), error, None)
 
     def _last_entered(self, what: str) -> Phase:
         with self._stack.lock.attempt(own=True):
-            while self._entered and not self._entered[-1].is_open:  # an interrupt came as it had been left
+            while self._entered and not self._entered[-1].is_open:
                 self._entered.pop()
             if not self._entered:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")
