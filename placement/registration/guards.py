@@ -277,19 +277,13 @@ _DECOMPOSING = ("pissa", "corda", "mica", "loftq", "lora_ga", "OSF", "PSOFT", "T
 
 
 class StateDictGuard(_Guard):
-    """Post-hook of state_dict: replaces tensors in a range by tensors that stay readable wherever the handle goes."""
+    """Post-hook of a registered module's state_dict, for the call of a module around it that is not registered: replaces tensors in a range
+    by tensors that stay readable wherever the handle goes."""
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
         found = state_dict if handle is None else shown(handle, state_dict)
         return None if found is state_dict else found
-
-
-class PartGuard(StateDictGuard):
-    """The same hook on a submodule. It acts only on a call of the submodule itself; in a call of an outer module that one's guard acts."""
-
-    def __call__(self, owner: Any, state_dict: Any, *rest: Any) -> Any:
-        return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
 
 
 class GatherGuard(_Guard):
@@ -383,10 +377,10 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     owner = _Guard(handle).handle
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
-    load_guard, guards = LoadGuard(handle), dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle))
-    for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
+    hooks.extend(root.register_state_dict_post_hook(StateDictGuard(handle)) for root in roots)
+    load_guard = LoadGuard(handle)
+    for part in dict.fromkeys(part for root in roots for part in root.modules()):
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
-        hooks.append(part.register_state_dict_post_hook(guard))
         hooks.append(StateDictCall(GatherGuard(handle), part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
         hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
@@ -446,7 +440,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves."""
     fields = getattr(target, "__dict__", {})
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"):
         if type(fields.get(name)) is dict:  # a wrapper made it itself, and torch's handles cannot refer to it
             fields[name] = OrderedDict(fields[name])
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
@@ -457,8 +451,6 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks += [MethodCall(ReadGuard(handle), target, name) for names in asked("reading_methods", target) for name in names]
     if "_optimizer_load_state_dict_pre_hooks" in fields:
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
-    if "_optimizer_state_dict_post_hooks" in fields:
-        hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
     if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):  # not by `__getattr__`: then it is another's
         hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
