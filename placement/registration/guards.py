@@ -378,10 +378,10 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
     hooks.extend(root.register_state_dict_post_hook(StateDictGuard(handle)) for root in roots)
-    load_guard = LoadGuard(handle)
+    load_guard, gather_guard = LoadGuard(handle), GatherGuard(handle)
     for part in dict.fromkeys(part for root in roots for part in root.modules()):
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
-        hooks.append(StateDictCall(GatherGuard(handle), part, "state_dict"))
+        hooks.append(StateDictCall(gather_guard, part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
         hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
         _install_for_peft(handle, part, hooks)
