@@ -21,7 +21,7 @@ from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
 from placement.phases.open_phases import here
-from placement.phases.phase import Hold, PhaseContext, names_of
+from placement.phases.phase import Hold, Phase, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
@@ -37,17 +37,19 @@ if TYPE_CHECKING:
     from placement.observe.server import MetricsServer
 
 
-def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
+def _end(stack: PhaseStack, servers: Iterable[MetricsServer]) -> None:
     """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
     if is_background():
-        threading.Thread(target=_end, args=(stack, entered, servers), name="placement-close").start()
+        threading.Thread(target=_end, args=(stack, servers), name="placement-close").start()
         return
     stack.is_closing = True
     try:
-        if not stack.lock.is_closed:
-            _leave_all(stack, entered)
+        for each in stack.phases.all:
+            each.is_abandoned |= each.holder is None and not each.in_any_order  # `enter` has opened it, and nobody is left to leave it
+        if all(each.is_abandoned for each in stack.phases.all):  # another one, which the user still holds, can be left without the manager
+            stack.close()
     finally:
         _close_all(servers)
 
@@ -55,20 +57,6 @@ def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[Metri
 def _close_all(servers: Iterable[MetricsServer]) -> None:
     for server in servers:
         server.close()
-
-
-def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
-    while entered:
-        phase = entered.pop()
-        if stack.phases.all and stack.phases.all[-1] is phase.phase:
-            # Leave as after an exception: the other ranks of the group were not asked, and this process may be about to end.
-            error = PhaseError(f"the manager was dropped while phase {phase.name!r} was open")
-            phase.__exit__(PhaseError, error, None)
-            for note in getattr(error, "__notes__", ()):
-                logger.error("%s: %s", error, note)
-        del phase  # a phase with another one open inside it is left when that one is, like any phase that was dropped
-    if not stack.phases.all:  # a phase that the user still holds can be left without the manager
-        stack.close()
 
 
 class ManagerKeywords(SettingsKeywords, total=False):
@@ -96,7 +84,7 @@ class Manager:
             the handles hold, less what other users of the device need.
         group: the ranks that change phase together (`placement.group.StoreGroup`). None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
+        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown, or its value is invalid.
@@ -133,13 +121,13 @@ class Manager:
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
-        self._entered: list[PhaseContext] = []
+        self._entered: list[Phase] = []
         self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
         # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The
         # finalizer keeps the stack, and so the memory, alive until it has run.
-        weakref.finalize(self, _end, self._stack, self._entered, self._servers).atexit = False
+        weakref.finalize(self, _end, self._stack, self._servers).atexit = False
 
     @classmethod
     def from_settings(
@@ -287,7 +275,7 @@ class Manager:
         """The name of the innermost open phase; "idle" outside every phase."""
         return self._stack.phases.name
 
-    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
+    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Phase:
         """A phase for a `with` statement: `with manager.phase("train") as phase:`.
 
         Entering moves every handle where the policy wants it in this phase. Leaving moves every handle where the enclosing phase
@@ -306,7 +294,7 @@ class Manager:
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
             Exception: the error that stopped the moves. The handles that were on the device before are there again.
         """
-        return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
+        return Phase(self._stack, name, only, here(), keeps_alive=self)
 
     def hold(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Hold:
         """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads in another, in whatever order.
@@ -321,7 +309,7 @@ class Manager:
 
         Arguments and errors are those of `phase`.
         """
-        phase = PhaseContext(self._stack, name, only, None)
+        phase = Phase(self._stack, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
@@ -339,16 +327,11 @@ class Manager:
         Raises:
             PhaseError: no phase was opened with `enter`.
         """
-        phase = self._last_entered("leave")
-        try:
-            phase.__exit__(None if error is None else type(error), error, None)
-        finally:
-            if not phase.is_open:
-                self._entered.pop()
+        self._last_entered("leave").__exit__(None if error is None else type(error), error, None)
 
-    def _last_entered(self, what: str) -> PhaseContext:
+    def _last_entered(self, what: str) -> Phase:
         with self._stack.lock.attempt(own=True):
-            while self._entered and not self._entered[-1].is_open:  # an interrupt came as it had been left
+            while self._entered and not self._entered[-1].is_open:
                 self._entered.pop()
             if not self._entered:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")

@@ -111,8 +111,12 @@ def async_save(
         held = ExitStack()
 
         def write() -> None:
-            with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
-                torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
+            try:
+                with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
+                    torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
+            except BaseException as error:  # logged, because the caller may never ask for the result
+                logger.error("checkpoint %s was not written: %s", os.fspath(path), str(error))
+                raise
 
         try:
             for name in state:
@@ -120,7 +124,7 @@ def async_save(
                     mirror(holding)
                     held.callback(holding.host_read_locks.lend().set)
             frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
-            return submit(write, path)
+            return writer(os.getpid()).submit(write)
         except BaseException:
             held.close()
             raise
@@ -149,7 +153,7 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
     _require_manager(manager)
     parts: dict[str, Part] = {}
     with manager._stack.lock.transition():
-        drain()
+        writer(os.getpid()).submit(lambda: None).result()  # until everything that was saved so far is written, or has failed
         with _together(process_group) as away:
             metadata = _metadata(path)
             for handle in _chosen(manager, only):
@@ -286,26 +290,8 @@ def _frozen(handle: Handle, values: Shown) -> Any:
     return copy.deepcopy(values, {id(tensor): rewrapped(tensor.detach(), frozen) for _, tensor in nested_tensors(values, "")})
 
 
-def submit(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
-    """Write after all earlier submissions. A failure is also logged, because the caller may never ask for the result."""
-
-    def run() -> None:
-        try:
-            write()
-        except BaseException as error:
-            logger.error("checkpoint %s was not written: %s", os.fspath(path), str(error))
-            raise
-
-    return _writer(os.getpid()).submit(run)
-
-
-def drain() -> None:
-    """Wait until everything submitted so far is written, or has failed."""
-    _writer(os.getpid()).submit(lambda: None).result()
-
-
 @functools.cache
-def _writer(pid: int) -> ThreadPoolExecutor:
+def writer(pid: int) -> ThreadPoolExecutor:
     """The writing thread of a process. There is only one, so that every rank writes in the order of its calls."""
     return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
 

@@ -24,8 +24,6 @@ LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger c
 WorkerRole = Literal["trainer", "rollout", "hybrid"]
 Verify = Literal["always", "sample", "off"]
 HostCopies = Literal["reserved", "while_needed"]
-Annotate = Literal["off", "profiler", "nvtx"]
-"""Kinds of marks. `profiler`: torch.profiler.record_function. `nvtx`: an NVTX range on the calling thread."""
 
 _WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
@@ -126,8 +124,6 @@ class Settings(BaseModel):
     """The fraction of free memory left to other users in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
     """The number of state transitions that the journal keeps."""
-    annotate: Annotate = "off"
-    """Marks around moves: "profiler" for torch's profiler, "nvtx" for NVTX ranges."""
     discovery: str | None = None
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
     run: str | None = None
@@ -167,7 +163,7 @@ class Settings(BaseModel):
             raise ValueError("host_limit_bytes and disk_directory belong together: give both, or neither")
         return self
 
-    @field_validator("verify", "annotate", mode="before")
+    @field_validator("verify", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML parses an unquoted off as false
@@ -239,7 +235,6 @@ class SettingsKeywords(TypedDict, total=False):
     nan_check: bool
     headroom: float
     journal_length: int
-    annotate: Annotate
     discovery: str | None
     run: str | None
     leases: bool | str | os.PathLike[str] | None

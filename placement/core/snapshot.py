@@ -8,6 +8,7 @@ points in time in `_timestamp_seconds` (Unix time).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
@@ -123,14 +124,15 @@ class LeaseSnapshot(Frozen):
         return len(self.holders)
 
 
-class CommunicatorSnapshot(Frozen):
+@dataclass(frozen=True, slots=True)
+class Communicator:
     """A communicator of this process, whose device memory is neither torch's allocator's nor placement's."""
 
-    name: str  # the name of its process group
-    ranks: tuple[int, ...]
+    name: str  # the name of its process group, unique in this process
+    ranks: tuple[int, ...]  # the ranks of the group, as the default group numbers them
     nbytes: int | None  # device bytes that it holds; None where the library does not say
     suspendable_bytes: int  # the part of `nbytes` that its own `suspend()` would free
-    unknown_because: str | None = None  # why `nbytes` is None
+    unknown_because: str | None = None  # why `nbytes` is None; None where it is known
 
 
 class Snapshot(Frozen):
@@ -157,7 +159,7 @@ class Snapshot(Frozen):
     """At the last phase transition: device used − torch reserved − our chunks and poison − others' use then, where visible."""
     other_processes_bytes: int | None = None
     """Device bytes of other processes according to NVML; None where NVML is not installed, not asked, or gives no answer."""
-    communicators: tuple[CommunicatorSnapshot, ...] = ()
+    communicators: tuple[Communicator, ...] = ()
     """The communicators of this process on the device, as of the last phase transition that moved something."""
     communicator_bytes: int | None = None
     """Their device bytes, which are part of `unaccounted_bytes`; None where one of them does not say how many it holds."""

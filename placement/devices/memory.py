@@ -18,9 +18,11 @@ from typing import Literal
 
 import torch
 
+from placement.core import snapshot
 from placement.observe.nvml import OtherProcesses
 
 Direction = Literal["to_device", "to_host"]
+Communicator = snapshot.Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,6 @@ class DeviceMemory:
     def unaccounted_bytes(self) -> int:
         """Used bytes that are neither torch's nor this device's: the driver's context, communicators, other processes."""
         return self.used_bytes - self.torch_reserved_bytes - self.chunk_bytes - self.poison_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Communicator:
-    """A communicator of this process, whose device memory is neither in torch's allocator nor in a chunk."""
-
-    name: str  # the name of its process group, unique in this process
-    ranks: tuple[int, ...]  # the ranks of the group, as the default group numbers them
-    nbytes: int | None  # device bytes that it holds now; None where the library does not say
-    suspendable_bytes: int  # the part of `nbytes` that its own `suspend()` would free
-    unknown_because: str | None = None  # why `nbytes` is None; None where it is known
 
 
 class Addresses(abc.ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 from placement.core.call_guard import wait_for_calls
 from placement.core.errors import EngineError, RegistrationError
 from placement.core.torch_modes import without_modes
+from placement.core.weak_set import reference
 from placement.frameworks.known import frameworks_of
 from placement.frameworks.weights import Weight
-from placement.ownership.adapter import Adapter, Seen
+from placement.ownership.adapter import Seen
 from placement.ownership.module import ModuleAdapter
 from placement.publish.buckets import WeightInfo, writable
 from placement.storage.managed import ManagedStorage
@@ -138,90 +138,50 @@ def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | Weig
     return weight
 
 
-class EngineAdapter(Adapter):
-    """The adapter for an engine: it covers the tensors of the modules that the engine names now, which it may have replaced. Raises
-    RegistrationError: a module is not supported, or a framework moves some of the modules but not the others."""
+class EngineAdapter(ModuleAdapter):
+    """The adapter for an engine: that of the module which the engine names now, and may have replaced; of several modules, as the parts of
+    one. Raises RegistrationError: a module is not supported, or a framework moves only the old or only the new modules."""
 
     kind = "engine"
 
     def __init__(self, engine: Engine, *, name: str, compute_device: torch.device, external: bool = False) -> None:
-        self._name = name
         self._engine = weakref.ref(engine)
         self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
-        self._shares = False  # whether a tensor was found in more than one of the modules
-        self._take([self._adapt(module) for module in engine.modules()])
+        self._take(engine.modules())
 
-    def _take(self, adapters: list[ModuleAdapter]) -> None:
-        self._adapters = adapters
-        self.frameworks = [framework for adapter in adapters for framework in adapter.frameworks]
-        reasons = [adapter.external for adapter in adapters]
-        self.external = next(filter(None, reasons), None)
-        if any(reasons) and not all(reasons):
-            raise RegistrationError(
-                f"{self._name!r}: a framework moves {sum(map(bool, reasons))} of its {len(reasons)} modules itself "
-                f"({self.external}), but not the others. What to do: register these two kinds as separate engines, or with "
-                "external=True, so that all of them are tracked and never moved"
-            )
+    def _take(self, modules: Sequence[torch.nn.Module]) -> None:
+        whole = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
+        vars(self).update(vars(self._adapt(whole)))  # at once, so that an error leaves everything as it was
+        self._named = [reference(module) for module in modules]
+        self._list = None if len(modules) == 1 else whole  # nobody else holds it
 
-    def _others(self) -> Sequence[torch.nn.Module] | None:
-        """The modules that the engine names now; None if they are those of the adapters, or the engine is gone."""
-        engine = self._engine()
-        modules = None if engine is None else engine.modules()
-        keys = [{id(key) for key in adapter.key_objects()} for adapter in self._adapters]
-        if modules is None or (len(keys) == len(modules) and all(id(each) in of for of, each in zip(keys, modules, strict=True))):
-            return None
-        return modules
-
-    def module_adapters(self) -> Sequence[ModuleAdapter]:
-        return tuple(self._adapters)
+    def _has_replaced(self) -> bool:
+        """Whether the engine names other modules than those of the last walk. While it is handed back that does not count: a new one may be
+        refused, and has no place."""
+        if (engine := self._engine()) is None or self.hands_back:
+            return False
+        named = [alive() for alive in self._named]
+        modules = engine.modules()
+        return len(named) != len(modules) or any(old is not new for old, new in zip(named, modules, strict=True))
 
     def owned(self) -> Iterator[Owned]:
-        """The tensors of the modules. While the engine is handed back, of those known already: a new one may be refused, and has no place.
-        Raises RegistrationError: a module cannot be moved, or only the old or the new modules are external."""
-        if not self.hands_back and (modules := self._others()) is not None:
-            was_external = self.external
-            known = {id(key): adapter for adapter in self._adapters for key in adapter.key_objects()}
-            self._take([known.get(id(module)) or self._adapt(module) for module in modules])
-            if self._adapters and (self.external is None) is not (was_external is None):
+        if self._has_replaced() and (engine := self._engine()) is not None:
+            before = self.external
+            self._take(engine.modules())
+            if (self.external is None) is not (before is None):
                 raise RegistrationError(
                     f"{self._name!r} has other modules than when it was registered, and only the old or only the new ones are external "
-                    f"({self.external or was_external}). What to do: unregister it, and register it again"
+                    f"({self.external or before}). What to do: unregister it, and register it again"
                 )
-        for adapter in self._adapters:
-            adapter.hands_back = self.hands_back
-        found = [owned for adapter in self._adapters for owned in adapter.owned()]
-        distinct = {id(owned.tensor): owned for owned in reversed(found)}
-        self._shares = len(distinct) < len(found)
-        return reversed(distinct.values()) if self._shares else iter(found)
+        return super().owned()
 
     def unchanged(self) -> Seen | None:
-        seen = [] if self._shares or self._others() is not None else [adapter.unchanged() for adapter in self._adapters]
-        known = [each for each in seen if each is not None]
-        if not known or len(known) < len(seen):
-            return None
-        return Seen(*(list(itertools.chain.from_iterable(column)) for column in zip(*known, strict=True)))
+        return None if self._has_replaced() else super().unchanged()
 
     def standing(self) -> object | None:
-        if self._shares or self._others() is not None:
-            return None
-        found = [adapter.standing() for adapter in self._adapters]
-        return None if None in found else found
+        return None if self._has_replaced() else super().standing()
 
     def key_objects(self) -> Sequence[Any]:
         engine = self._engine()
-        return [*(key for adapter in self._adapters for key in adapter.key_objects()), *([] if engine is None else [engine])]
-
-    def with_gradients(self) -> Iterator[torch.Tensor]:
-        return iter({id(tensor): tensor for adapter in self._adapters for tensor in adapter.with_gradients()}.values())
-
-    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        return (each for adapter in self._adapters for each in adapter.kept_by_framework())
-
-    def sparse(self) -> Iterator[torch.Tensor]:
-        return iter({id(tensor): tensor for adapter in self._adapters for tensor in adapter.sparse()}.values())
-
-    def immovable(self) -> Iterator[tuple[str, str]]:
-        return (each for adapter in self._adapters for each in adapter.immovable())
-
-    def other_names(self) -> Mapping[str, str]:
-        return {other: name for adapter in self._adapters for other, name in adapter.other_names().items()}
+        modules = super().key_objects() if self._list is None else [key for key in (alive() for alive in self._named) if key is not None]
+        return [*([] if engine is None else [engine]), *modules]

@@ -23,7 +23,6 @@ from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
-_ENDED = "ended"  # stands for the time at which a server was started that has ended
 _POLL_SECONDS = 0.05
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
 
@@ -79,22 +78,11 @@ class SglangServer(ServedEngine, _Sglang):
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted.
-
-        Where the server has ended, which means that its port refuses or drops the connection, everything is offloaded. It is lost
-        then: a later load raises `EngineLost`.
-
-        Raises:
-            EngineError: the server has ended, although something is said to be on the device; or it does not answer.
-        """
-        try:
-            started = self._info().get("startup_time")
-        except EngineError as error:
-            if not isinstance(error.__cause__, ConnectionError) or not {*self.residency.tags} <= {*offloaded}:
-                raise
-            started = _ENDED
+        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted. A server that has
+        ended holds nothing; a later load raises `EngineLost`."""
+        with contextlib.suppress(EngineError):  # it has ended
+            self._started = self._info().get("startup_time")
         super().assume(offloaded=offloaded)
-        self._started = started
 
     def drain(self) -> None:
         """Let requests finish or cut them off, and keep new ones waiting. EngineError: some were in flight at the deadline, and go on."""
@@ -112,8 +100,6 @@ class SglangServer(ServedEngine, _Sglang):
 
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released none, and a resume would kill it."""
-        if self._started == _ENDED:
-            raise EngineLost(f"{self!r} had ended: restart it and register it anew")
         if self._info().get("startup_time") != self._started:
             raise EngineLost(
                 f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded_tags)} is back on the device"

@@ -55,8 +55,6 @@ class FSDP1(Framework):
             return "FSDP1's CPUOffload keeps its parameters on the CPU"
         return None
 
-    external_state = external
-
     def ready(self) -> None:
         """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to them would be lost."""
         if summoned := self._summoned():

@@ -51,8 +51,6 @@ class FSDP2(Framework):
         policies = [_is_on_cpu(group) for _, group in self._groups()]
         return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU" if policies and all(policies) else None
 
-    external_state = external
-
     def ready(self) -> None:
         states = [state for _, state in self._sharded()]
         if any(state._state_ctx.post_backward_final_callback_queued for state in states):

@@ -177,23 +177,13 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         """
         self._around_frozen.over(error)
         self._turns.over(error)
-        if _MODEL not in self.manager.handles:
-            return
-        try:
-            self._turns.to("optimizer_step")
-            self._show_frozen()
-            self._forget()
-        except DeviceMemoryError as no_room:
-            logger.warning("after the training its models do not fit on the device together, so they are in host memory: %s", no_room)
-        finally:
-            self._around_frozen.over(error)
-            self._turns.over(error)
-            self._forget()
-
-    def _forget(self) -> None:
         for name in (_OPTIMIZER, _MODEL, *self._frozen):
             if name in self.manager.handles:
-                self.manager.unregister(name)
+                try:
+                    self.manager.unregister(name, on_device=True)
+                except DeviceMemoryError as no_room:
+                    logger.warning("after the training %r does not fit on the device any more, so it is in host memory: %s", name, no_room)
+                    self.manager.unregister(name)
 
     def __enter__(self) -> PlacementCallback:
         return self

@@ -14,14 +14,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from placement.core.errors import PlacementError
 from placement.core.journal import Journal, PhaseSpan, Record
-from placement.core.settings import Annotate
 from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
@@ -142,19 +141,3 @@ def read_trace(path: Path) -> tuple[int, list[Event]]:
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
     return int(found.get("baseTimeNanoseconds", 0)), found["traceEvents"]
-
-
-def marker(annotate: Annotate) -> Callable[[str], AbstractContextManager[object]]:
-    """A context manager for a text, which marks its block for a profiler. A mark costs microseconds at each phase transition. Raises
-    ValueError: `annotate` is "nvtx" and torch was built without NVTX."""
-    if annotate == "off":
-        return nullcontext
-    import torch
-
-    if annotate == "profiler":
-        return torch.profiler.record_function
-    try:
-        torch.cuda.nvtx.mark("placement")
-    except RuntimeError as error:
-        raise ValueError("annotate 'nvtx' needs a CUDA build of torch; use 'profiler'") from error
-    return torch.cuda.nvtx.range

@@ -86,10 +86,6 @@ class Adapter(abc.ABC):
     def key_objects(self) -> Sequence[Any]:
         """The objects whose identity identifies this registration: the module and what it wraps, the leaf optimizers, the engine."""
 
-    def module_adapters(self) -> Sequence[Adapter]:
-        """The adapters of the object's modules: a module's own, each of an engine's modules, none for an optimizer."""
-        return ()
-
     def unchanged(self) -> Seen | None:
         """The tensors of the last `owned()`, in order, if a quick check shows that they are the same, none loose or wrapped; else None."""
         return None

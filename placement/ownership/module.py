@@ -59,7 +59,7 @@ class ModuleAdapter(Adapter):
         self.compute_device = with_index(compute_device)
         # `inner` is a key too: registering a module and its compiled wrapper would claim the same bytes twice.
         self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
-        self._module: Callable[[], torch.nn.Module | None] = reference(inner)
+        self.root: Callable[[], torch.nn.Module | None] = reference(inner)  # None once the module is gone
         self._kinds: dict[type, int] = {}
         self._shown: dict[int, torch.Tensor] = {}
         self._steady: Steady | None = None
@@ -116,7 +116,7 @@ class ModuleAdapter(Adapter):
     def owned(self) -> Iterator[Owned]:
         """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live
         autograd graph are transient. Raises RegistrationError: a tensor was added that cannot be moved as bytes."""
-        module, first, self._first = self._module(), self._first, []
+        module, first, self._first = self.root(), self._first, []
         if first and not self.hands_back and self.unchanged() is not None:
             return iter(first)
         self._steady = None
@@ -137,9 +137,6 @@ class ModuleAdapter(Adapter):
     def standing(self) -> object | None:
         return self._steady if self._steady is not None and self._steady.has_no_gradients() else None
 
-    def module_adapters(self) -> Sequence[ModuleAdapter]:
-        return (self,)
-
     def other_names(self) -> Mapping[str, str]:
         return self._other_names
 
@@ -158,7 +155,7 @@ class ModuleAdapter(Adapter):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
-        module = self._module()
+        module = self.root()
         own_tensors = {} if module is None else self._own_tensors()
         seen: set[int] = set()
         for name, shown in () if module is None else module.named_parameters():

@@ -13,7 +13,7 @@ import torch
 
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet, reference
-from placement.frameworks.known import answering, asked, own_state, stepped_for
+from placement.frameworks.known import answering, asked, hidden_tensors, stepped_for
 from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
@@ -146,10 +146,9 @@ class OptimizerAdapter(Adapter):
             yield from self._plain(main, storages)
         in_groups = _storages(tensor for _, tensor in tensors_in_groups(leaves))
         for leaf in leaves:
-            if (own := own_state(leaf.optimizer)) is not None:
-                for held in own.tensors(leaf.path):
-                    seen.add(id(held.tensor))
-                    yield held
+            for held in hidden_tensors(leaf.optimizer, leaf.path) or ():
+                seen.add(id(held.tensor))
+                yield held
             for name, key, group, tensor in state_of(leaf):
                 if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
                     self._lent_gradients.add(tensor)
@@ -253,7 +252,7 @@ class OptimizerAdapter(Adapter):
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.
         Raises RegistrationError: it moves the state for some of them only."""
-        reasons = [next(filter(None, (each.external_state for each in owner.frameworks)), None) for owner in owners]
+        reasons = [next(filter(None, (each.external for each in owner.frameworks)), None) for owner in owners]
         if self.external is not None or not any(reasons):
             return
         if not all(reasons):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError, RegistrationError
-from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
+from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
 from placement.core.states import Plan
 from placement.registration.handle import Handle
 from placement.registration.unregistered import living
@@ -53,7 +52,7 @@ class Snapshots:
             unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
             unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
             other_processes_bytes=outside.others_bytes,
-            communicators=tuple(CommunicatorSnapshot.model_validate(asdict(each)) for each in outside.communicators),
+            communicators=outside.communicators,
             communicator_bytes=outside.communicator_bytes,
             ipc_collected_bytes=self._device.ipc_collected_bytes,
             prefetch_discarded_bytes=stack.reconciler.prefetcher.discarded_bytes,

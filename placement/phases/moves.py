@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.profiler import record_function
+
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
 from placement.core.settings import Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.vote import Agree
-from placement.observe.trace import marker
 from placement.planning.planner import target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
@@ -81,7 +82,6 @@ class Mover:
         self._device = device
         self._journal = journal
         self._strict = settings.strict
-        self._mark = marker(settings.annotate)
         self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
         self._exchange = Exchange(device, ChunkPool(device), self._verifier)
         """That of the phase transition under way. Between two of them: one that may take no memory from the driver."""
@@ -162,7 +162,7 @@ class Mover:
         self._end_with(ahead)
 
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
-        """After an error: repair every handle, then bring it back to its source state, unless the group's decision is unknown."""
+        """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
         if isinstance(cause, CoordinatorLost):
             for failure in self._complete(sources):
                 cause.add_note(f"placement: {failure}")
@@ -172,18 +172,8 @@ class Mover:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
         self._begin()  # takes over the freed chunks, which are enough
-        for error in self._settle_all(sources):
+        for error in (*self._bring_what_can([*sources], sources.__getitem__), *self.complete(sources)):
             cause.add_note(f"placement: {error}")
-        try:
-            self._march([handle for handle in sources if handle.broken is None], sources.__getitem__)
-            if failures := self._complete(sources):
-                raise failures[0]
-        except Exception as error:
-            cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
-            self._settle_all(sources)
-        for complaint in self._take_complaints():
-            cause.add_note(f"placement: {complaint}")
-        self._end()
 
     def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
         """Fire the triggers on every handle's path, in an order that frees memory before loading."""
@@ -209,9 +199,24 @@ class Mover:
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(dropping=_dropping(others, plan), staying=ahead.staying, while_copying=while_copying, is_together=is_together)
+        errors += self._bring_what_can(others, lambda handle: target_of(handle, plan))
+        # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
+        engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
+        errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
+        if not errors:
+            self._end_with(ahead)
+        return errors
+
+    def complete(self, handles: Iterable[Handle]) -> list[Exception]:
+        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
+        errors = self._complete(handles)
+        return [*errors, *self._settle_all(handles)] if errors else []
+
+    def _bring_what_can(self, handles: Sequence[Handle], target: Callable[[Handle], Node]) -> list[Exception]:
+        """Bring each of these handles as far towards its target as possible, and end the phase transition. Returns the errors."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         try:
-            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, target_of(handle, plan)))))
+            errors = self._each(handles, lambda handle: paths.append((handle, _path(handle, target(handle)))))
             moves = any(triggers for _, triggers in paths)
             for step in _STEPS:
                 if step is _STEPS[1]:
@@ -223,22 +228,11 @@ class Mover:
                         errors.append(error)
                         triggers.clear()
             if moves or errors:
-                errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
-            self._finish(others)
+                errors += self._settle_all([handle for handle in handles if handle.storage.is_complete])
+            self._finish(handles)
         finally:
             self._end()
-        errors += self._take_complaints()
-        # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
-        engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
-        errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
-        if not errors:
-            self._end_with(ahead)
-        return errors
-
-    def complete(self, handles: Mapping[str, Handle]) -> list[Exception]:
-        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
-        errors = self._complete(handles.values())
-        return [*errors, *self._settle_all(handles.values())] if errors else []
+        return [*errors, *self._take_complaints()]
 
     def _exchange_what_can(self, paths: Paths) -> list[Exception]:
         """Move all at once, or none: then each moves by itself. Returns the writes that were found, which a handle raises once."""
@@ -330,7 +324,7 @@ class Mover:
         leaving = {h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding}
         coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
         texts = [f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those]
-        with self._failing(moving), self._mark(f"placement: {'; '.join(texts)}"):
+        with self._failing(moving), record_function(f"placement: {'; '.join(texts)}"):  # in the traces of torch's profiler
             moved = self._exchange.run([*leaving], [*coming], releases_at_once=releases_at_once)
         self._moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}
 
@@ -473,7 +467,5 @@ class Mover:
         """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""
         began = time.monotonic()
         with self._failing([(handle, trigger)]):
-            if (doubt := _residency_of(handle).doubt) is not None:
-                raise BrokenHandleError(f"{handle.name!r} is broken and cannot {trigger}: {doubt}")
             copied = work()
         self._record(handle, trigger, handle.state, began, MoveResult(time.monotonic() - began, copied))

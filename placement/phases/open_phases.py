@@ -55,7 +55,7 @@ class OpenPhase:
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
     is_abandoned: bool = False
-    """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
+    """Whether its `Phase` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:
@@ -95,7 +95,7 @@ class OpenPhases:
 
     def require_open(self, phase: OpenPhase, what: str) -> None:
         if phase not in self.all:
-            raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
+            raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open; it was left before or never entered")
 
     def require_innermost(self, phase: OpenPhase, what: str) -> None:
         self.require_open(phase, what)

@@ -1,16 +1,11 @@
-"""Phases as the user sees them: `manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`.
-
-A `Hold` is a phase without a block. Holds end in any order.
-"""
+"""Phases as the user sees them: `Phase`, which has a block, and `Hold`, which has none. Holds end in any order."""
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from placement.core.errors import PhaseError
 from placement.phases.open_phases import OpenPhase
@@ -43,58 +38,73 @@ def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
 
 
 class Phase:
-    """An open phase, from `with manager.phase(...) as phase`.
-
-    This object does not keep the phase open, only the `with` statement does. The reason: an interrupt can end the statement before a
-    line of `__exit__` has run. The phase is then left although the variable `phase` still exists.
-    """
+    """A phase, from `manager.phase(...)`. Its `with` statement enters and leaves it, once. It is left if this object is collected."""
 
     _is_finalizing = staticmethod(sys.is_finalizing)
     """Whether the interpreter is exiting: nothing is left to move then, and the names of modules may be gone, so the class has its own."""
+    _was_entered = False
 
-    def __init__(self, context: PhaseContext, name: str) -> None:
-        self._weakly = weakref.ref(context)
-        self._first_name = name
+    def __init__(
+        self,
+        stack: PhaseStack,
+        name: str,
+        only: Iterable[str | Handle] | None,
+        holder: Any,
+        keeps_alive: object = None,
+        in_any_order: bool = False,
+    ) -> None:
+        self._manager = keeps_alive
+        self._stack = stack
+        try:
+            self.phase = OpenPhase(checked(name), names_of(only), holder, in_any_order)
+        except Exception:
+            with stack.lock.attempt(begins=True):
+                raise
 
     @property
     def name(self) -> str:
-        """The name of the phase, which `switch` changes. Before it is entered and after it is left: the first name."""
-        opened = self._opened()
-        return self._first_name if opened is None else opened.name
+        """The name of the phase, which `switch` changes."""
+        return self.phase.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the phase is open."""
+        return self.phase in self._stack.phases.all and not self.phase.is_abandoned
 
     def __repr__(self) -> str:
-        return f"<phase {self.name!r}, {'not open' if self._opened() is None else 'open'}>"
+        return f"<phase {self.name!r}, {'open' if self.is_open else 'not open'}>"
 
-    def _context(self) -> PhaseContext | None:
-        return self._weakly()
-
-    def _opened(self) -> OpenPhase | None:
-        context = self._context()
-        return None if context is None or context.phase not in context._stack.phases.all else context.phase
-
-    def __enter__(self) -> Phase:
-        context = self._context()
-        if context is None:
-            raise self._entered_before()
+    def __enter__(self) -> Self:
         try:
-            with context._stack.lock.attempt(begins=True):
-                if context._was_entered:
-                    raise self._entered_before()
-                context._was_entered = True
-                context._stack.enter(context.phase)
+            with self._stack.lock.attempt(begins=True):
+                if self._was_entered:
+                    raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
+                self._was_entered = True
+                self._stack.enter(self.phase)
         except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
-            context.abandon()
+            self.abandon()
             raise
-        return Phase(context, self._first_name)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._is_finalizing():
             return
-        context = self._context()
-        if isinstance(error, GeneratorExit) and context is not None and context._was_entered and self._opened() is None:
+        if isinstance(error, GeneratorExit) and self._was_entered and self.phase not in self._stack.phases.all:
             return  # an error that passed through a phase around it has left it
-        with self._in_open("leave", own=True, error=error) as context:
-            context._stack.leave(context.phase, error)
+        try:
+            with self._stack.lock.attempt(own=True, error=error):
+                self._stack.leave(self.phase, error)
+        finally:
+            if self.phase not in self._stack.phases.all:
+                self._manager = None  # the variable of a `with` statement outlives it, and must not keep a dropped manager
+
+    def abandon(self) -> None:
+        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in the next phase transition."""
+        if self._was_entered and not self._is_finalizing():
+            self._stack.abandon(self.phase)
+
+    def __del__(self) -> None:
+        self.abandon()
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin phase `name` in its place, in one phase transition.
@@ -112,8 +122,8 @@ class Phase:
             DeviceMemoryError: the plan does not fit the budget.
             Exception: another error stopped the phase transition.
         """
-        with self._in_open(f"switch to {name!r}") as context:
-            context._stack.switch(context.phase, checked(name), names_of(only))
+        with self._stack.lock.attempt():
+            self._stack.switch(self.phase, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
         """Keep a handle on the device when this phase ends, so that the next phase finds it there.
@@ -126,8 +136,7 @@ class Phase:
         Raises:
             PhaseError: this phase is not open, or no handle has this name.
         """
-        context = self._require_open("keep a handle")
-        context._stack.keep(context.phase, handle if isinstance(handle, str) else handle.name)
+        self._stack.keep(self.phase, handle if isinstance(handle, str) else handle.name)
 
     def done_with(self, handle: Handle | str) -> None:
         """Offload a handle now, because the rest of this phase needs it no more. Its memory is used for what the plan prefetches.
@@ -142,75 +151,10 @@ class Phase:
             PhaseError: this phase is not open, another phase is open inside it, or no handle has this name.
             Exception: the handle could not be offloaded. It stays on the device.
         """
-        context = self._require_open("be done with a handle")
-        context._stack.done_with(context.phase, handle if isinstance(handle, str) else handle.name)
-
-    @contextmanager
-    def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
-        """Try a phase transition of this open phase in the block. A failure is told to the group, see `TransitionLock.attempt`."""
-        with self._living(what)._stack.lock.attempt(own=own, error=error):
-            yield self._require_open(what)
-
-    def _require_open(self, what: str) -> PhaseContext:
-        context = self._living(what)
-        if self._opened() is None:
-            raise PhaseError(f"cannot {what}: phase {self._first_name!r} is not open; it was left before or never entered")
-        return context
-
-    def _entered_before(self) -> PhaseError:
-        return PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
-
-    def _living(self, what: str) -> PhaseContext:
-        if (context := self._context()) is None:
-            raise PhaseError(
-                f"cannot {what}: phase {self._first_name!r} is not open, it was left before. A phase is left when the object that "
-                "manager.phase() returned is garbage-collected: use a with statement, or keep that object until you call its __exit__()."
-            )
-        return context
+        self._stack.done_with(self.phase, handle if isinstance(handle, str) else handle.name)
 
 
-class PhaseContext(Phase):
-    """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
-
-    phase: OpenPhase
-    _was_entered = False
-
-    def __init__(
-        self,
-        stack: PhaseStack,
-        name: str,
-        only: Iterable[str | Handle] | None,
-        holder: Any,
-        keeps_alive: object = None,
-        in_any_order: bool = False,
-    ) -> None:
-        super().__init__(self, name)
-        self._manager = keeps_alive
-        self._stack = stack
-        try:
-            self.phase = OpenPhase(checked(name), names_of(only), holder, in_any_order)
-        except Exception:
-            with stack.lock.attempt(begins=True):
-                raise
-
-    def _context(self) -> PhaseContext:
-        return self  # not through the weak reference, which a garbage collection may have cleared before it calls __del__
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the phase is open."""
-        return self._opened() is not None and not self.phase.is_abandoned
-
-    def abandon(self) -> None:
-        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in the next phase transition."""
-        if self._was_entered and not self._is_finalizing():
-            self._stack.abandon(self.phase)
-
-    def __del__(self) -> None:
-        self.abandon()
-
-
-class Hold(PhaseContext):
+class Hold(Phase):
     """An open phase, from `manager.hold(...)`, which ends when it is released: from any thread or task, and in any order with other holds.
 
     While several holds are open, the latest that concerns a handle decides about it. A hold whose object is garbage-collected is released.
@@ -247,48 +191,48 @@ class Hold(PhaseContext):
             TypeError: `items` is not iterable. The hold is released.
         """
         try:
-            return _Around(self, iter(items))
+            return Around(self, iter(items))
         except BaseException as error:
             self.release(error)
             raise
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release(error)
 
 
-class _Around(Iterator[Item]):
+class Around(Iterator[Item]):
     """The iterator that `Hold.around` returns."""
 
     def __init__(self, hold: Hold, items: Iterator[Item]) -> None:
-        self._hold = hold
+        self.hold = hold
         self._items = items
 
     def __next__(self) -> Item:
         try:
             return next(self._items)
         except StopIteration:
-            self._hold.release()
+            self.hold.release()
             raise
         except BaseException as error:
-            self._hold.release(error)
+            self.hold.release(error)
             raise
 
     def close(self) -> None:
         """Close the iterator inside, and release the hold. Idempotent."""
         try:
-            self._close_items()
+            self.close_items()
         finally:
-            self._hold.release()
+            self.hold.release()
 
-    def _close_items(self) -> None:
+    def close_items(self) -> None:
         if (close := getattr(self._items, "close", None)) is not None:
             close()
 
     def __del__(self) -> None:
         try:
-            self._close_items()  # first: it may refer to memory that the end of the hold offloads
+            self.close_items()  # first: it may refer to memory that the end of the hold offloads
         finally:
-            self._hold.abandon()
+            self.hold.abandon()

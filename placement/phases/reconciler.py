@@ -182,7 +182,7 @@ class Reconciler:
             failures += self._mover.retreat(
                 self._handles, within, while_copying=self._device.compare_poison, ahead=ahead, is_together=is_together
             )
-            failures += self._mover.complete(self._handles) if vote is None else []
+            failures += self._mover.complete(self._handles.values()) if vote is None else []
             for failure in failures:
                 if isinstance(failure, WrittenWhileOffloaded):
                     self.writes.count(failure)
@@ -194,7 +194,7 @@ class Reconciler:
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
-        return failures if vote is None else vote(failures) + self._mover.complete(self._handles)
+        return failures if vote is None else vote(failures) + self._mover.complete(self._handles.values())
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""

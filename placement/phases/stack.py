@@ -166,7 +166,7 @@ class PhaseStack:
 
     def _is_around_others(self, phase: OpenPhase) -> bool:
         """Whether a closed generator's phase has phases of the generator's caller open inside. It then ends with the last of these."""
-        if not self.phases.inside(phase) or self.phases.all[-1].holder is None:
+        if phase not in self.phases.all or not self.phases.inside(phase) or self.phases.all[-1].holder is None:
             return False
         phase.is_abandoned = True
         return True

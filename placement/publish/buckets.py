@@ -202,7 +202,7 @@ def weight_changes(
 
 def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, begun: int) -> Iterator[Changes]:
     handle.published = None
-    for bucket in publication.buckets(handle.module_adapters()[0].compute_device, bucket_bytes):
+    for bucket in publication.buckets(handle.modules_adapter.compute_device, bucket_bytes):
         _require_syncing(handle, begun)
         yield bucket
     handle.published = publication.complete()
@@ -231,7 +231,7 @@ def _to_publish(handle: Publisher, adapters: Adapters, names: Names) -> list[tup
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     with without_modes():
-        return published(modules[0], handle.module_adapters()[0].frameworks, adapters, names)
+        return published(modules[0], handle.modules_adapter.frameworks, adapters, names)
 
 
 def _described(handle: Publisher, found: list[tuple[str, Weight]], dtype: Cast) -> list[tuple[WeightInfo, Weight]]:
@@ -283,7 +283,7 @@ def _buckets(
     seen: set[str] = set()
     known = [info for info, _ in found] if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0
-    reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
+    reader = Reader(handle.modules_adapter.compute_device, handle.storage.over_host if handle.is_streaming else None)
     ahead = ReadAhead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
     try:
         while waiting or pieces:

@@ -277,7 +277,8 @@ _DECOMPOSING = ("pissa", "corda", "mica", "loftq", "lora_ga", "OSF", "PSOFT", "T
 
 
 class StateDictGuard(_Guard):
-    """Post-hook of state_dict: replaces tensors in a range by tensors that stay readable wherever the handle goes."""
+    """Post-hook of a registered module's state_dict, for the call of a module around it that is not registered: replaces tensors in a range
+    by tensors that stay readable wherever the handle goes."""
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
@@ -285,29 +286,16 @@ class StateDictGuard(_Guard):
         return None if found is state_dict else found
 
 
-class PartGuard(StateDictGuard):
-    """The same hook on a submodule. It acts only on a call of the submodule itself; in a call of an outer module that one's guard acts."""
-
-    def __call__(self, owner: Any, state_dict: Any, *rest: Any) -> Any:
-        return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
-
-
 class GatherGuard(_Guard):
-    """Pre-hook of state_dict for a framework that gathers the values on the device: while offloaded it would gather poison."""
+    """The guard of a module's `StateDictCall`: a framework that gathers the values on the device would gather poison while offloaded."""
 
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+    def __call__(self) -> Handle | None:
         handle = self.handle()
         reason = None if handle is None or handle.adapter is None else handle.adapter.gathers
         if handle is not None and reason is not None and is_off(handle):
             advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
-
-    def install(self, module: torch.nn.Module) -> Any:
-        """Register the hook in front of the framework's own hooks. Torch would put it behind them."""
-        removable: Any = module.register_state_dict_pre_hook(self)
-        hooks: Any = module._state_dict_pre_hooks
-        hooks.move_to_end(removable.id, last=False)
-        return removable
+        return handle
 
 
 def own_methods(target: Any) -> list[str]:
@@ -386,17 +374,15 @@ class _Untouched(TorchDispatchMode):
 def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
     hooks: list[Any] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
-    owner, gathers = _Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
+    owner = _Guard(handle).handle
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
-    load_guard, guards = LoadGuard(handle), dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle))
-    for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
+    hooks.extend(root.register_state_dict_post_hook(StateDictGuard(handle)) for root in roots)
+    load_guard, gather_guard = LoadGuard(handle), GatherGuard(handle)
+    for part in dict.fromkeys(part for root in roots for part in root.modules()):
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
-        hooks.append(part.register_state_dict_post_hook(guard))
-        hooks.append(StateDictCall(owner, part, "state_dict"))
+        hooks.append(StateDictCall(gather_guard, part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
-        if gathers:
-            hooks.append(GatherGuard(handle).install(part))
         hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
         _install_for_peft(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
@@ -427,15 +413,15 @@ def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[Any]) -
 
 def install_on_new(handle: Handle) -> None:
     """Guard modules that an engine has made after its registration. Its adapter knows them, and their tensors move with it."""
-    objects = () if handle.adapter is None else handle.adapter.key_objects()
-    if new := [target for target in objects if isinstance(target, torch.nn.Module) and not _is_guarded(target, handle)]:
-        install(handle, new)
-
-
-def _is_guarded(module: torch.nn.Module, handle: Handle) -> bool:
-    if any(isinstance(hook, CallGuard) and hook.guards(module) for hook in handle.guards):
-        return True
-    return any(isinstance(hook, ForwardGuard) and hook.handle() is handle for hook in module._forward_pre_hooks.values())
+    assert handle.adapter is not None
+    known = [root for hook in handle.guards if isinstance(hook, CallGuard) for root in hook.roots()]
+    modules = [target for target in handle.adapter.key_objects() if isinstance(target, torch.nn.Module)]
+    if all(any(module is root for root in known) for module in modules):
+        return
+    for hook in handle.guards:
+        hook.remove()
+    handle.guards.clear()
+    install(handle, {id(module): module for module in (*known, *modules)}.values())  # the old ones, too: what they had is offloaded
 
 
 def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[Any]) -> None:
@@ -443,20 +429,10 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
-        earlier = [hook for hook in hooks if isinstance(hook, CallGuard)]
-        calls = CallGuard(
-            ForwardGuard(handle),
-            [*(root for each in earlier for root in each.roots()), *modules],
-            handle.name,
-            handle.call_deadline_seconds,
-        )
-        hooks.append(calls)
-        holding.calls = calls
-        for each in earlier:  # replaced by `calls`, the one guard of all modules of the handle
-            each.remove()
-            hooks.remove(each)
+        holding.calls = CallGuard(ForwardGuard(handle), modules, handle.name, handle.call_deadline_seconds)
+        hooks.append(holding.calls)
         if not holding.on_device:
-            calls.refuse()
+            holding.calls.refuse()
     else:
         holding.calls = CallGuard(None, (), handle.name, handle.call_deadline_seconds)  # it is waited for where it is saved
 
@@ -464,7 +440,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves."""
     fields = getattr(target, "__dict__", {})
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"):
         if type(fields.get(name)) is dict:  # a wrapper made it itself, and torch's handles cannot refer to it
             fields[name] = OrderedDict(fields[name])
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
@@ -475,8 +451,6 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks += [MethodCall(ReadGuard(handle), target, name) for names in asked("reading_methods", target) for name in names]
     if "_optimizer_load_state_dict_pre_hooks" in fields:
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
-    if "_optimizer_state_dict_post_hooks" in fields:
-        hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
     if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):  # not by `__getattr__`: then it is another's
         hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))

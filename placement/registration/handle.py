@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transitions import Machine, MachineError
@@ -24,6 +24,7 @@ from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.tagged import Residency
 from placement.ownership.adapter import Adapter
+from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import no_initial_step
 from placement.storage.base import NotBuilt, Storage
@@ -31,7 +32,6 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.scan import lasting_stray_references
 
 if TYPE_CHECKING:
-    from placement.ownership.module import ModuleAdapter
     from placement.publish.buckets import Cast, Transform, WeightInfo
     from placement.publish.changes import Changes, Published
     from placement.publish.checkpoint_names import Names
@@ -384,9 +384,10 @@ class Handle:
         self.built_object = self.adapter = None
         self.storage = NotBuilt()
 
-    def module_adapters(self) -> Sequence[ModuleAdapter]:
-        """The adapters of the object's modules: a module's own one, an engine's one for each of its modules, else none."""
-        return () if self.adapter is None else cast("Sequence[ModuleAdapter]", self.adapter.module_adapters())
+    @property
+    def modules_adapter(self) -> ModuleAdapter | None:
+        """The adapter of a module or of an engine's modules; None for another object, or for none."""
+        return self.adapter if isinstance(self.adapter, ModuleAdapter) else None
 
     def modules(self) -> Sequence[torch.nn.Module]:
         """The module itself, or an engine's modules. Empty for an optimizer, and if the object is not built or gone."""
@@ -404,7 +405,7 @@ class Handle:
         """For an optimizer: the number of parameters that it steps but none of its owners has. 0 for others."""
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
-        modules = [adapter for owner in self.owners for adapter in owner.module_adapters()]
+        modules = [adapter for owner in self.owners if (adapter := owner.modules_adapter) is not None]
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         # Without modules the owners' are gone, and the optimizer is still used.
         return sum(id(parameter) not in known for parameter in self.adapter.parameters() if modules)

@@ -172,7 +172,7 @@ class Registry:
                 raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
-            adapter.follow([each for owner in handle.owners for each in owner.module_adapters()])
+            adapter.follow([each for owner in handle.owners if (each := owner.modules_adapter) is not None])
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
@@ -237,7 +237,7 @@ class Registry:
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
         """Set the owners: the modules whose parameters the optimizer steps. A handle without a role gets the first owner's."""
         owners: dict[str, Handle] = {each.name: each for each in handle.owners}
-        modules = [(module, other) for other in reversed(self.handles.values()) for module in other.module_adapters()]
+        modules = [(module, other) for other in reversed(self.handles.values()) if (module := other.modules_adapter) is not None]
         known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
         copies: list[torch.Tensor] = []
         for index, parameter in enumerate(parameters := adapter.parameters()):
@@ -256,8 +256,8 @@ class Registry:
             if advice is not None:
                 shape = tuple(parameter.shape)
                 raise RegistrationError(f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered module. {advice}")
-        if copies and (copied := next((p for each in handle.owners[0].module_adapters() for p in each.parameters()), None)) is not None:
-            adapter.take_copies(copies, copied)
+        if copies and (module := handle.owners[0].modules_adapter) is not None and (copied := module.parameters()):
+            adapter.take_copies(copies, copied[0])
         handle.owners = tuple(owners.values())
         handle.detached_at_registration = len(parameters) - sum(map(known.__contains__, map(id, parameters)))
         if handle.role is None and handle.owners:

@@ -13,9 +13,6 @@ import torch
 from torch import nn
 
 from placement import Engine, EngineError, Lazy, Manager, NotResidentError, RegistrationError, State, TorchEngine
-from placement.engines.base import EngineAdapter
-from placement.ownership.adapter import Adapter
-from placement.ownership.module import ModuleAdapter
 from placement.testing import assert_nothing_resident
 from tests.engines import matrix_worker as worker
 from tests.sharded import megatron_worker, test_quantized, training
@@ -65,14 +62,15 @@ def test_an_engine_around_megatrons_ddp() -> None:
 
 
 @on_ranks("two_ranks")
-def test_modules_of_which_a_framework_places_some_are_refused_together() -> None:
+def test_modules_of_which_a_framework_places_some_are_tracked_together() -> None:
     engine = Several(worker.engine_module("cpu_offload", "cpu"), nn.Linear(3, 3))
     manager = Manager(device=training.device_of("cpu"))
-    said = r"'rollout': a framework moves 1 of its 2 modules itself \(FSDP2's CPUOffloadPolicy.*external=True"
-    with pytest.raises(RegistrationError, match=said):
-        manager.register("rollout", engine)
-    assert not manager.handles
-    assert manager.register("rollout", engine, external=True).external
+    rollout = manager.register("rollout", engine, role="rollout")
+    assert rollout.external_reason is not None
+    assert "FSDP2's CPUOffloadPolicy" in rollout.external_reason
+    with manager.phase("rollout"):
+        assert engine.parts[1](torch.ones(3)).isfinite().all()
+    assert not in_a_range(engine.parts[1].weight)
 
 
 # --- alone
@@ -285,15 +283,3 @@ def test_what_cannot_be_moved_is_refused_and_leaves_nothing() -> None:
         manager.register("rollout", engine)
     assert not manager.handles
     assert not any(in_a_range(parameter) for parameter in engine.parts[0].parameters())
-
-
-# --- an adapter of several modules
-
-
-QUESTIONS = {name: getattr(Adapter, name) for name in vars(ModuleAdapter) if callable(getattr(Adapter, name, None)) and name[0] != "_"}
-"""What a module's adapter does not leave to the defaults of `Adapter`."""
-
-
-def test_no_question_to_a_module_falls_through_to_a_default() -> None:
-    assert len(QUESTIONS) > 8
-    assert QUESTIONS.keys() <= vars(EngineAdapter).keys()

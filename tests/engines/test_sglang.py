@@ -69,14 +69,15 @@ def test_the_trainer_goes_on_without_a_server_that_has_ended(shared: Path, start
         job.server.is_dead = True
         with pytest.raises(EngineLost):
             step.switch("train")
-        with pytest.raises(EngineError):
-            job.engine.assume(offloaded=["kv_cache"])  # what is on the device only the server can know
         assert job.handle.broken is not None
         job.engine.assume(offloaded=ALL)
         step.switch("train")
         assert job.handle.state is State.CPU_OFFLOADED
+    with pytest.raises(EngineError, match=r"nobody answers there|connection broke"):
+        job.manager.phase("weight_sync").__enter__()
     job.server.is_dead = False
-    with pytest.raises(EngineLost, match="had ended: restart it and register it anew"):
+    job.server.restart()  # type: ignore[attr-defined]
+    with pytest.raises(EngineLost, match="was restarted since it was registered"):
         job.manager.phase("weight_sync").__enter__()
     job.engine.assume(offloaded=ALL)
     job.manager.unregister("rollout")

@@ -194,7 +194,7 @@ def test_what_does_not_fit_in_the_end_stays_on_the_host(folder: str, tmp_path: P
     trainer.add_callback(callback)
     trainer.train()
     device.clear()
-    assert "do not fit on the device together" in caplog.text
+    assert "'actor' does not fit on the device any more" in caplog.text
     assert not manager.handles
     assert_nothing_resident(manager)
     assert_same(trainer, own)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 import placement
@@ -65,21 +64,11 @@ def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixt
 
 
 def test_moves_are_marked_for_torchs_profiler() -> None:
-    manager, _ = managed(annotate="profiler")
+    manager, _ = managed()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, manager.phase("log_prob"):
         pass
     marks = [event.name for event in profiler.events() if event.name.startswith("placement: ")]
     assert marks == ["placement: load actor", "placement: offload actor"]
-    quiet, _ = managed()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, quiet.phase("log_prob"):
-        pass
-    assert not [event.name for event in profiler.events() if event.name.startswith("placement: ")]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has NVTX")
-def test_nvtx_without_cuda_is_an_error_that_says_what_to_use() -> None:
-    with pytest.raises(ValueError, match="use 'profiler'"):
-        managed(annotate="nvtx")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ SECONDS = 30.0
 class Busy:
     def __init__(self) -> None:
         self._free = threading.Event()
-        self._blocked: Future[None] = files.submit(lambda: self._free.wait(SECONDS) or None, "blocked")
+        self._blocked = files.writer(os.getpid()).submit(self._free.wait, SECONDS)
 
     def go(self) -> None:
         self._free.set()
@@ -35,7 +35,7 @@ def busy() -> Iterator[Busy]:
     found = Busy()
     yield found
     found.go()
-    files.drain()
+    files.writer(os.getpid()).submit(lambda: None).result()
 
 
 def values(worker: Worker) -> dict[str, Any]:

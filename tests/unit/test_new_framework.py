@@ -13,7 +13,7 @@ from torch import nn
 
 import placement
 from placement.frameworks import known
-from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
+from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
@@ -90,7 +90,7 @@ class Crates(Framework):
         return (" in a bad mood,", "wait") if getattr(optimizer, "is_moody", False) else None
 
     @classmethod
-    def own_state(cls, optimizer: object) -> OwnState | None:
+    def hidden_tensors(cls, optimizer: object, path: str) -> Iterator[Owned] | None:
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,43 +204,39 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> None:
-    """As after an interrupt at the very beginning of `__exit__`: the with statement is gone, `step` is not."""
+def test_a_phase_whose_object_is_dropped_is_left() -> None:
     worker = Worker()
-    context = worker.manager.phase("train")
-    step = context.__enter__()
+    step = worker.manager.phase("train").__enter__()
     step.switch("log_prob")
-    assert (context.name, step.name) == ("log_prob", "log_prob")
-    del context
     gc.collect()
+    assert worker.manager.phase_name == step.name == "log_prob"
+    del step
     assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)
-    for use in (lambda: step.switch("values"), lambda: step.keep("actor"), lambda: step.__exit__(None, None, None)):
-        with pytest.raises(PhaseError, match=r"phase 'train' is not open, it was left before.*manager\.phase\(\) returned"):
-            use()
-    with pytest.raises(PhaseError, match="entered before"):
-        step.__enter__()
-    assert step.name == "train"
-    assert_nothing_resident(worker.manager)
 
 
-def test_the_phase_and_its_context_are_used_alike(worker: Worker) -> None:
-    context = worker.manager.phase("values")
-    assert repr(context) == "<phase 'values', not open>"
-    with context as phase:
-        assert isinstance(context, placement.Phase)
+def test_a_phase_that_was_left_is_not_used_again(worker: Worker) -> None:
+    with worker.manager.phase("values") as phase:
         assert isinstance(phase, placement.Phase)
-        assert repr(context) == repr(phase) == "<phase 'values', open>"
-        context.switch("log_prob")
-        assert phase.name == "log_prob"
+        assert repr(phase) == "<phase 'values', open>"
         phase.switch("train", only=["actor"])
-        assert context.name == "train"
-        context.keep("actor")
+        phase.keep("actor")
     assert worker.on_device() == {"actor"}
-    for each in (context, phase):
-        assert repr(each) == "<phase 'values', not open>"
-        with pytest.raises(PhaseError, match="not open"):
-            each.switch("train")
+    assert repr(phase) == "<phase 'train', not open>"
+    for use in (lambda: phase.switch("values"), lambda: phase.keep("actor"), lambda: phase.__exit__(None, None, None)):
+        with pytest.raises(PhaseError, match="phase 'train' is not open; it was left before"):
+            use()
+
+
+def test_the_variable_of_a_phase_that_was_left_keeps_no_manager() -> None:
+    worker = Worker()
+    with worker.manager.phase("values") as phase:
+        pass
+    manager = weakref.ref(worker.manager)
+    del worker
+    gc.collect()
+    assert manager() is None
+    assert repr(phase) == "<phase 'values', not open>"
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])

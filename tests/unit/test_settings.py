@@ -55,7 +55,6 @@ EVERYTHING: dict[str, Any] = {
     "verify": "sample",
     "headroom": 0.1,
     "journal_length": 16,
-    "annotate": "profiler",
     "discovery": "/shared/targets",
     "run": "grpo-7",
     "leases": "/shared/leases",
@@ -91,8 +90,8 @@ def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(monke
 
 
 def test_an_unquoted_off_of_yaml_is_off() -> None:
-    settings = Settings.from_any({"verify": False, "annotate": False})
-    assert (settings.verify, settings.annotate) == ("off", "off")
+    settings = Settings.from_any({"verify": False})
+    assert settings.verify == "off"
     with pytest.raises(ValueError, match="verify: Input should be 'always', 'sample' or 'off'"):
         Settings.from_any({"verify": True})
 
@@ -209,6 +208,6 @@ def test_the_keywords_are_the_fields_of_settings() -> None:
 
 def test_every_word_that_a_field_takes_is_in_the_keyword_too() -> None:
     fields, keywords = get_type_hints(Settings), get_type_hints(SettingsKeywords)
-    words = "verify annotate strict call_deadline_seconds headroom journal_length discovery run lease_priority lease_deadline_seconds"
+    words = "verify strict call_deadline_seconds headroom journal_length discovery run lease_priority lease_deadline_seconds"
     for name in words.split():
         assert keywords[name] == fields[name], name

@@ -24,7 +24,7 @@ from placement.core.weak_set import WeakIdSet
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
-from placement.phases.phase import Hold
+from placement.phases.phase import Around, Hold
 from placement.publish.ahead import ReadAhead, plainly
 from placement.publish.changes import Publication as Changes
 from placement.publish.skeleton import named_places
@@ -121,13 +121,13 @@ def _group() -> Group | None:
     return _joined[0]
 
 
-class Publication(Iterator[tuple[Any, ...]]):
+class Publication(Around[tuple[Any, ...]]):
     """An engine's weights, from a generator, with the hold under which they are read. It ends like `Hold.around`, and if the sync fails."""
 
+    _is_cut_off = False
+
     def __init__(self, hold: Hold, weights: Iterator[tuple[Any, ...]]) -> None:
-        self._hold, self._weights = hold, weights
-        self._around = hold.around(weights)
-        self._is_cut_off = False
+        super().__init__(hold, weights)
         _publications.add(self)
         with suppress(RuntimeError):  # no loop runs in this thread
             if (task := asyncio.current_task()) is not None:
@@ -136,20 +136,17 @@ class Publication(Iterator[tuple[Any, ...]]):
     def __next__(self) -> tuple[Any, ...]:
         if self._is_cut_off:  # not StopIteration: half of the weights would be taken for all
             raise PlacementError("these weights ended with the sync that failed: ask the engine for new ones")
-        return next(self._around)
-
-    def close(self) -> None:
-        self._around.close()  # type: ignore[attr-defined] # the iterator of `Hold.around` has it
+        return super().__next__()
 
     def cut_off(self, error: BaseException) -> None:
         """End it because the sync has failed with `error`. Failures of ending become notes on that."""
-        if not self._hold.is_open:
+        if not self.hold.is_open:
             return
         self._is_cut_off = True
         with noted(error):
-            self._weights.close()  # type: ignore[attr-defined] # a generator; first, as it may refer to the model's memory
+            self.close_items()  # first, as they may refer to the model's memory
         with noted(error):
-            self._hold.release(error)
+            self.hold.release(error)
 
 
 _publications: WeakIdSet[Publication] = WeakIdSet()  # those of all engines of this process
@@ -177,7 +174,7 @@ def noted(error: BaseException) -> Iterator[None]:
 def _task_ended(reference: weakref.ref[Publication], task: asyncio.Task[Any]) -> None:
     """The task that opened a publication has ended. After an error in it nobody reads on."""
     publication = reference()
-    if publication is None or not publication._hold.is_open:
+    if publication is None or not publication.hold.is_open:
         return
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is not None:
@@ -343,7 +340,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         assert handle is not None
         publication = Changes(handle.storage, self._shards(), handle.published)
         handle.published = None
-        for bucket in publication.buckets(handle.module_adapters()[0].compute_device, _BUCKET_BYTES):
+        for bucket in publication.buckets(_device_of(handle), _BUCKET_BYTES):
             for each in bucket:
                 everywhere = torch.arange(len(each.values) if each.positions is None else 0, device=each.values.device)
                 yield each.name, each.values, everywhere if each.positions is None else each.positions.long()
@@ -387,7 +384,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights = {name: weight_of(each) for name, each in self._named().items()}
-        reader = Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host)
+        reader = Reader(_device_of(handle), handle.storage.over_host)
         ahead = ReadAhead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
@@ -452,6 +449,11 @@ def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tup
         if sum(handle.counters.transitions.values()) != before:
             raise PlacementError(f"{handle.name!r} was loaded while its shards were read from the host copy: begin this sync again")
         yield weight
+
+
+def _device_of(handle: Handle) -> torch.device:
+    assert handle.modules_adapter is not None
+    return handle.modules_adapter.compute_device
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
