@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +57,32 @@ class HostReadLocks:
         self._open = []
 
 
+class Stage(enum.Enum):
+    """How far the present move of an object has come. Each stage names what the decision, `on_device`, may be then, and where the values
+    are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side that was
+    decided on."""
+
+    SETTLED = enum.auto()  # True or False. Nothing is under way, and everything is where `on_device` says.
+    BEGUN = enum.auto()  # True or False. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
+    STEPPING = enum.auto()  # False. A streamed step has the newest bytes of some pages on the device. Read in the host copy.
+    HIDING = enum.auto()  # True. An offload has put memory aside that it has not begun to save. Read in the host copy, once it is there.
+    VACATING = enum.auto()  # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
+    LEAVING = enum.auto()  # True, then False. `unadopt` has begun to move tensors out, and must be called again before anything else.
+
+
+_FROM_HOST = (Stage.HIDING, Stage.VACATING)  # while the bytes on the device are still the authoritative ones
+
+
+@dataclass(slots=True)
+class Offload:
+    """What an offload under way has found and has still to do."""
+
+    moving_in: frozenset[int] = frozenset()  # the new storages (`_cdata`) that it takes in: who uses them follows
+    relocated: Sequence[Relocated] = ()  # storages found away from their places, which get new ones
+    may_have_stray_references: bool = True
+    dropped: tuple[Range, ...] | None = None  # gradients that it drops at its commit; None: they are saved
+
+
 class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
@@ -75,17 +103,11 @@ class AdoptedStorage(Storage):
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
-        self.is_consistent = True  # False from before the first change of a move to the end of `make_consistent`
-        self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
-        self._is_vacating = False  # whether an offload has taken memory from behind the addresses, until `make_consistent` is done
-        self._is_hiding = False  # whether an offload has put memory aside that it has not begun to save
-        self.host_has_newest = threading.Event()  # cleared while it has such memory. Who is to be shown the host copy waits for it.
+        self.stage = Stage.SETTLED  # left before the first change of a move, and set again at the end of `make_consistent`
+        self.host_has_newest = threading.Event()  # cleared while an offload hides. Who is to be shown the host copy waits for it.
         self.host_has_newest.set()
+        self._offload = Offload()  # empty while none is under way
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
-        self._moving_in: frozenset[int] = frozenset()  # new storages (`_cdata`) that this offload takes in: who uses them follows
-        self._relocated: Sequence[Relocated] = ()  # storages found away from their places by this offload, which get new ones
-        self._dropped: tuple[Range, ...] | None = None  # gradients that this offload drops at its commit; None: they are saved
-        self._may_have_stray_references = True
         self.before_offload: list[Callable[[Any], object]] = []  # called before the values leave the device, see `CastStorage.note`
         self.before_change: list[Callable[[Collection[object]], object]] = []  # called by `note_change`, see `CastStorage.masters_change`
 
@@ -99,7 +121,16 @@ class AdoptedStorage(Storage):
 
     @property
     def is_on_host(self) -> bool:
-        return not self.on_device or self._is_vacating or self._is_hiding
+        return not self.on_device or self.stage in _FROM_HOST
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether no move is under way, and none was left half done."""
+        return self.stage is Stage.SETTLED
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.stage is Stage.LEAVING
 
     # --- measuring
 
@@ -370,21 +401,20 @@ class AdoptedStorage(Storage):
         """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
         fresh, any_lasts = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
-        self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
+        self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
         return fresh, any_lasts
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
-        self._relocated = born.relocated
         lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
         transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
         self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)
-        self._moving_in = frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient))
-        self.state_dict_tensors.take_over(self._moving_in)
+        self._offload = Offload(frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient)), born.relocated)
+        self.state_dict_tensors.take_over(self._offload.moving_in)
         first = self.scanner.adopt(lasting)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
         second = self.scanner.adopt(transient, transient=True)
         return tuple(r for r in (first, second) if r is not None), bool(lasting)

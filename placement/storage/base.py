@@ -30,7 +30,6 @@ class Storage(abc.ABC):
 
     lost: str | None = None
     """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
-    is_leaving = False  # whether an `unadopt` has begun and not ended. It must be called again before anything moves.
     kept_by_framework: tuple[tuple[str, int], ...] = ()
     """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload or audit."""
 
@@ -44,6 +43,11 @@ class Storage(abc.ABC):
     @property
     def is_on_host(self) -> bool:
         """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
+        return False
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
         return False
 
     # --- bytes

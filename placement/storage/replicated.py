@@ -22,6 +22,7 @@ from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
+from placement.storage.adopted import Stage
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
@@ -160,7 +161,7 @@ class ReplicatedStorage(ManagedStorage):
         return None if is_clean else r.copy.wait_for_all(len(prints), self._ranks.deadline_seconds, r.names_in)
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
-        if not self._is_vacating:
+        if self.stage is not Stage.VACATING:
             self._keep_views_own()
         super().vacate(r, indices, chunk_pool)
 
