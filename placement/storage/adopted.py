@@ -287,18 +287,25 @@ class AdoptedStorage(Storage):
             for r in self.ranges:
                 r.note_written()
 
-    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self.state_dict_tensors.readable(tensor)
+    def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
+        is_on_host = self.is_on_host
+        place = self.state_dict_tensors.place_of(tensor) if is_on_host else self.object_ranges.find(tensor)
+        if place is None or (not is_on_host and (place[0].transient or place[0].moving_in is not None)):
+            return None
+        r, offset = place
+        r.pages.wait_until_saved()
+        address, known = r.host.address + offset, {} if storages is None else storages
+        if address not in known:
+            known[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
+        return over(known[address], form_of(tensor))
 
-    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
+    def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same tensor with its bytes in the host copy, for somebody who may also write there, now or later: it follows all moves. None
+        while the values are on the device, and for a tensor without a place."""
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
             self.before_shown()
-        host = self.over_host(tensor) if self.is_on_host else None
-        if host is not None:
-            self.state_dict_tensors.note_shown([host])
-        return host
+        return self.state_dict_tensors.show(tensor) if self.is_on_host else None
 
     def before_shown(self) -> None:
         """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`."""
@@ -309,18 +316,6 @@ class AdoptedStorage(Storage):
         """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them (`CastStorage`)."""
         for told in self.before_change:
             told(coming)
-
-    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-        place = self.object_ranges.find(tensor)
-        if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
-            return None
-        r, offset = place
-        r.pages.wait_until_saved()
-        # Not by `over_host`: what that makes counts as a user's view, which may be written and must follow the moves.
-        address = r.host.address + offset
-        if address not in storages:
-            storages[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
-        return over(storages[address], form_of(tensor))
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move, also in another thread."""

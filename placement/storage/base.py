@@ -151,13 +151,9 @@ class Storage(abc.ABC):
         """Whether a tensor lies in one of the ranges or in the host copy."""
         return False
 
-    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""
-        return None
-
-    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy, for somebody who only reads it, under a lock of `host_read_locks`. None for a
-        tensor that the host copy does not have now. It is right after `mirror`, in either state. Later moves do not follow it.
+    def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
+        """The same tensor with its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
+        `host_read_locks`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
         `storages`: those that were made for the same reader, by address. Tensors that shared a storage share one again."""
         return None
 
