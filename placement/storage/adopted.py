@@ -365,12 +365,12 @@ class AdoptedStorage(Storage):
         self.look_at_unborn()
 
     def set_ranges(self, ranges: tuple[Range, ...]) -> None:
-        """Make these the object's ranges, and enter their addresses into the process's table."""
+        """Make these the object's ranges, also in the process's table."""
         for r in ranges:
             if r.moving_in is not None:
                 self.object_ranges.places.add(r)
-            RANGES.add(self, r.layout.addresses.base, r.nbytes)
         self.object_ranges.set(ranges)
+        RANGES.note(self)
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device."""
@@ -465,6 +465,5 @@ class AdoptedStorage(Storage):
         for r in gone:
             r.pages.discard(chunk_pool)
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-            RANGES.remove(r.layout.addresses.base)
         out = set(gone)
-        self.object_ranges.set(tuple(r for r in self.ranges if r not in out))
+        self.set_ranges(tuple(r for r in self.ranges if r not in out))

@@ -19,7 +19,7 @@ from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.pages import Behind, ChunkPool, Side, fill
-from placement.storage.range import RANGES, Range
+from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
 from placement.storage.unadoption import Unadoption
 
@@ -224,12 +224,16 @@ class ManagedStorage(AdoptedStorage):
         if self.stage is not Stage.VACATING:
             # Another thread may be writing a checkpoint from these tensors, or be given some just now. It must never read poison.
             self.stage = Stage.VACATING
-            self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
+            self.show_host_copy()
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
             # For one that has begun after `end_calls`, and before what it reads was pointed to the host copy.
             self._wait_for_saves(self._offload.moving_in)
         r.pages.vacate(indices, chunk_pool)
+
+    def show_host_copy(self) -> None:
+        """Point the tensors of state dicts to the host copy, as an offload does before it takes memory away. Idempotent."""
+        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
@@ -241,7 +245,7 @@ class ManagedStorage(AdoptedStorage):
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
+        self.show_host_copy()
         surplus = self.stray_references(before) if self._offload.may_have_stray_references else {}
         self.set_ranges(before + fresh)
         nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
@@ -415,6 +419,5 @@ class ManagedStorage(AdoptedStorage):
         self.on_device = False
         for r in self.ranges:
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-            RANGES.remove(r.layout.addresses.base)
         chunk_pool.release()
-        self.object_ranges.set(())
+        self.set_ranges(())

@@ -22,8 +22,7 @@ from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
-from placement.storage.adopted import Stage
-from placement.storage.managed import ManagedStorage, MoveResult
+from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
 from placement.storage.shared.copy import ALONE, LEFT, Ranks, Refusal, SharedCopy
@@ -160,24 +159,14 @@ class ReplicatedStorage(ManagedStorage):
         r.copy.meet(prints, num_arrived=len(prints) if is_clean else 0)
         return None if is_clean else r.copy.wait_for_all(len(prints), self._ranks.deadline_seconds, r.names_in)
 
-    def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
-        if self.stage is not Stage.VACATING:
-            self._keep_views_own()
-        super().vacate(r, indices, chunk_pool)
-
-    def commit_offload(
-        self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
-    ) -> MoveResult:
-        self._keep_views_own()
-        return super().commit_offload(fresh, prints, dropped)
-
-    def _keep_views_own(self) -> None:
-        """Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes alone."""
+    def show_host_copy(self) -> None:
+        # Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes alone.
         if self.state_dict_tensors or self.state_dict_tensors.are_held:
             for r in self._shared_ranges():
                 if r.is_shared and not r.is_frozen:
                     r.pages.wait(range(len(r.chunk_sizes)))
                     self.make_host_copy_own(r)
+        super().show_host_copy()
 
     def before_shown(self) -> None:
         super().before_shown()

@@ -334,7 +334,7 @@ class StorageScanner:
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:
-                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.nbytes))
+                copies.append(Copy(adoptee.storage.data_ptr(), slab.address + offset, adoptee.nbytes))
             else:
                 fresh.view(offset, adoptee.nbytes).copy_(byte_view(adoptee.storage))
         if copies:
