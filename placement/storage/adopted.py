@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
 from placement.core.journal import logger
 from placement.core.states import State
+from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.layout import expected_bytes, form_of, over
+from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
@@ -108,8 +109,7 @@ class AdoptedStorage(Storage):
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
-        self.before_offload: list[Callable[[Any], object]] = []  # called before the values leave the device, see `CastStorage.note`
-        self.before_change: list[Callable[[Collection[object]], object]] = []  # called by `note_change`, see `CastStorage.masters_change`
+        self.casts: WeakIdSet[Any] = WeakIdSet()  # each `CastStorage` whose weights may be left to these values, which are their masters
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -313,9 +313,9 @@ class AdoptedStorage(Storage):
             self.note_change()
 
     def note_change(self, coming: Collection[object] = ()) -> None:
-        """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them (`CastStorage`)."""
-        for told in self.before_change:
-            told(coming)
+        """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them."""
+        for each in self.casts:
+            each.masters_change(coming)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move, also in another thread."""
@@ -376,21 +376,19 @@ class AdoptedStorage(Storage):
         """Give every storage its place. Returns whether any of them was on the device."""
         born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
-        fresh, own = self.scanner.adopt_together(born.lasting)
-        apart = self.scanner.range_classes
-        for adoptees, transient in (
-            ([each for each in own if each.storage._cdata in apart], False),
-            ([each for each in own if each.storage._cdata not in apart], False),
-            (born.transient, True),
-        ):
+        fresh, own = self.adopt_apart(born.lasting)
+        for adoptees, transient in ((own, False), (born.transient, True)):
             if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
                 fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
-        self.scanner.range_classes = {}
         self.device.sync()
         self.set_ranges(tuple(fresh))
         for new in self.ranges:
             new.move_in()
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.lasting, *born.transient))
+
+    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        """Adopt, at registration, what gets ranges of another kind. Returns these, and the storages that are left."""
+        return [], adoptees
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""

@@ -3,7 +3,7 @@
 While the optimizer is offloaded, its host copy has the weights, too. A load casts them on the device, and who reads them on the host casts
 them there. Three things make sure of it:
 
-1. Before the masters leave the device, the fingerprints are computed that the weights' pages have if they are the cast (`note`). The
+1. Before the masters leave the device, fingerprints are computed that the weights' pages have if they are the cast (`masters_leave`). The
    offload of the weights compares its own with these. Where any differs, or the masters stay, the weights are saved like any others.
 2. Before the masters' host copy changes, goes, or is shown to somebody who may write there, and before the masters are loaded without the
    weights, these get a host copy of their own (`masters_change`).
@@ -29,6 +29,7 @@ from placement.devices.host.disk_file import release, renew
 from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
@@ -144,11 +145,15 @@ class CastStorage(ManagedStorage):
                 "masters first (by a step, or from a checkpoint). Those of shards (Megatron's distributed optimizer on several ranks) do "
                 "not do."
             )
-        self.scanner.range_classes = {key: CastRange for key, each in dtypes.items() if each is dtype}
+        self._weights = {key for key, each in dtypes.items() if each is dtype}  # storages (`_cdata`), of use at registration only
         self._locked: list[CastRange] = []
 
     def _cast_ranges(self) -> Iterator[CastRange]:
         return (r for r in self.ranges if isinstance(r, CastRange))
+
+    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        r = self.scanner.adopt([each for each in adoptees if each.storage._cdata in self._weights], kind=CastRange)
+        return [] if r is None else [r], [each for each in adoptees if each.storage._cdata not in self._weights]
 
     def rest_on(self, optimizer: ManagedStorage) -> None:
         """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
@@ -174,10 +179,9 @@ class CastStorage(ManagedStorage):
             if not self.on_device and not r.host.has_views:
                 r.prints, r.is_cast = prints, True
         self.make_consistent(ChunkPool(self.device))
-        optimizer.before_offload.append(self.note)
-        optimizer.before_change.append(self.masters_change)
+        optimizer.casts.add(self)
 
-    def note(self, optimizer: ManagedStorage) -> None:
+    def masters_leave(self, optimizer: ManagedStorage) -> None:
         """Called when the optimizer is about to leave the device, which has been waited for."""
         is_written = bool(optimizer.state_dict_tensors) or optimizer.state_dict_tensors.are_held
         for r in self._cast_ranges():

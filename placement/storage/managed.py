@@ -156,8 +156,8 @@ class ManagedStorage(AdoptedStorage):
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
-        for note in self.before_offload:
-            note(self)
+        for each in self.casts:
+            each.masters_leave(self)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""

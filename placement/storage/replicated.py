@@ -22,6 +22,7 @@ from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
+from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
@@ -65,6 +66,9 @@ class ReplicatedStorage(ManagedStorage):
         """The host copies that this rank shares, or may share again."""
         copies = [r.copy for r in self._shared_ranges()]
         return filter(None, [*copies, self.scanner.free_state()])
+
+    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        return self.scanner.adopt_shared(adoptees)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         if not isinstance(r, SharedRange) or r.copy is None or not r.is_shared or not self._may_gather(r):
