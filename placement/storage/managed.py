@@ -159,19 +159,6 @@ class ManagedStorage(AdoptedStorage):
         for each in self.casts:
             each.masters_leave(self)
 
-    def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
-        return fill(self.device, [(r.pages, indices)])
-
-    def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
-        """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
-        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
-        return changed
-
-    def make_host_copy_own(self, r: Range) -> None:
-        """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
-        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
-
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody has got tensors of a state dict
         meanwhile: they would read poison until `save_aside`, which has to follow either way."""
@@ -193,11 +180,6 @@ class ManagedStorage(AdoptedStorage):
         self.host_has_newest.set()
 
     @property
-    def is_written_together(self) -> bool:
-        """Whether all ranks write the host copy together: see `ReplicatedStorage`."""
-        return False
-
-    @property
     def left_bytes(self) -> int:
         """Device bytes of the pages that an offload has left aside, some of which may still be being saved."""
         return sum(r.pages.bytes_of(r.pages.left()) for r in self.ranges)
@@ -216,9 +198,6 @@ class ManagedStorage(AdoptedStorage):
             given += r.pages.discard(chunk_pool, keep=kept.__contains__)
         return given
 
-    def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
-
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
         if self.stage is not Stage.VACATING:
@@ -230,10 +209,6 @@ class ManagedStorage(AdoptedStorage):
             # For one that has begun after `end_calls`, and before what it reads was pointed to the host copy.
             self._wait_for_saves(self._offload.moving_in)
         r.pages.vacate(indices, chunk_pool)
-
-    def show_host_copy(self) -> None:
-        """Point the tensors of state dicts to the host copy, as an offload does before it takes memory away. Idempotent."""
-        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
@@ -301,12 +276,6 @@ class ManagedStorage(AdoptedStorage):
             self.calls.refuse()
             self.on_device = False
 
-    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        r.pages.settle(Side.DEVICE, chunk_pool)
-
-    def before_forced_offload(self, r: Range) -> None:
-        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
-
     def _leave_device(self, chunk_pool: ChunkPool) -> None:
         """Have every page on the host, and the tensors in line: of a committed offload, a load that failed, or a streamed step."""
         if (dropped := self._offload.dropped) is not None:
@@ -373,6 +342,40 @@ class ManagedStorage(AdoptedStorage):
                 "the handle's value from the next offload on" if self.readonly else "lost",
             )
         return bool(names)
+
+    # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`, `ReplicatedStorage`. They also have an
+    # `adopt_apart` and a `before_shown` of their own
+
+    def bring(self, r: Range, indices: Sequence[int]) -> int:
+        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
+        return fill(self.device, [(r.pages, indices)])
+
+    def complete(self) -> None:
+        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
+
+    def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
+        """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
+        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
+        return changed
+
+    @property
+    def is_written_together(self) -> bool:
+        """Whether all ranks write the host copy together: see `ReplicatedStorage`."""
+        return False
+
+    def make_host_copy_own(self, r: Range) -> None:
+        """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
+
+    def show_host_copy(self) -> None:
+        """Point the tensors of state dicts to the host copy, as an offload does before it takes memory away. Idempotent."""
+        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
+
+    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
+        r.pages.settle(Side.DEVICE, chunk_pool)
+
+    def before_forced_offload(self, r: Range) -> None:
+        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
 
     # --- leaving
 

@@ -54,11 +54,6 @@ class ReplicatedStorage(ManagedStorage):
     def is_written_together(self) -> bool:
         return not self.readonly and any(True for _ in self._copies())
 
-    @property
-    def alone(self) -> str | None:
-        """Why this rank loads something over its own link from now on; None while the ranks load everything together."""
-        return next(filter(None, (r.alone for r in self._shared_ranges())), None)
-
     def _shared_ranges(self) -> Iterator[SharedRange]:
         return (r for r in self.ranges if isinstance(r, SharedRange))
 
