@@ -217,7 +217,7 @@ class AdoptedStorage(Storage):
         if not sizes:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         known = self.device.known_fingerprints(r.layout.addresses, r.starts[first], sizes)
-        return fingerprints(self.device.view(r.layout.addresses, r.starts[first], sum(sizes)), sizes) if known is None else known
+        return fingerprints(r.on_device(r.starts[first], sum(sizes)), sizes) if known is None else known
 
     # --- checks
 
@@ -262,9 +262,9 @@ class AdoptedStorage(Storage):
         replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
         return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
-    def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
+    def stray_references(self) -> dict[str, int]:
         """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
-        return stray_references(self.ranges if ranges is None else ranges, self.gradients.lasting())
+        return stray_references(self.ranges, self.gradients.lasting())
 
     def count_uses(self) -> None:
         """Count once the references that each storage has by right. Called when placement itself holds none of them."""

@@ -61,9 +61,8 @@ class CastRange(Range):
     dtype: torch.dtype
     is_told = False  # whether the log has told that it can be no cast any more
 
-    def __init__(self, device: Device, *its: Any) -> None:
-        super().__init__(device, *its)
-        self._device = device
+    def __init__(self, *its: Any) -> None:
+        super().__init__(*its)
         self.lock = threading.RLock()  # held during a cast into the slab, and from an offload's decision that they are a cast up to its end
 
     def lacks(self) -> str | None:
@@ -92,7 +91,7 @@ class CastRange(Range):
 
         @functools.cache
         def masters_in(r: Range) -> torch.Tensor:
-            bytes_now = r.view(0, r.nbytes) if self.optimizer.is_on_host else self._device.view(r.layout.addresses, 0, r.nbytes)
+            bytes_now = r.view(0, r.nbytes) if self.optimizer.is_on_host else r.on_device(0, r.nbytes)
             return bytes_now.view(torch.float32)
 
         out.zero_()
@@ -112,7 +111,7 @@ class CastRange(Range):
     def cast_to_device(self, indices: Iterable[int]) -> None:
         """Cast into pages that have memory, on the current stream. Waits where masters are read on the host: nothing else knows of it."""
         for index in indices:
-            self.cast_into(self._device.view(self.layout.addresses, self.starts[index], self.used_sizes[index]), self.starts[index])
+            self.cast_into(self.on_device(self.starts[index], self.used_sizes[index]), self.starts[index])
         if self.optimizer.is_on_host:
             self._device.wait_for_work()
 
@@ -161,7 +160,7 @@ class CastStorage(ManagedStorage):
         if not any(optimizer.has_place(masters) for _, _, masters in self._masters.masters()):
             return
         for r in self._cast_ranges():
-            now = self.device.view(r.layout.addresses, 0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes)
+            now = r.on_device(0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes)
             prints = fingerprints(now, r.used_sizes)
             del now
             for r.key in dict.fromkeys(key for key, _, _ in self._masters.masters()):

@@ -217,12 +217,11 @@ class ManagedStorage(AdoptedStorage):
         `fresh`: ranges of the new storages.
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
-        before = self.ranges
         for r, now in prints:
             r.prints = now
         self.show_host_copy()
-        surplus = self.stray_references(before) if self._offload.may_have_stray_references else {}
-        self.set_ranges(before + fresh)
+        surplus = self.stray_references() if self._offload.may_have_stray_references else {}
+        self.set_ranges(self.ranges + fresh)
         nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped

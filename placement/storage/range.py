@@ -21,7 +21,7 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of
+from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
 from placement.tensors.plain import Outline, Owned, is_wrapper
 
@@ -65,6 +65,7 @@ class Range:
     _pages_class = Pages
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
+        self._device = device
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)  # used length. The rest of the last chunk is neither copied nor fingerprinted.
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)  # see `layout.chunk_sizes`
@@ -168,6 +169,10 @@ class Range:
             self.spill.require_values()
         return view
 
+    def on_device(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A tensor over a part of the range, with what is behind its addresses: the bytes on the device, or poison."""
+        return self._device.view(self.layout.addresses, offset, nbytes)
+
     @property
     def has_early(self) -> bool:
         """Whether pages of it are aside, or will be while the phase computes. Copies between them and the slab may begin at any time."""
@@ -265,6 +270,14 @@ class Place(NamedTuple):
     range: Range
     entry: PlacedStorage
     form: Form
+
+    def home(self) -> torch.UntypedStorage:
+        """A new storage over the place on the device."""
+        return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
+
+    def on_host(self) -> torch.Tensor:
+        """A tensor with the registered values, over the host copy."""
+        return over(self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form)
 
 
 class Places:

@@ -104,7 +104,7 @@ class ReplicatedStorage(ManagedStorage):
         for r, index, mark in sorted(self._waiting, key=lambda each: (order[each[0]], each[1])):
             if r in ranges:
                 with self.device.after(mark):
-                    self._ranks.gather(self.device.view(r.layout.addresses, *r.gathered(index)))
+                    self._ranks.gather(r.on_device(*r.gathered(index)))
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         super().begin_move(chunk_pool)

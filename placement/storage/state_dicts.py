@@ -289,10 +289,11 @@ class StateDictTensors:
                 return torch.empty_like(tensor, device=self._device.torch_device)
             if (place := self._ranges.find(tensor)) is None:
                 return None
-            addresses, offset, storage = place[0].layout.addresses, place[1], tensor.untyped_storage()
-            if storage.data_ptr() == addresses.base + offset:
+            (r, offset), storage = place, tensor.untyped_storage()
+            address = r.layout.addresses.base + offset
+            if storage.data_ptr() == address:
                 return None
-            return self._at(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, storage.nbytes()))
+            return self._at(tensor, address, lambda: r.on_device(offset, storage.nbytes()))
 
         self._point_to(find)
 

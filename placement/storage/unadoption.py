@@ -58,8 +58,8 @@ class Unadoption:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
         while placed:
             storage, r, offset = placed.pop()
-            nbytes, base = storage.nbytes(), r.layout.addresses
-            bytes_now = self._device.view(base, offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
+            nbytes = storage.nbytes()
+            bytes_now = r.on_device(offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
             users = [*aliases.get(storage._cdata, {}).values()]
             move_out(self._device, storage, users, self._target, bytes_now, self._homes)
 
