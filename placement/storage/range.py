@@ -244,18 +244,13 @@ class _RangeOwners:
 
     def owner_of(self, address: int) -> Owner | None:
         """The owner of the range that an address lies in; None where there is no range, or its owner is gone."""
-        for anew in (False, True):
-            change, known = self._map
-            if anew or change != self._change:
-                change, living = self._change, [(r.layout.addresses.base, r.nbytes, owner) for owner in self._owners for r in owner.ranges]
-                known = AddressMap((base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living)
-                self._map = change, known
-            if (found := known.at(address)) is None:
-                return None
-            if (owner := found[0]()) is not None:
-                return owner
-            # The owner was dropped with its manager. Its addresses may have been given out again, in other pieces: look once more.
-        return None
+        change, known = self._map
+        if change != self._change:
+            change, living = self._change, [(r.layout.addresses.base, r.nbytes, owner) for owner in self._owners for r in owner.ranges]
+            known = AddressMap((base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living)
+            self._map = change, known
+        found = known.at(address)
+        return None if found is None else found[0]()
 
 
 RANGES = _RangeOwners()
