@@ -284,7 +284,7 @@ def _frozen(handle: Handle, values: Shown) -> Any:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def frozen(part: torch.Tensor) -> torch.Tensor:
-        shown = handle.storage.over_mirror(part, storages)
+        shown = handle.storage.read_host(part, storages)
         return part.detach().to("cpu", copy=True) if shown is None else shown
 
     return copy.deepcopy(values, {id(tensor): rewrapped(tensor.detach(), frozen) for _, tensor in nested_tensors(values, "")})

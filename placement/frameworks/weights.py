@@ -29,7 +29,7 @@ class Reader:
     """Reads the values of tensors from where they are now: from the device, or from the host copy."""
 
     device: torch.device  # the device on which weights are published
-    over_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    on_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
     fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
     """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the tensor, its value, and an event that
@@ -37,7 +37,7 @@ class Reader:
 
     def fill(self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
         """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host does not wait for the copy."""
-        shown = None if self.over_host is None else self.over_host(source)
+        shown = None if self.on_host is None else self.on_host(source)
         # A tensor outside every range (empty, or staying on the CPU) can be read itself.
         into, out_of = _copyable(target, source if shown is None else shown)
         into.copy_(out_of) if shown is None else upload(into, out_of, non_blocking=non_blocking)

@@ -283,7 +283,7 @@ def _buckets(
     seen: set[str] = set()
     known = [info for info, _ in found] if transform is None else ()
     bucket, size = Bucket(0, adapters, known), 0
-    reader = Reader(handle.modules_adapter.compute_device, handle.storage.over_host if handle.is_streaming else None)
+    reader = Reader(handle.modules_adapter.compute_device, handle.storage.read_host if handle.is_streaming else None)
     ahead = ReadAhead(reader, ((weight, info.dtype) for info, weight in waiting if handle.is_streaming), bucket_bytes)
     try:
         while waiting or pieces:

@@ -120,7 +120,6 @@ class Publication:
         found = {r: _prints(storage, r) for r in storage.ranges if not r.transient and r.moving_in is None}
         self.published = Published(time.time_ns(), forms, {r: prints for r, prints in found.items() if prints is not None})
         self._last = last if last is not None and last.forms == forms else None
-        self._views: dict[int, torch.UntypedStorage] = {}
         self._bases = [self._basis(form, part) for form, part in zip(forms, self._parts, strict=True)]
 
     def complete(self) -> Published:
@@ -141,8 +140,8 @@ class Publication:
         for r in self._storage.ranges:
             r.pages.record = None
         base = None if self._last is None or all(basis is None for basis in self._bases) else self._last.version
-        old = Reader(device, self._on_host)
-        new = Reader(device, None if self._storage.on_device else self._storage.over_host)
+        old = Reader(device, self._storage.read_host)
+        new = Reader(device, None if self._storage.on_device else self._storage.read_host)
         waiting = deque(zip(self._weights, self.published.forms, self._parts, self._bases, strict=True))
         compared = [(weight, weight.dtype) for (_, weight, _), _, _, basis in waiting if basis is not None and basis.is_compared]
         ahead = ReadAhead(old, compared, bucket_bytes)
@@ -170,9 +169,6 @@ class Publication:
             raise
         finally:
             ahead.end()
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self._storage.over_mirror(tensor, self._views)
 
     def _basis(self, form: PublishedAs, part: Part | None) -> Basis | None:
         """Find out from where on the changes of one weight are known; None: it is published whole."""
@@ -205,7 +201,7 @@ class Publication:
             return WeightChange(form.name, shape, part.offset, form.part, None, new.read(part.tensor, dtype).contiguous().view(-1))
         known = torch.empty(0, dtype=torch.int32, device=new.device) if basis.piece is None else basis.piece.positions(new.device)
         if not basis.is_compared:
-            now = part.tensor.detach() if self._storage.on_device or not len(known) else self._on_host(part.tensor)
+            now = part.tensor.detach() if self._storage.on_device or not len(known) else self._storage.read_host(part.tensor)
             assert now is not None  # it has a place in the range
             values = now.reshape(-1)[known.to(now.device, torch.int64)].to(dtype)
             return WeightChange(form.name, shape, part.offset, form.part, known, values.to(new.device))

@@ -169,7 +169,7 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
 def _host_copies(handle: Handle) -> list[torch.Tensor]:
     assert handle.adapter is not None
     owned = handle.adapter.owned() if handle.storage.is_on_host else ()
-    return [host for each in owned if (host := handle.storage.over_host(each.tensor)) is not None]
+    return [host for each in owned if (host := handle.storage.read_host(each.tensor)) is not None]
 
 
 # --- reading the host copy
@@ -220,7 +220,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not is_plain_type(type(tensor)) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return tensor
     owner = RANGES.owner_of(tensor.untyped_storage().data_ptr())
-    if not isinstance(owner, ManagedStorage) or (host := owner.host_copy(tensor)) is None:
+    if not isinstance(owner, ManagedStorage) or (host := owner.show_host(tensor)) is None:
         return tensor
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return host

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
 from placement.core.journal import logger
 from placement.core.states import State
+from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.layout import expected_bytes, form_of, over
+from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
@@ -55,6 +58,32 @@ class HostReadLocks:
         self._open = []
 
 
+class Stage(enum.Enum):
+    """How far the present move of an object has come. Each stage names what the decision, `on_device`, may be then, and where the values
+    are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side that was
+    decided on."""
+
+    SETTLED = enum.auto()  # True or False. Nothing is under way, and everything is where `on_device` says.
+    BEGUN = enum.auto()  # True or False. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
+    STEPPING = enum.auto()  # False. A streamed step has the newest bytes of some pages on the device. Read in the host copy.
+    HIDING = enum.auto()  # True. An offload has put memory aside that it has not begun to save. Read in the host copy, once it is there.
+    VACATING = enum.auto()  # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
+    LEAVING = enum.auto()  # True, then False. `unadopt` has begun to move tensors out, and must be called again before anything else.
+
+
+_FROM_HOST = (Stage.HIDING, Stage.VACATING)  # while the bytes on the device are still the authoritative ones
+
+
+@dataclass(slots=True)
+class Offload:
+    """What an offload under way has found and has still to do."""
+
+    moving_in: frozenset[int] = frozenset()  # the new storages (`_cdata`) that it takes in: who uses them follows
+    relocated: Sequence[Relocated] = ()  # storages found away from their places, which get new ones
+    may_have_stray_references: bool = True
+    dropped: tuple[Range, ...] | None = None  # gradients that it drops at its commit; None: they are saved
+
+
 class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
@@ -75,19 +104,12 @@ class AdoptedStorage(Storage):
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
-        self.is_consistent = True  # False from before the first change of a move to the end of `make_consistent`
-        self.is_stepping = False  # whether a streamed step has begun and has not ended: see `StreamedStep`
-        self._is_vacating = False  # whether an offload has taken memory from behind the addresses, until `make_consistent` is done
-        self._is_hiding = False  # whether an offload has put memory aside that it has not begun to save
-        self.host_has_newest = threading.Event()  # cleared while it has such memory. Who is to be shown the host copy waits for it.
+        self.stage = Stage.SETTLED  # left before the first change of a move, and set again at the end of `make_consistent`
+        self.host_has_newest = threading.Event()  # cleared while an offload hides. Who is to be shown the host copy waits for it.
         self.host_has_newest.set()
+        self._offload = Offload()  # empty while none is under way
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
-        self._moving_in: frozenset[int] = frozenset()  # new storages (`_cdata`) that this offload takes in: who uses them follows
-        self._relocated: Sequence[Relocated] = ()  # storages found away from their places by this offload, which get new ones
-        self._dropped: tuple[Range, ...] | None = None  # gradients that this offload drops at its commit; None: they are saved
-        self._may_have_stray_references = True
-        self.before_offload: list[Callable[[Any], object]] = []  # called before the values leave the device, see `CastStorage.note`
-        self.before_change: list[Callable[[Collection[object]], object]] = []  # called by `note_change`, see `CastStorage.masters_change`
+        self.casts: WeakIdSet[Any] = WeakIdSet()  # each `CastStorage` whose weights may be left to these values, which are their masters
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -99,7 +121,16 @@ class AdoptedStorage(Storage):
 
     @property
     def is_on_host(self) -> bool:
-        return not self.on_device or self._is_vacating or self._is_hiding
+        return not self.on_device or self.stage in _FROM_HOST
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether no move is under way, and none was left half done."""
+        return self.stage is Stage.SETTLED
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.stage is Stage.LEAVING
 
     # --- measuring
 
@@ -186,7 +217,7 @@ class AdoptedStorage(Storage):
         if not sizes:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         known = self.device.known_fingerprints(r.layout.addresses, r.starts[first], sizes)
-        return fingerprints(self.device.view(r.layout.addresses, r.starts[first], sum(sizes)), sizes) if known is None else known
+        return fingerprints(r.on_device(r.starts[first], sum(sizes)), sizes) if known is None else known
 
     # --- checks
 
@@ -231,9 +262,9 @@ class AdoptedStorage(Storage):
         replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
         return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
-    def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
+    def stray_references(self) -> dict[str, int]:
         """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
-        return stray_references(self.ranges if ranges is None else ranges, self.gradients.lasting())
+        return stray_references(self.ranges, self.gradients.lasting())
 
     def count_uses(self) -> None:
         """Count once the references that each storage has by right. Called when placement itself holds none of them."""
@@ -256,18 +287,25 @@ class AdoptedStorage(Storage):
             for r in self.ranges:
                 r.note_written()
 
-    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self.state_dict_tensors.readable(tensor)
+    def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
+        is_on_host = self.is_on_host
+        place = self.state_dict_tensors.place_of(tensor) if is_on_host else self.object_ranges.find(tensor)
+        if place is None or (not is_on_host and (place[0].transient or place[0].moving_in is not None)):
+            return None
+        r, offset = place
+        r.pages.wait_until_saved()
+        address, known = r.host.address + offset, {} if storages is None else storages
+        if address not in known:
+            known[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
+        return over(known[address], form_of(tensor))
 
-    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
+    def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same tensor with its bytes in the host copy, for somebody who may also write there, now or later: it follows all moves. None
+        while the values are on the device, and for a tensor without a place."""
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
             self.before_shown()
-        host = self.over_host(tensor) if self.is_on_host else None
-        if host is not None:
-            self.state_dict_tensors.note_shown([host])
-        return host
+        return self.state_dict_tensors.show(tensor) if self.is_on_host else None
 
     def before_shown(self) -> None:
         """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`."""
@@ -275,21 +313,9 @@ class AdoptedStorage(Storage):
             self.note_change()
 
     def note_change(self, coming: Collection[object] = ()) -> None:
-        """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them (`CastStorage`)."""
-        for told in self.before_change:
-            told(coming)
-
-    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-        place = self.object_ranges.find(tensor)
-        if place is None or (self.on_device and (place[0].transient or place[0].moving_in is not None)):
-            return None
-        r, offset = place
-        r.pages.wait_until_saved()
-        # Not by `over_host`: what that makes counts as a user's view, which may be written and must follow the moves.
-        address = r.host.address + offset
-        if address not in storages:
-            storages[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
-        return over(storages[address], form_of(tensor))
+        """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them."""
+        for each in self.casts:
+            each.masters_change(coming)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move, also in another thread."""
@@ -339,52 +365,49 @@ class AdoptedStorage(Storage):
         self.look_at_unborn()
 
     def set_ranges(self, ranges: tuple[Range, ...]) -> None:
-        """Make these the object's ranges, and enter their addresses into the process's table."""
+        """Make these the object's ranges, also in the process's table."""
         for r in ranges:
             if r.moving_in is not None:
                 self.object_ranges.places.add(r)
-            RANGES.add(self, r.layout.addresses.base, r.nbytes)
         self.object_ranges.set(ranges)
+        RANGES.note(self)
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device."""
         born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
-        fresh, own = self.scanner.adopt_together(born.lasting)
-        apart = self.scanner.range_classes
-        for adoptees, transient in (
-            ([each for each in own if each.storage._cdata in apart], False),
-            ([each for each in own if each.storage._cdata not in apart], False),
-            (born.transient, True),
-        ):
+        fresh, own = self.adopt_apart(born.lasting)
+        for adoptees, transient in ((own, False), (born.transient, True)):
             if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
                 fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
-        self.scanner.range_classes = {}
         self.device.sync()
         self.set_ranges(tuple(fresh))
         for new in self.ranges:
             new.move_in()
         return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.lasting, *born.transient))
 
+    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        """Adopt, at registration, what gets ranges of another kind. Returns these, and the storages that are left."""
+        return [], adoptees
+
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
         fresh, any_lasts = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
-        self._may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
+        self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
         return fresh, any_lasts
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
-        self._relocated = born.relocated
         lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
         transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
         self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)
-        self._moving_in = frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient))
-        self.state_dict_tensors.take_over(self._moving_in)
+        self._offload = Offload(frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient)), born.relocated)
+        self.state_dict_tensors.take_over(self._offload.moving_in)
         first = self.scanner.adopt(lasting)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
         second = self.scanner.adopt(transient, transient=True)
         return tuple(r for r in (first, second) if r is not None), bool(lasting)
@@ -440,6 +463,5 @@ class AdoptedStorage(Storage):
         for r in gone:
             r.pages.discard(chunk_pool)
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-            RANGES.remove(r.layout.addresses.base)
         out = set(gone)
-        self.object_ranges.set(tuple(r for r in self.ranges if r not in out))
+        self.set_ranges(tuple(r for r in self.ranges if r not in out))

@@ -30,7 +30,6 @@ class Storage(abc.ABC):
 
     lost: str | None = None
     """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
-    is_leaving = False  # whether an `unadopt` has begun and not ended. It must be called again before anything moves.
     kept_by_framework: tuple[tuple[str, int], ...] = ()
     """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload or audit."""
 
@@ -44,6 +43,11 @@ class Storage(abc.ABC):
     @property
     def is_on_host(self) -> bool:
         """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
+        return False
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
         return False
 
     # --- bytes
@@ -147,13 +151,9 @@ class Storage(abc.ABC):
         """Whether a tensor lies in one of the ranges or in the host copy."""
         return False
 
-    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""
-        return None
-
-    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy, for somebody who only reads it, under a lock of `host_read_locks`. None for a
-        tensor that the host copy does not have now. It is right after `mirror`, in either state. Later moves do not follow it.
+    def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
+        """The same tensor with its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
+        `host_read_locks`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
         `storages`: those that were made for the same reader, by address. Tensors that shared a storage share one again."""
         return None
 

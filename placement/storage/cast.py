@@ -3,7 +3,7 @@
 While the optimizer is offloaded, its host copy has the weights, too. A load casts them on the device, and who reads them on the host casts
 them there. Three things make sure of it:
 
-1. Before the masters leave the device, the fingerprints are computed that the weights' pages have if they are the cast (`note`). The
+1. Before the masters leave the device, fingerprints are computed that the weights' pages have if they are the cast (`masters_leave`). The
    offload of the weights compares its own with these. Where any differs, or the masters stay, the weights are saved like any others.
 2. Before the masters' host copy changes, goes, or is shown to somebody who may write there, and before the masters are loaded without the
    weights, these get a host copy of their own (`masters_change`).
@@ -29,6 +29,7 @@ from placement.devices.host.disk_file import release, renew
 from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
@@ -60,9 +61,8 @@ class CastRange(Range):
     dtype: torch.dtype
     is_told = False  # whether the log has told that it can be no cast any more
 
-    def __init__(self, device: Device, *its: Any) -> None:
-        super().__init__(device, *its)
-        self._device = device
+    def __init__(self, *its: Any) -> None:
+        super().__init__(*its)
         self.lock = threading.RLock()  # held during a cast into the slab, and from an offload's decision that they are a cast up to its end
 
     def lacks(self) -> str | None:
@@ -91,7 +91,7 @@ class CastRange(Range):
 
         @functools.cache
         def masters_in(r: Range) -> torch.Tensor:
-            bytes_now = r.view(0, r.nbytes) if self.optimizer.is_on_host else self._device.view(r.layout.addresses, 0, r.nbytes)
+            bytes_now = r.view(0, r.nbytes) if self.optimizer.is_on_host else r.on_device(0, r.nbytes)
             return bytes_now.view(torch.float32)
 
         out.zero_()
@@ -111,7 +111,7 @@ class CastRange(Range):
     def cast_to_device(self, indices: Iterable[int]) -> None:
         """Cast into pages that have memory, on the current stream. Waits where masters are read on the host: nothing else knows of it."""
         for index in indices:
-            self.cast_into(self._device.view(self.layout.addresses, self.starts[index], self.used_sizes[index]), self.starts[index])
+            self.cast_into(self.on_device(self.starts[index], self.used_sizes[index]), self.starts[index])
         if self.optimizer.is_on_host:
             self._device.wait_for_work()
 
@@ -144,11 +144,15 @@ class CastStorage(ManagedStorage):
                 "masters first (by a step, or from a checkpoint). Those of shards (Megatron's distributed optimizer on several ranks) do "
                 "not do."
             )
-        self.scanner.range_classes = {key: CastRange for key, each in dtypes.items() if each is dtype}
+        self._weights = {key for key, each in dtypes.items() if each is dtype}  # storages (`_cdata`), of use at registration only
         self._locked: list[CastRange] = []
 
     def _cast_ranges(self) -> Iterator[CastRange]:
         return (r for r in self.ranges if isinstance(r, CastRange))
+
+    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        r = self.scanner.adopt([each for each in adoptees if each.storage._cdata in self._weights], kind=CastRange)
+        return [] if r is None else [r], [each for each in adoptees if each.storage._cdata not in self._weights]
 
     def rest_on(self, optimizer: ManagedStorage) -> None:
         """Leave the weights to the masters of an optimizer that was just registered, and is offloaded, if it has them.
@@ -156,7 +160,7 @@ class CastStorage(ManagedStorage):
         if not any(optimizer.has_place(masters) for _, _, masters in self._masters.masters()):
             return
         for r in self._cast_ranges():
-            now = self.device.view(r.layout.addresses, 0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes)
+            now = r.on_device(0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes)
             prints = fingerprints(now, r.used_sizes)
             del now
             for r.key in dict.fromkeys(key for key, _, _ in self._masters.masters()):
@@ -174,10 +178,9 @@ class CastStorage(ManagedStorage):
             if not self.on_device and not r.host.has_views:
                 r.prints, r.is_cast = prints, True
         self.make_consistent(ChunkPool(self.device))
-        optimizer.before_offload.append(self.note)
-        optimizer.before_change.append(self.masters_change)
+        optimizer.casts.add(self)
 
-    def note(self, optimizer: ManagedStorage) -> None:
+    def masters_leave(self, optimizer: ManagedStorage) -> None:
         """Called when the optimizer is about to leave the device, which has been waited for."""
         is_written = bool(optimizer.state_dict_tensors) or optimizer.state_dict_tensors.are_held
         for r in self._cast_ranges():

@@ -17,9 +17,9 @@ import torch
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
-from placement.storage.adopted import AdoptedStorage
+from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.pages import Behind, ChunkPool, Side, fill
-from placement.storage.range import RANGES, Range
+from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
 from placement.storage.unadoption import Unadoption
 
@@ -65,14 +65,15 @@ class ManagedStorage(AdoptedStorage):
     def end_calls(self, since_seconds: float) -> None:
         """Wait for the calls that other threads are in (`CallGuard.wait`), and refuse new ones until the object is back on the device."""
         self.calls.wait(since_seconds)
+        before = self.stage
         try:
-            self.is_consistent = False
+            self.stage = Stage.BEGUN
             self.calls.refuse()
             self.calls.wait(since_seconds)  # for a call that has begun between the two
             self._wait_for_saves({tensor.untyped_storage()._cdata for tensor in self.state_dict_tensors})
         except BaseException:
             self.calls.allow()
-            self.is_consistent = True
+            self.stage = before
             raise
 
     def _wait_for_saves(self, new: Collection[int]) -> None:
@@ -103,7 +104,7 @@ class ManagedStorage(AdoptedStorage):
             self.measure_unadopted()
         elif (fresh := self._adopt_lasting()) is not None:
             self.device.sync()
-            self.is_consistent = False
+            self.stage = Stage.BEGUN
             self.set_ranges((*self.ranges, fresh))
             self.make_consistent(ChunkPool(self.device))
             self.scanner.align_wrappers()
@@ -118,9 +119,9 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move, an offload with the device idle. From here to the end of `make_consistent` the object may be in any state. If it
-        raises because the host copy is on disk and does not fit, or values are lost, written or computed from poison, the move has not
-        begun."""
+        """Begin a move; an offload after `end_calls`, with the device idle. From here to the end of `make_consistent` the object may be in
+        any state. If it raises because the host copy is on disk and does not fit, or values are lost, written or computed from poison, the
+        move has not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         for r in self.ranges:
@@ -132,7 +133,7 @@ class ManagedStorage(AdoptedStorage):
             # Before the dead ranges are dropped: they may hold the only good values of tensors that were replaced.
             self.writes.new_unless_changed()
             dead = self.dead()
-        self.is_consistent = False
+        self.stage = Stage.BEGUN
         for r in self.ranges:
             r.pages.discard_unusable(chunk_pool)
         self.drop(dead, chunk_pool)
@@ -141,7 +142,6 @@ class ManagedStorage(AdoptedStorage):
         self.host_read_locks.wait()  # the offload will overwrite the host copy
         for r in self.ranges:
             r.pages.note_idle()
-        self.is_consistent = False
         self.adapter.ready()
         torch.clear_autocast_cache()  # inside an autocast region it holds half-precision copies of weights, which would stay
         if held := [each for each in handed_out() if self.adapter.kind == "optimizer" or each is self.state_dict_tensors]:
@@ -156,27 +156,14 @@ class ManagedStorage(AdoptedStorage):
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
-        for note in self.before_offload:
-            note(self)
-
-    def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
-        return fill(self.device, [(r.pages, indices)])
-
-    def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
-        """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
-        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
-        return changed
-
-    def make_host_copy_own(self, r: Range) -> None:
-        """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
-        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
+        for each in self.casts:
+            each.masters_leave(self)
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody has got tensors of a state dict
         meanwhile: they would read poison until `save_aside`, which has to follow either way."""
         self.host_has_newest.clear()
-        self._is_hiding = True
+        self.stage = Stage.HIDING
         self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
         if is_unseen := not self.state_dict_tensors:
             r.pages.hide(indices)
@@ -188,14 +175,9 @@ class ManagedStorage(AdoptedStorage):
             unsaved = [index for index in r.pages.at(Behind.ASIDE) if r.pages.table[index].newest is Side.DEVICE]
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
-        if self._is_hiding:  # from here on, what was hidden is as good as vacated
-            self._is_vacating, self._is_hiding = True, False  # in this order: `is_on_host` stays true
+        if self.stage is Stage.HIDING:  # from here on, what was hidden is as good as vacated
+            self.stage = Stage.VACATING
         self.host_has_newest.set()
-
-    @property
-    def is_written_together(self) -> bool:
-        """Whether all ranks write the host copy together: see `ReplicatedStorage`."""
-        return False
 
     @property
     def left_bytes(self) -> int:
@@ -216,19 +198,16 @@ class ManagedStorage(AdoptedStorage):
             given += r.pages.discard(chunk_pool, keep=kept.__contains__)
         return given
 
-    def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
-
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
-        if not self._is_vacating:
+        if self.stage is not Stage.VACATING:
             # Another thread may be writing a checkpoint from these tensors, or be given some just now. It must never read poison.
-            self._is_vacating = True
-            self.state_dict_tensors.point_to_host(except_for=self._moving_in)
+            self.stage = Stage.VACATING
+            self.show_host_copy()
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
             # For one that has begun after `end_calls`, and before what it reads was pointed to the host copy.
-            self._wait_for_saves(self._moving_in)
+            self._wait_for_saves(self._offload.moving_in)
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(
@@ -238,18 +217,17 @@ class ManagedStorage(AdoptedStorage):
         `fresh`: ranges of the new storages.
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
-        before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.state_dict_tensors.point_to_host(except_for=self._moving_in)
-        surplus = self.stray_references(before) if self._may_have_stray_references else {}
-        self.set_ranges(before + fresh)
+        self.show_host_copy()
+        surplus = self.stray_references() if self._offload.may_have_stray_references else {}
+        self.set_ranges(self.ranges + fresh)
         nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
         self.offloaded_timestamp_seconds = time.time()
-        self._dropped = dropped
-        self._is_vacating = True  # also where nothing had memory
+        self._offload.dropped = dropped
+        self.stage = Stage.VACATING  # also where nothing had memory
         self.on_device = False
-        brought_back = [each.entry.name for each in self._relocated if each.adoptee.nbytes == each.entry.nbytes]
+        brought_back = [each.entry.name for each in self._offload.relocated if each.adoptee.nbytes == each.entry.nbytes]
         return MoveResult(
             stray_references=sum(surplus.values()), stray_names=", ".join([*surplus][:8]), brought_back=", ".join(brought_back[:8]), nan=nan
         )
@@ -275,19 +253,15 @@ class ManagedStorage(AdoptedStorage):
                     self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
-            self._is_hiding = False
-            if self.on_device:  # it is not where memory for going back was gone
-                self._is_vacating = False  # who asks for a value from here on is shown the device
+            self.stage = Stage.BEGUN  # who asks for a value from here on is shown the side that was decided on
             self.state_dict_tensors.point_to_device()
             self._distrust_host_copies_with_views()
         if self.on_device:
             self.calls.allow()
         else:
             self._leave_device(chunk_pool)
-        self._is_vacating = False
-        self._dropped = None
-        self._relocated, self._moving_in, self.scanner.spare = (), frozenset(), None
-        self.is_consistent = True
+        self._offload, self.scanner.spare = Offload(), None
+        self.stage = Stage.SETTLED
 
     def _have_back(self, chunk_pool: ChunkPool) -> None:
         """Have every page on the device. Where memory for that is gone, decide that the object is offloaded."""
@@ -301,32 +275,26 @@ class ManagedStorage(AdoptedStorage):
             self.calls.refuse()
             self.on_device = False
 
-    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        r.pages.settle(Side.DEVICE, chunk_pool)
-
-    def before_forced_offload(self, r: Range) -> None:
-        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
-
     def _leave_device(self, chunk_pool: ChunkPool) -> None:
         """Have every page on the host, and the tensors in line: of a committed offload, a load that failed, or a streamed step."""
-        if self._dropped is not None:
+        if (dropped := self._offload.dropped) is not None:
             self.gradients.drop(zero_buffers=False)
-            staying = self.gradients.zero_lasting(self._dropped)
+            staying = self.gradients.zero_lasting(dropped)
             for r in staying:
                 r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-            self.drop([r for r in self._dropped if r not in staying], chunk_pool)
-        if not self._is_vacating:  # no offload, which has waited: copies and kernels may be under way
+            self.drop([r for r in dropped if r not in staying], chunk_pool)
+        if self.stage is not Stage.VACATING:  # no offload, which has waited: copies and kernels may be under way
             self.device.sync()
         for r in self.ranges:
             r.pages.settle(Side.HOST, chunk_pool)
         self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
         for r in self.ranges:
             r.move_in()
-        if self.is_stepping:
+        if self.stage is Stage.STEPPING:
             self._end_step()
-        for r, entry, _, _ in self._relocated:  # which have moved to new places
+        for r, entry, _, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
-        self._relocated = ()
+        self._offload.relocated = ()
         self.state_dict_tensors.point_to_host()
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
@@ -345,7 +313,7 @@ class ManagedStorage(AdoptedStorage):
                 fresh.move_in()
             self.scanner.rescan()
             self.writes.note()  # the step has written the state
-        self.is_stepping = False
+        self.stage = Stage.BEGUN
 
     def _distrust_host_copies_with_views(self) -> None:
         """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view. The host copy of a
@@ -374,6 +342,40 @@ class ManagedStorage(AdoptedStorage):
             )
         return bool(names)
 
+    # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`, `ReplicatedStorage`. They also have an
+    # `adopt_apart` and a `before_shown` of their own
+
+    def bring(self, r: Range, indices: Sequence[int]) -> int:
+        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
+        return fill(self.device, [(r.pages, indices)])
+
+    def complete(self) -> None:
+        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
+
+    def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
+        """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
+        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
+        return changed
+
+    @property
+    def is_written_together(self) -> bool:
+        """Whether all ranks write the host copy together: see `ReplicatedStorage`."""
+        return False
+
+    def make_host_copy_own(self, r: Range) -> None:
+        """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
+
+    def show_host_copy(self) -> None:
+        """Point the tensors of state dicts to the host copy, as an offload does before it takes memory away. Idempotent."""
+        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
+
+    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
+        r.pages.settle(Side.DEVICE, chunk_pool)
+
+    def before_forced_offload(self, r: Range) -> None:
+        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
+
     # --- leaving
 
     def _ready_to_leave(self) -> ChunkPool:
@@ -400,7 +402,7 @@ class ManagedStorage(AdoptedStorage):
         if not self.ranges:
             return
         self.host_read_locks.wait()
-        was_consistent = self.is_consistent
+        before = self.stage
         if self.on_device:
             self.end_calls(time.monotonic())
         self.adapter.hands_back = True  # what the object has got and nobody can move must not keep its values here
@@ -410,15 +412,14 @@ class ManagedStorage(AdoptedStorage):
             self.adapter.hands_back = False
             if self.on_device:  # it stays, and can be called
                 self.calls.allow()
-                self.is_consistent = was_consistent
+                self.stage = before
             raise
-        self.is_leaving = True
+        self.stage = Stage.LEAVING
         Unadoption(self.scanner, self.device, on_device=self.on_device).run()
         if self.on_device:
             self.device.wait_for_work()  # the kernels that copy the values out of the ranges have only been started
         self.on_device = False
         for r in self.ranges:
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-            RANGES.remove(r.layout.addresses.base)
         chunk_pool.release()
-        self.object_ranges.set(())
+        self.set_ranges(())

@@ -135,7 +135,7 @@ class NanCheck:
             samples = self._samples.get(r)
             if samples is None or samples.placed is not r.placed:
                 samples = self._samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
-            words = self._device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
+            words = r.on_device(0, r.nbytes).view(torch.int64)
             asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
         return asked
 
@@ -145,7 +145,7 @@ class NanCheck:
         lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
         for name, place in gone.items():
             if name not in lacking & self._known:
-                self._go_back(name, self._on_device(place), place)
+                self._go_back(name, _on_device(place), place)
         self._known = lacking
 
     def refuse(self) -> None:
@@ -195,10 +195,10 @@ class NanCheck:
         suspects = [name for _, samples, words in asked for name in samples.suspects(torch.cat([part() for part in words]))]
         everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
         places = {name: place for name, place in everything if not place.entry.ref.expired()}
-        likely = [name for name in suspects if name in places and _is_gone(self._on_device(places[name]))]
+        likely = [name for name in suspects if name in places and _is_gone(_on_device(places[name]))]
         gone = {name: places[name] for name in likely if _was_numbers(places[name])}
         for name, place in places.items() if gone else ():
-            if name not in gone and _has_nan(self._on_device(place)) and not _lacks_values(place) and not _has_nan(_on_host(place)):
+            if name not in gone and _has_nan(_on_device(place)) and not _lacks_values(place) and not _has_nan(place.on_host()):
                 gone[name] = place
         return gone
 
@@ -206,12 +206,8 @@ class NanCheck:
         if place is None or _lacks_values(place) or place.form[2] != now.size():
             self._left.append(name)
         else:
-            now.copy_(_on_host(place))
+            now.copy_(place.on_host())
             self._put_right.append(name)
-
-    def _on_device(self, place: Place) -> torch.Tensor:
-        view = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
-        return over(view.untyped_storage(), place.form)
 
 
 def _is_gone(tensor: torch.Tensor) -> bool:
@@ -223,21 +219,21 @@ def _is_gone(tensor: torch.Tensor) -> bool:
     return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(SIGNED[values.itemsize]) != -1).any())
 
 
+def _on_device(place: Place) -> torch.Tensor:
+    return over(place.home(), place.form)
+
+
 def _has_nan(tensor: torch.Tensor) -> bool:
     return any(has_nan(each, throughout=False) for each in tensor.reshape(-1).split(_PIECE))
 
 
 def _was_numbers(place: Place) -> bool:
-    return _lacks_values(place) or not _is_gone(_on_host(place))
+    return _lacks_values(place) or not _is_gone(place.on_host())
 
 
 def _lacks_values(place: Place) -> bool:
     """Whether the host copy may have come back to host memory without its bytes, because the device had them."""
     return place.range.can_be_cast or (place.range.spill is not None and place.range.prints is None)
-
-
-def _on_host(place: Place) -> torch.Tensor:
-    return over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
 
 
 def _spots(entry: PlacedStorage, form: Form) -> list[int]:

@@ -17,10 +17,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
-from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of
+from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
 from placement.tensors.plain import Outline, Owned, is_wrapper
 
@@ -64,6 +65,7 @@ class Range:
     _pages_class = Pages
 
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
+        self._device = device
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)  # used length. The rest of the last chunk is neither copied nor fingerprinted.
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)  # see `layout.chunk_sizes`
@@ -82,7 +84,7 @@ class Range:
 
     @property
     def host(self) -> HostSlab:
-        """The slab, some bytes of which may still be on their way, or on disk. Whoever reads or writes it asks for `slab`."""
+        """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes it asks for a `view`, or claims it."""
         return self.pages.host
 
     @property
@@ -147,31 +149,29 @@ class Range:
         """Whether any tensor still lies in the range, or is about to move in."""
         return self.moving_in is not None or any(not placed.ref.expired() for placed in self.placed)
 
-    @property
-    def slab(self) -> HostSlab:
-        """The host copy, complete: it stays in host memory until the next phase transition is over. Waits for bytes on their way there.
+    def claim(self) -> None:
+        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
         Raises HostMemoryError: there is not enough memory for bytes that are on disk.
         Raises IntegrityError: values are lost."""
-        self.pages.wait_until_saved()
-        self.claim()
-        return self.host
-
-    def claim(self) -> None:
-        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()
 
     def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
-        """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits as `slab` does.
+        """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits for bytes on their
+        way there.
         `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
-        Raises HostMemoryError, IntegrityError: see `slab`."""
+        Raises HostMemoryError, IntegrityError: see `claim`."""
         self.pages.wait_until_saved()
         was_lost = self.spill is not None and self.spill.lost is not None
         view = self.host.view(offset, nbytes)
         if self.spill is not None and not (even_if_lost and was_lost):
             self.spill.require_values()
         return view
+
+    def on_device(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A tensor over a part of the range, with what is behind its addresses: the bytes on the device, or poison."""
+        return self._device.view(self.layout.addresses, offset, nbytes)
 
     @property
     def has_early(self) -> bool:
@@ -223,47 +223,34 @@ class Owner(Protocol):
 
     name: str
 
+    @property
+    def ranges(self) -> tuple[Range, ...]: ...
+
 
 class _RangeOwners:
     """The owner of each range, by its device addresses. There is no lock: a garbage collection in the middle of a call may drop a manager,
-    which then removes its ranges in the same thread. Each change is one dictionary operation, and `_map` is made anew at the first question
-    after a change."""
+    whose ranges then go in the same thread. `_map` is made anew at the first question after a change."""
 
     def __init__(self) -> None:
-        self._ranges: dict[int, tuple[int, int, weakref.ref[Owner]]] = {}
+        self._owners: WeakIdSet[Owner] = WeakIdSet()
         self._changes = itertools.count(1)
         self._change = 0
         self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())  # the number of the last change in it, and the map
 
-    def add(self, owner: Owner, base: int, nbytes: int) -> None:
-        self._ranges[base] = (base, base + nbytes, weakref.ref(owner))
-        self._change = next(self._changes)
-
-    def remove(self, base: int) -> None:
-        self._ranges.pop(base, None)
+    def note(self, owner: Owner) -> None:
+        """Note that an owner has got or dropped ranges."""
+        self._owners.add(owner)
         self._change = next(self._changes)
 
     def owner_of(self, address: int) -> Owner | None:
         """The owner of the range that an address lies in; None where there is no range, or its owner is gone."""
-        for anew in (False, True):
-            change, known = self._map
-            if anew or change != self._change:
-                change, known = self._change, AddressMap(self._living())
-                self._map = change, known
-            if (found := known.at(address)) is None:
-                return None
-            if (owner := found[0]()) is not None:
-                return owner
-            # The owner was dropped with its manager. Its addresses may have been given out again, in other pieces: look once more.
-        return None
-
-    def _living(self) -> list[tuple[int, int, weakref.ref[Owner]]]:
-        """The ranges whose owners are alive. The others are forgotten."""
-        known = self._ranges.copy()  # a list of the items would make tuples, which may start a collection
-        for base, each in known.items():
-            if each[2]() is None and self._ranges.get(base) is each:
-                self._ranges.pop(base, None)
-        return [each for each in known.values() if each[2]() is not None]
+        change, known = self._map
+        if change != self._change:
+            change, living = self._change, [(r.layout.addresses.base, r.nbytes, owner) for owner in self._owners for r in owner.ranges]
+            known = AddressMap((base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living)
+            self._map = change, known
+        found = known.at(address)
+        return None if found is None else found[0]()
 
 
 RANGES = _RangeOwners()
@@ -278,6 +265,14 @@ class Place(NamedTuple):
     range: Range
     entry: PlacedStorage
     form: Form
+
+    def home(self) -> torch.UntypedStorage:
+        """A new storage over the place on the device."""
+        return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
+
+    def on_host(self) -> torch.Tensor:
+        """A tensor with the registered values, over the host copy."""
+        return over(self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form)
 
 
 class Places:

@@ -22,7 +22,8 @@ from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
-from placement.storage.managed import ManagedStorage, MoveResult
+from placement.storage.layout import Adoptee
+from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range
 from placement.storage.shared.copy import ALONE, LEFT, Ranks, Refusal, SharedCopy
@@ -53,11 +54,6 @@ class ReplicatedStorage(ManagedStorage):
     def is_written_together(self) -> bool:
         return not self.readonly and any(True for _ in self._copies())
 
-    @property
-    def alone(self) -> str | None:
-        """Why this rank loads something over its own link from now on; None while the ranks load everything together."""
-        return next(filter(None, (r.alone for r in self._shared_ranges())), None)
-
     def _shared_ranges(self) -> Iterator[SharedRange]:
         return (r for r in self.ranges if isinstance(r, SharedRange))
 
@@ -65,6 +61,9 @@ class ReplicatedStorage(ManagedStorage):
         """The host copies that this rank shares, or may share again."""
         copies = [r.copy for r in self._shared_ranges()]
         return filter(None, [*copies, self.scanner.free_state()])
+
+    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        return self.scanner.adopt_shared(adoptees)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         if not isinstance(r, SharedRange) or r.copy is None or not r.is_shared or not self._may_gather(r):
@@ -105,7 +104,7 @@ class ReplicatedStorage(ManagedStorage):
         for r, index, mark in sorted(self._waiting, key=lambda each: (order[each[0]], each[1])):
             if r in ranges:
                 with self.device.after(mark):
-                    self._ranks.gather(self.device.view(r.layout.addresses, *r.gathered(index)))
+                    self._ranks.gather(r.on_device(*r.gathered(index)))
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         super().begin_move(chunk_pool)
@@ -159,24 +158,14 @@ class ReplicatedStorage(ManagedStorage):
         r.copy.meet(prints, num_arrived=len(prints) if is_clean else 0)
         return None if is_clean else r.copy.wait_for_all(len(prints), self._ranks.deadline_seconds, r.names_in)
 
-    def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
-        if not self._is_vacating:
-            self._keep_views_own()
-        super().vacate(r, indices, chunk_pool)
-
-    def commit_offload(
-        self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
-    ) -> MoveResult:
-        self._keep_views_own()
-        return super().commit_offload(fresh, prints, dropped)
-
-    def _keep_views_own(self) -> None:
-        """Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes alone."""
+    def show_host_copy(self) -> None:
+        # Where somebody has a tensor of a state dict, it will show a host copy of this rank's own: whoever writes there, writes alone.
         if self.state_dict_tensors or self.state_dict_tensors.are_held:
             for r in self._shared_ranges():
                 if r.is_shared and not r.is_frozen:
                     r.pages.wait(range(len(r.chunk_sizes)))
                     self.make_host_copy_own(r)
+        super().show_host_copy()
 
     def before_shown(self) -> None:
         super().before_shown()

@@ -184,8 +184,6 @@ class StorageScanner:
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
-        self.range_classes: Mapping[int, type[Range]] = {}
-        """The class of the first range of storages, by `_cdata`, that are to be in a range apart from others: see `CastStorage`."""
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
         self.spare: HostSlab | None = None  # memory of gradients that have died, for those of the present offload: pinning takes long
@@ -306,15 +304,13 @@ class StorageScanner:
         self._stood = self.ranges.all, self.adapter.standing()
         return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)}.values())
 
-    def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
-        """Like `adopt`, at registration, for what ranks share: see `SharedScanner`. Returns its ranges, and the storages that are left."""
-        return [], adoptees
-
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for storages that are not transient and exist at registration."""
         return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
-    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
+    def adopt(
+        self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False, kind: type[Range] = Range
+    ) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
         `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is taken."""
         if not adoptees:
@@ -330,11 +326,11 @@ class StorageScanner:
         else:
             self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        fresh = self.range_classes.get(adoptees[0].storage._cdata, Range)(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = kind(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:
-                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.nbytes))
+                copies.append(Copy(adoptee.storage.data_ptr(), slab.address + offset, adoptee.nbytes))
             else:
                 fresh.view(offset, adoptee.nbytes).copy_(byte_view(adoptee.storage))
         if copies:

@@ -113,7 +113,7 @@ class StateDictTensors:
         self.num_pointings = 0  # how often all tensors were pointed elsewhere, which may miss what is just handed out: see `hand_out`
         _IN_USE.add(self)
 
-    def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _at(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor of the same form over a storage at another address, made if there is none: tensors that shared one share one again."""
         with torch.no_grad():
             known = self._storages.get(address)
@@ -188,32 +188,39 @@ class StateDictTensors:
 
     def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
         """A copy of a sparse tensor's part with its present values. It cannot follow, because it cannot be pointed elsewhere."""
-        host = self.over_host(part) if from_host and part.numel() else None
+        host = self._over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
     def _hand_out_plain(self, tensor: torch.Tensor, from_host: bool) -> torch.Tensor:
         if not has_storage(tensor):
             return tensor
-        host = self.readable(tensor) if from_host else None
-        if host is not None:
-            self.note_shown([host])
-        elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor must name the same device as the others
+        host = self.show(tensor) if from_host else None
+        if host is None and from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor names the same device as others
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
         self._tensors.add(found)
         return found
 
-    def readable(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A plain tensor of the offloaded object with its bytes in the host copy, even if it was relocated. None where it has no place.
+    def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A plain tensor of the offloaded object with its bytes in the host copy, where its holder may write from now on. None where it has
+        no place. Raises IntegrityError: see `place_of`."""
+        if (place := self.place_of(tensor)) is None:
+            return None
+        host = self._over(tensor, *place)
+        self.note_shown([host])
+        return host
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The place of a plain tensor of the offloaded object, even if it was relocated. None where it has no place.
         Raises IntegrityError: the tensor was put in place of a registered one, with values computed from poison."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
         if (place := self._place_of(storage) or self._registered_place(storage)) is not None:
-            return self._over_host(tensor, *place)
+            return place
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             if (place := self._place_of(storage)) is not None:  # it has moved in just now, in another thread's transition
-                return self._over_host(tensor, *place)
+                return place
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
             if name not in self._ranges.named_places():
                 how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."
@@ -239,14 +246,14 @@ class StateDictTensors:
         names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
         return next(names, None)
 
-    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""
         place = self._place_of(tensor.untyped_storage())
-        return None if place is None else self._over_host(tensor, *place)
+        return None if place is None else self._over(tensor, *place)
 
-    def _over_host(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
+    def _over(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
         r.pages.wait_until_saved()  # also where a tensor over the place is alive already
-        host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
+        host = self._at(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self._versions.counting(host, version_of(tensor))
 
     def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -270,7 +277,7 @@ class StateDictTensors:
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
-            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor)
+            return None if tensor.untyped_storage()._cdata in except_for else self._over_host(tensor)
 
         self._point_to(find)
 
@@ -282,10 +289,11 @@ class StateDictTensors:
                 return torch.empty_like(tensor, device=self._device.torch_device)
             if (place := self._ranges.find(tensor)) is None:
                 return None
-            addresses, offset, storage = place[0].layout.addresses, place[1], tensor.untyped_storage()
-            if storage.data_ptr() == addresses.base + offset:
+            (r, offset), storage = place, tensor.untyped_storage()
+            address = r.layout.addresses.base + offset
+            if storage.data_ptr() == address:
                 return None
-            return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, storage.nbytes()))
+            return self._at(tensor, address, lambda: r.on_device(offset, storage.nbytes()))
 
         self._point_to(find)
 

@@ -38,9 +38,10 @@ class Unadoption:
         # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from,
         # and a shard of an optimizer in the module's buffer.
         own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-        self._move_out(self._placed() + self._loaded_back(everything), (*own, *BORROWED))
+        # Some lie in a range without having been adopted there: a state dict showed them, and was loaded back.
+        self._move_out(self._in_range(each.tensor.untyped_storage() for each in everything), (*own, *BORROWED))
         others: list[Owned] = []
-        if left := self._placed() + self._in_range(scanner.state_dict_tensors.shown()):
+        if left := self._in_range(scanner.state_dict_tensors.shown()):
             # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
             # takes tens of milliseconds, so nobody is asked before.
             others = _users_in_the_process({storage._cdata for storage, _, _ in left})
@@ -57,22 +58,15 @@ class Unadoption:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
         while placed:
             storage, r, offset = placed.pop()
-            nbytes, base = storage.nbytes(), r.layout.addresses
-            bytes_now = self._device.view(base, offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
+            nbytes = storage.nbytes()
+            bytes_now = r.on_device(offset, nbytes) if self._on_device else r.view(offset, nbytes, even_if_lost=True)
             users = [*aliases.get(storage._cdata, {}).values()]
             move_out(self._device, storage, users, self._target, bytes_now, self._homes)
 
-    def _placed(self) -> list[_InRange]:
-        entries = [(entry.storage(), r, entry.offset) for r in self._scanner.ranges.all for entry in r.placed]
-        return [(s, r, offset) for s, r, offset in entries if s is not None and s.data_ptr() == r.layout.addresses.base + offset]
-
-    def _loaded_back(self, owned: Iterable[Owned]) -> list[_InRange]:
-        """Storages of the object that lie in a range without having been adopted there: a state dict showed them, and was loaded back."""
-        placed = {storage._cdata for storage, _, _ in self._placed()}
-        storages = {storage._cdata: storage for storage in (each.tensor.untyped_storage() for each in owned)}
-        return self._in_range(storage for key, storage in storages.items() if key not in placed)
-
-    def _in_range(self, storages: Iterable[torch.UntypedStorage]) -> list[_InRange]:
+    def _in_range(self, more: Iterable[torch.UntypedStorage]) -> list[_InRange]:
+        """The storages that lie at addresses of a range, among the adopted ones and these."""
+        adopted = [storage for r in self._scanner.ranges.all for entry in r.placed if (storage := entry.storage()) is not None]
+        storages = {storage._cdata: storage for storage in (*adopted, *more)}.values()
         places = [(storage, *place) for storage in storages if (place := self._scanner.ranges.at(storage.data_ptr())) is not None]
         return [(s, r, offset) for s, r, offset in places if s.data_ptr() == r.layout.addresses.base + offset]
 

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError, PlacementError
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee, Form, exchange, form_of, over, point
+from placement.storage.layout import Adoptee, Form, exchange, form_of, point
 from placement.storage.nan_check import has_nan, is_poison, listed
 from placement.storage.range import Place, Range
 from placement.storage.scan import Relocated, Scan, StorageScanner, Versions, lent_gradients
@@ -267,14 +267,14 @@ class WritesWhileOffloaded:
 
     def _home(self, place: Place) -> torch.UntypedStorage:
         if (home := place.entry.storage()) is None:
-            home = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
+            home = place.home()
             place.range.replace(place.entry, home)
         return home
 
     def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
         """Point relocated storages to their places again. The bytes of the other memory are dropped."""
         for r, entry, adoptee, _ in relocated:
-            home = self._device.view(r.layout.addresses, entry.offset, entry.nbytes).untyped_storage()
+            home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage
             else:
@@ -310,8 +310,7 @@ def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:
             return False
         if owned.tensor.dtype is not place.form[0]:
             continue
-        registered = over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
-        now = owned.tensor.detach()
+        registered, now = place.on_host(), owned.tensor.detach()
         if now.size() != registered.size() or not torch.equal(now.cpu().to(registered.dtype), registered):
             return False
     return True

@@ -114,10 +114,10 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
         brought, saved = torch.zeros(2, r.nbytes, dtype=torch.uint8)
         for index in range(len(r.chunk_sizes)):
             for copy in (*r.own_copies(index), *r.others_copies(index)):
-                assert copy.device_address - layout.addresses.base == copy.host_address - r.slab.address
-                brought[copy.host_address - r.slab.address :][: copy.nbytes] += 1
+                assert copy.device_address - layout.addresses.base == copy.host_address - r.host.address
+                brought[copy.host_address - r.host.address :][: copy.nbytes] += 1
             for copy in filter(None, (r.pages.share(each, index) for each in range(world_size))):
-                saved[copy.host_address - r.slab.address :][: copy.nbytes] += 1
+                saved[copy.host_address - r.host.address :][: copy.nbytes] += 1
             start, nbytes = r.gathered(index)
             assert nbytes == world_size * r.part_bytes(index)
             assert start + nbytes <= r.starts[index] + r.used_sizes[index] + PAGE

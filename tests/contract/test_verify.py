@@ -80,7 +80,7 @@ def worker() -> VerifiedPair:
 def flip(handle: Any, chunk: int, at: int = 12345) -> None:
     """Turn one bit of a host copy over."""
     (r,) = handle.holding.ranges
-    byte = r.slab.view(r.starts[chunk] + at, 1)
+    byte = r.host.view(r.starts[chunk] + at, 1)
     byte.bitwise_xor_(16)
 
 

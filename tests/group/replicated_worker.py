@@ -17,6 +17,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
 from placement.group import BoardLost
 from placement.storage.range import RANGES
+from placement.storage.shared.ranges import SharedRange
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_engines_apart import Engine
 from tests.sharded.training import bytes_of
@@ -88,7 +89,7 @@ class Rank:
     @property
     def alone(self) -> str | None:
         """Why it loads without the others; None while it does not."""
-        return self.handle.holding.alone  # type: ignore[union-attr]
+        return next(filter(None, (r.alone for r in self.handle.storage.ranges if isinstance(r, SharedRange))), None)
 
     def check_values(self) -> None:
         assert as_bytes(self.ref) == self.wanted

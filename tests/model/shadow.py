@@ -25,7 +25,7 @@ def readable(handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
     holding = handle.holding
     if holding is None or holding.on_device:
         return tensor
-    host = holding.over_host(tensor)
+    host = holding.read_host(tensor)
     return tensor if host is None else host
 
 
@@ -129,7 +129,7 @@ class Shadow:
             if not tensor.numel() or name in self.outside or is_counter:
                 continue
             assert handle.holding is not None
-            assert handle.holding.over_host(tensor) is not None, f"{handle!r} {name} was left behind"
+            assert handle.holding.read_host(tensor) is not None, f"{handle!r} {name} was left behind"
             assert not poisoned or raw(tensor) == raw(poison_like(tensor)), f"{handle!r} {name} has no poison behind it"
 
     def _look_for_offload(self) -> None:
@@ -151,7 +151,7 @@ class Shadow:
         own = {id(parameter) for parameter in self.object.parameters()}
         stepped = {id(p): p for each in self.optimizers for group in each.object.param_groups for p in group["params"]}
         stale = [tensor for key, each in stepped.items() if key not in own for tensor in (each, each.grad) if tensor is not None]
-        return sum(holding.over_host(tensor) is not None for tensor in stale)
+        return sum(holding.read_host(tensor) is not None for tensor in stale)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors of the handle's state dict, by the names that `tensors` uses."""

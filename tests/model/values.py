@@ -220,7 +220,7 @@ class Values(World):
     def hold_stray(self, index: int) -> None:
         shadow = self.pick(index, is_module, is_on)
         stray = next(iter(shadow.object.parameters())).detach()
-        if shadow.handle.holding.over_host(stray) is not None:  # born since the last offload: not counted yet
+        if shadow.handle.holding.read_host(stray) is not None:  # born since the last offload: not counted yet
             shadow.strays.append(stray)
 
     @when(has_strays)
@@ -288,7 +288,7 @@ class Values(World):
     def write_offloaded(self, index: int, which: int, way: str) -> None:
         shadow = self.pick(index, is_off)
         tensors = shadow.tensors().values()
-        placed = [each for each in tensors if each.numel() and shadow.handle.holding.over_host(each) is not None]
+        placed = [each for each in tensors if each.numel() and shadow.handle.holding.read_host(each) is not None]
         if placed:
             tensor = placed[which % len(placed)]
             with torch.no_grad():

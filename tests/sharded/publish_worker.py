@@ -201,7 +201,7 @@ class Live(TorchDispatchMode):
     def __init__(self, handle: Any) -> None:
         super().__init__()
         self.peak = 0
-        self._slabs = [] if handle.holding is None else [r.slab for r in handle.holding.ranges]
+        self._slabs = [] if handle.holding is None else [r.host for r in handle.holding.ranges]
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> Live:

@@ -214,7 +214,7 @@ def test_a_transition_that_fails_after_they_died_says_so() -> None:
     with worker.manager.phase("train") as phase:
         backward(worker.net)
         assert worker.ref.holding is not None
-        worker.ref.holding.ranges[0].slab.view(0, 1).bitwise_xor_(1)
+        worker.ref.holding.ranges[0].host.view(0, 1).bitwise_xor_(1)
         with pytest.raises(placement.IntegrityError, match="'ref'") as caught:
             phase.switch("log_prob", only=["ref"])
         assert worker.actor.state is TRAIN

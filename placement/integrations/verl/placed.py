@@ -384,7 +384,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights = {name: weight_of(each) for name, each in self._named().items()}
-        reader = Reader(_device_of(handle), handle.storage.over_host)
+        reader = Reader(_device_of(handle), handle.storage.read_host)
         ahead = ReadAhead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:

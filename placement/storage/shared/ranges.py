@@ -147,7 +147,7 @@ class SharedRange(Range):
         return self._copies(index, [(0, self.shares.rank * part), (last, self.shares.world_size * part - last)])
 
     def _copies(self, index: int, runs: list[tuple[int, int]]) -> list[Copy]:
-        device, host = self.layout.addresses.base + self.starts[index], self.slab.address + self.starts[index]
+        device, host = self.layout.addresses.base + self.starts[index], self.host.address + self.starts[index]
         return [Copy(device + start, host + start, nbytes) for start, nbytes in runs if nbytes > 0]
 
     def names_in(self, index: int) -> str:

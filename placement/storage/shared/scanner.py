@@ -43,7 +43,8 @@ class SharedScanner(StorageScanner):
         self._readonly = readonly
         self.state: SharedCopy | None = None  # the host copy for state that is not created yet
 
-    def adopt_together(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+    def adopt_shared(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        """Adopt, at registration, what ranks share. Returns its ranges, and the storages that are left."""
         frozen, trained, own = self._divide(adoptees)
         if not frozen and not trained and self.adapter.kind != "optimizer":
             raise RegistrationError(f"{self.name!r} has no parameters, so there is nothing to share; register it without replicated=True")
@@ -97,7 +98,9 @@ class SharedScanner(StorageScanner):
         is_used = any(isinstance(r, SharedRange) and r.copy is self.state for r in self.ranges.all)
         return None if is_used else self.state
 
-    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
+    def adopt(
+        self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False, kind: type[Range] = Range
+    ) -> Range | None:
         copy = None if transient or not adoptees else self.free_state()
         if copy is None or self.host_bytes_for([each.nbytes for each in adoptees]) > copy.slab.nbytes:
             return super().adopt(adoptees, transient=transient, in_parts=in_parts)

@@ -24,6 +24,7 @@ from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.devices.memory import Mark
+from placement.storage.adopted import Stage
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
@@ -166,8 +167,7 @@ class StreamedStep:
             for r in holding.ranges:
                 r.pages.discard_unusable(aside)
             aside.release()
-            holding.is_consistent = False
-            holding.is_stepping = True
+            holding.stage = Stage.STEPPING
             if creates:
                 with without_modes():
                     self._before = frozenset(adoptee.storage._cdata for adoptee in holding.scanner.rescan().lasting)

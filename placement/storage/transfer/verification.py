@@ -133,7 +133,7 @@ def mirror(holding: ManagedStorage) -> None:
     for r in holding.ranges:
         if r.transient or r.moving_in is not None:
             continue
-        _ = r.slab  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
+        r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
         host_prints = None if r.prints is None else r.prints.cpu()
         device_prints = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         if changed := differing(host_prints, device_prints):
