@@ -121,10 +121,10 @@ class Pages:
         return [index for index, page in aside if page.newest is not Side.HOST and page.copied != "to_device"]
 
     def bytes_of(self, indices: Iterable[int]) -> int:
-        return sum([self.sizes[index] for index in indices])
+        return sum(map(self.sizes.__getitem__, indices))
 
     def used_bytes_of(self, indices: Iterable[int]) -> int:
-        return sum([self.used_sizes[index] for index in indices])
+        return sum(map(self.used_sizes.__getitem__, indices))
 
     def bytes_to_save(self, indices: Iterable[int]) -> int:
         """Bytes that this process copies in order to save these pages."""
