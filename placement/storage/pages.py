@@ -334,6 +334,7 @@ class Pages:
         return addresses
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
+        """Runs of neighbours among pages (ascending) whose memory shows in one place, with that place."""
         run: list[int] = []
         for index in indices:
             if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):
