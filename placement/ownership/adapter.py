@@ -44,8 +44,6 @@ _VERSION = operator.attrgetter("_version")
 _VALUES = operator.methodcaller("values")
 _ALIVE: Any = weakref.ref.__call__
 _FEW = 8  # the number of parameters that tell whether there are gradients
-_BLOCK = 256
-"""The number of tensors that are asked everything before the next ones, so that the processor's cache still has what was read of them."""
 
 TRACK = "or register it with external=True to have it tracked and never moved"
 
@@ -221,22 +219,17 @@ class Steady:
         return seen
 
     def has_no_gradients(self) -> bool:
-        """Whether no parameter has a gradient. Reads all the first time, then a few: `zero_grad()` drops those of all."""
+        """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
-            if self._watched is not None:
-                found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
-                return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
-            modules = list(map(_ALIVE, self._modules))
-            own = [(module, name, each) for module in modules for name, each in module._parameters.items() if each is not None]
+            if self._watched is None:
+                own = [(alive, name, each) for alive in self._modules for name, each in _ALIVE(alive)._parameters.items()]
+                trained = [(alive, name) for alive, name, each in own if each is not None and each.requires_grad]
+                few = trained[:: -(-len(trained) // _FEW) or 1]
+                self._watched = [alive for alive, _ in few], [name for _, name in few]
+            found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
         except AttributeError:  # a module is gone
             return False
-        parameters = [each for *_, each in own]
-        if not _are_leaves(parameters) or _has_gradient(parameters):
-            return False
-        trained = [(weakref.ref(module), name) for module, name, each in own if each.requires_grad]
-        few = trained[:: -(-len(trained) // _FEW) or 1]
-        self._watched = [module for module, _ in few], [name for _, name in few]
-        return True
+        return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
 
     def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
@@ -335,21 +328,15 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
 
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
     """The tensors with their versions and addresses. With `before` (versions at the last look), None if one has a gradient or a graph."""
-    seen = Seen(tensors, [], [])
-    for start in range(0, len(tensors), _BLOCK):
-        block = tensors[start : start + _BLOCK]
-        try:
-            versions = list(map(_VERSION, block))
-        except RuntimeError:  # one of them is an inference tensor
-            versions = list(map(version_of, block))
-        # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads
-        # the gradient of a tensor inside a graph.
-        is_new = before is not None and versions != before[start : start + _BLOCK]
-        if (is_new and not _are_leaves(block)) or (before is not None and _has_gradient(block)):
-            return None
-        seen.versions.extend(versions)
-        seen.addresses.extend(map(torch.Tensor.data_ptr, block))
-    return seen
+    try:
+        versions = list(map(_VERSION, tensors))
+    except RuntimeError:  # one of them is an inference tensor
+        versions = list(map(version_of, tensors))
+    # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads the
+    # gradient of a tensor inside a graph.
+    if before is not None and ((versions != before and not _are_leaves(tensors)) or _has_gradient(tensors)):
+        return None
+    return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:

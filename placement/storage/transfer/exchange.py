@@ -61,6 +61,7 @@ class Comparison:
         # which are in transient ranges, may change.
         self.keeps_host_copy = holding.readonly and (r.is_shared or (self.host_prints is not None and not r.transient))
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
+        self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
         self._device, self._holding, self._range = device, holding, r
         self._num_compared = 0
         # Ranks that write together compare all fingerprints before anything is written.
@@ -96,14 +97,11 @@ class Departure:
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
-    put_aside: list[tuple[Range, range]] = field(default_factory=list)  # neighbours whose memory stays aside. They are saved afterwards.
-    held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
     waiting: deque[Range] = field(default_factory=deque)  # the ranges of which pages have still to be compared. The first may be begun.
     comparisons: dict[Range, Comparison] = field(default_factory=dict)  # of the ranges that are begun
     copied_bytes: int = 0
     skipped_bytes: int = 0
-    rewritten_chunks: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
     chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
@@ -335,8 +333,8 @@ class Exchange:
         return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
     def _enqueue_part(self, departure: Departure) -> None:
-        """Compare the next pages, enqueue the copies of those that changed (or hold all back for `_let_stay`), and cut them into batches.
-        Then have the device compute the fingerprints of the pages behind these."""
+        """Compare the next pages, enqueue the copies of those that changed, and cut all into batches; where memory is to stay
+        aside, `_let_stay` does both. Then have the device compute the fingerprints of the pages behind these."""
         holding, r = departure.holding, departure.waiting[0]
         if (comparison := departure.comparisons.get(r)) is None:
             comparison = departure.comparisons[r] = Comparison(self.device, holding, r)
@@ -344,9 +342,8 @@ class Exchange:
         if not comparison.num_left:
             departure.waiting.popleft()
         prints, record = comparison.device_prints[indices.start : indices.stop], r.pages.record
-        wrong = changed if comparison.keeps_host_copy else ()
+        comparison.wrong += changed if comparison.keeps_host_copy else ()
         dirty = () if comparison.keeps_host_copy else holding.pages_to_save(r, prints, changed)
-        departure.rewritten_chunks += len(wrong)
         r.pages.note_clean(indices)
         r.pages.note_changed(dirty)
         if is_compared := record is not None and record.expect(indices.start, comparison.host_prints, prints):
@@ -354,26 +351,13 @@ class Exchange:
             departure.is_compared = True
         if dirty:
             r.prints = None
-        if self._puts_aside:
-            self._hold_back(departure, r, indices, wrong)
-        else:
+        if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
         # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
         if not is_compared:
             comparison.ask(comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices)))
         departure.copied_bytes += r.pages.bytes_to_save(dirty)
         departure.skipped_bytes += r.pages.used_bytes_of(indices) - r.pages.used_bytes_of(dirty)
-
-    def _hold_back(self, departure: Departure, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room and none is `wrong`, and that the others leave later."""
-        last = indices.start
-        while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= departure.aside_bytes and last not in wrong:
-            departure.aside_bytes -= r.chunk_sizes[last]
-            last += 1
-        if last > indices.start:
-            departure.put_aside.append((r, range(indices.start, last)))
-        if last < indices.stop:
-            departure.held_back.append((r, range(last, indices.stop)))
 
     def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
         """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for their memory."""
@@ -390,12 +374,19 @@ class Exchange:
                 yield r, those[start:end]
 
     def _let_stay(self, departures: Sequence[Departure]) -> None:
-        """Put the memory that stays aside, and only then enqueue the copies of the pages that were held back."""
+        """Put the memory that stays aside: of each range the first pages, as far as there is room and none is wrong. Only then enqueue the
+        copies of the other pages."""
+        leaving: list[tuple[Departure, Range, range]] = []
         for each in departures:
-            each.held_back += [(r, indices) for r, indices in each.put_aside if not each.holding.hide(r, indices)]
-        for each in departures:
-            for r, indices in each.held_back:
-                each.batches.extend(self._copy_out(r, indices))
+            for r, comparison in each.comparisons.items():
+                sizes, num = r.chunk_sizes, 0
+                while r.pages.can_be_aside and num < len(sizes) and sizes[num] <= each.aside_bytes and num not in comparison.wrong:
+                    each.aside_bytes -= sizes[num]
+                    num += 1
+                is_hidden = num and each.holding.hide(r, range(num))
+                leaving.append((each, r, range(num if is_hidden else 0, len(sizes))))
+        for each, r, indices in leaving:
+            each.batches.extend(self._copy_out(r, indices))
 
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
@@ -412,8 +403,9 @@ class Exchange:
             prints = [(r, compared.device_prints) for r, compared in each.comparisons.items() if not compared.keeps_host_copy]
             found = each.holding.commit_offload(each.fresh, prints, each.dropped)
             each.holding.make_consistent(self.chunk_pool)
+            num_wrong = sum(len(compared.wrong) for compared in each.comparisons.values())
             moved[each.holding] = replace(
-                found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
+                found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=num_wrong
             )
             each.fresh = ()  # what moves into the ranges holds the storages, which would count as references below
         for each in departures:
