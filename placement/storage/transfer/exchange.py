@@ -109,36 +109,35 @@ class Departure:
 
 
 class Arrivals:
-    """Pages on their way to the device. They wait for memory, in order, and then their copies start. `chunk_pool`: gives their memory."""
+    """Pages on their way to the device. They wait for memory, in order, and then their copies start. Pages that are shorter than a chunk,
+    which no full chunk fits, come last. `chunk_pool`: gives their memory."""
 
     def __init__(self, device: Device, chunk_pool: ChunkPool) -> None:
         self._device = device
         self._chunk_pool = chunk_pool
-        self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
-        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()  # shorter than a full page, which no full chunk fits
+        self._waiting: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._burst = 0  # the number of pages in the last burst
         self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
     def __bool__(self) -> bool:
-        return bool(self._full or self._tails)
+        return bool(self._waiting)
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
-        """Add the pages of these ranges that have no memory to the end of the queues."""
-        for r in ranges:
-            for index in r.pages.without_memory():
-                (self._full if r.chunk_sizes[index] == self._device.chunk_bytes else self._tails).append((holding, r, index))
+        """Add the pages of these ranges that have no memory."""
+        pages = [*self._waiting, *((holding, r, index) for r in ranges for index in r.pages.without_memory())]
+        self._waiting = deque(sorted(pages, key=lambda each: each[1].chunk_sizes[each[2]] < self._device.chunk_bytes))
 
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
-        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
+        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._waiting, WINDOW))
         self.bring_what_fits(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
         the link; the longer it has work, the more may be mapped. A burst may cover several ranges."""
-        gathers = any(r.is_shared for _, r, _ in self._full or self._tails)
+        gathers = any(r.is_shared for _, r, _ in self._waiting)
         wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
-        self._burst = left = min(wanted, len(self._full or self._tails))
+        self._burst = left = min(wanted, len(self._waiting))
         while left:
             left -= self._bring(left, longest=left)[0]
 
@@ -152,10 +151,9 @@ class Arrivals:
 
     def _bring(self, fresh: int, *, longest: int) -> tuple[int, int]:
         """Bring the next neighbouring pages of one range. Returns their number (0: memory lacks), and how many of them the driver gave."""
-        waiting = self._full or self._tails
-        holding, r, first = waiting[0]
+        holding, r, first = self._waiting[0]
         # The next page of a range is no neighbour where pages between the two were prefetched.
-        places = enumerate(itertools.islice(waiting, longest), first)
+        places = enumerate(itertools.islice(self._waiting, longest), first)
         wanted = [place for place, _ in itertools.takewhile(lambda each: each[1][1:] == (r, each[0]), places)]
         sizes = [r.chunk_sizes[index] for index in wanted]
         served = self._chunk_pool.count(sizes, fresh)
@@ -165,7 +163,7 @@ class Arrivals:
         r.pages.put(wanted[:served], self._chunk_pool)
         self.brought_bytes[holding] += holding.bring(r, wanted[:served])
         for _ in range(served):
-            waiting.popleft()
+            self._waiting.popleft()
         return served, created
 
 
