@@ -37,7 +37,6 @@ import time
 import traceback
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -50,7 +49,6 @@ _FORWARD = ("forward",)
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")  # the functions that run while a module is called
 _COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")  # the function that calls a graph which `torch.compile` made, and its file
 _SAVES = ("_save", "_legacy_save")  # the functions of `torch.save` that collect storages and then write them
-FIELDS, _PRE_HOOKS = operator.attrgetter("__dict__"), operator.itemgetter("_forward_pre_hooks")
 _FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 _IS_FRAME = functools.partial(operator.is_not, None)
 _GLANCE_SECONDS = 1e-3  # how long to sleep between two looks at the threads that are waited for
@@ -173,22 +171,14 @@ class CallGuard:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
         for root in self.roots():
             self._refuse(root, self._forwards[self._places[id(root)]])
-        modules, fields, forwards, found = self._now()
-        # Tens of thousands in a mixture of experts, so functions implemented in C guard those that nobody has touched.
-        free = list(map(operator.gt, map(operator.is_, found, itertools.repeat(None)), map(bool, map(_PRE_HOOKS, fields))))
-        guards = itertools.compress(forwards, free)
-        deque(map(dict.__setitem__, itertools.compress(fields, free), itertools.repeat("forward"), guards), maxlen=0)
-        for module, forward in itertools.compress(zip(modules, forwards, strict=True), map(operator.not_, free)):
-            self._refuse(module, forward)
-
-    def _now(self) -> tuple[list[torch.nn.Module], list[dict[str, Any]], list[GuardedForward], list[Any]]:
-        """The modules that are still alive, the attributes of each, its guard, and what it has under the name `forward`."""
-        modules: list[Any] = list(map(weakref.ref.__call__, self._parts))
-        is_alive = list(map(operator.is_not, modules, itertools.repeat(None)))
-        modules = list(itertools.compress(modules, is_alive))
-        fields = list(map(FIELDS, modules))
-        found = list(map(dict.get, fields, itertools.repeat("forward")))
-        return modules, fields, list(itertools.compress(self._forwards, is_alive)), found
+        for part, forward in zip(self._parts, self._forwards, strict=True):
+            if (module := part()) is None:
+                continue
+            own = module.__dict__
+            if "forward" in own or own["_forward_pre_hooks"]:
+                self._refuse(module, forward)
+            else:  # tens of thousands in a mixture of experts, which nobody has touched
+                own["forward"] = forward
 
     def _refuse(self, module: torch.nn.Module, forward: GuardedForward) -> None:
         """Refuse a root, or a module on which a framework has put hooks or a `forward` of its own.
@@ -206,12 +196,14 @@ class CallGuard:
         """Allow calls again. Called when the bytes are back. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
-        _, fields, forwards, found = self._now()
-        ours = list(map(operator.is_, found, forwards))
-        deque(map(dict.pop, itertools.compress(fields, ours), itertools.repeat("forward")), maxlen=0)
-        others = map(operator.gt, map(isinstance, found, itertools.repeat(GuardedForward)), ours)
-        for own, guard in itertools.compress(zip(fields, found, strict=True), others):
-            if guard.check is self._check:
+        for part, forward in zip(self._parts, self._forwards, strict=True):
+            if (module := part()) is None:
+                continue
+            own = module.__dict__
+            guard = own.get("forward")
+            if guard is forward:
+                del own["forward"]
+            elif isinstance(guard, GuardedForward) and guard.check is self._check:
                 own["forward"] = guard.before
 
     def remove(self) -> None:

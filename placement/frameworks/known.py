@@ -135,4 +135,7 @@ def hidden_tensors(optimizer: object, path: str = "") -> Iterator[Owned] | None:
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
     """See `Framework.stepped_for`."""
-    return {key: own for found in asked("stepped_for", objects) for key, own in found.items()}
+    stepped: dict[int, torch.Tensor] = {}
+    for each in answering("stepped_for"):
+        stepped |= each.stepped_for(objects)
+    return stepped

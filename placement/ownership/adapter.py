@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placement.core.call_guard import FIELDS, GuardedForward
+from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import reference
 from placement.frameworks.base import Framework
@@ -32,6 +32,7 @@ MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
 _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 """Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
+_FIELDS = operator.attrgetter("__dict__")
 _OWN = operator.itemgetter("_parameters")
 _REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
@@ -43,8 +44,6 @@ _VERSION = operator.attrgetter("_version")
 _VALUES = operator.methodcaller("values")
 _ALIVE: Any = weakref.ref.__call__
 _FEW = 8  # the number of parameters that tell whether there are gradients
-_BLOCK = 256
-"""The number of tensors that are asked everything before the next ones, so that the processor's cache still has what was read of them."""
 
 TRACK = "or register it with external=True to have it tracked and never moved"
 
@@ -176,7 +175,7 @@ class Steady:
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         self._modules = list(map(weakref.ref, modules))
-        fields = list(map(FIELDS, modules))
+        fields = list(map(_FIELDS, modules))
         same: dict[tuple[str, ...], list[int]] = {}
         for index, names in enumerate(map(tuple, fields)):
             same.setdefault(names, []).append(index)
@@ -189,6 +188,7 @@ class Steady:
         place = _places(self._ids)
         self._owned = list(map(place.__getitem__, map(id, owned)))
         self._others = sorted({*itertools.compress(itertools.count(), _are_tensors(self._types))}.difference(self._owned))
+        self._forms_of_others = _forms(map(values.__getitem__, self._others))
         self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
         self._versions: list[int] = []  # the versions of the owned tensors at the last look
         self._watched: tuple[list[weakref.ref[torch.nn.Module]], list[str]] | None = None
@@ -197,7 +197,7 @@ class Steady:
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
         try:
-            fields = list(map(FIELDS, map(_ALIVE, self._modules)))
+            fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
             lengths, forwards, values = self._read(fields)
         except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
             return None
@@ -205,8 +205,7 @@ class Steady:
             return None
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
-        others = list(map(values.__getitem__, self._others))
-        if not _are_leaves(others) or _has_gradient(others):
+        if _forms(map(values.__getitem__, self._others)) != self._forms_of_others:  # one of them may have to move now
             return None
         if (seen := seen_now(list(map(values.__getitem__, self._owned)), self._versions)) is None:
             return None
@@ -216,22 +215,17 @@ class Steady:
         return seen
 
     def has_no_gradients(self) -> bool:
-        """Whether no parameter has a gradient. Reads all the first time, then a few: `zero_grad()` drops those of all."""
+        """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
-            if self._watched is not None:
-                found: list[Any] = list(map(dict.get, map(_OWN, map(FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
-                return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
-            modules = list(map(_ALIVE, self._modules))
-            own = [(module, name, each) for module in modules for name, each in module._parameters.items() if each is not None]
+            if self._watched is None:
+                own = [(alive, name, each) for alive in self._modules for name, each in _ALIVE(alive)._parameters.items()]
+                trained = [(alive, name) for alive, name, each in own if each is not None and each.requires_grad]
+                few = trained[:: -(-len(trained) // _FEW) or 1]
+                self._watched = [alive for alive, _ in few], [name for _, name in few]
+            found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
         except AttributeError:  # a module is gone
             return False
-        parameters = [each for *_, each in own]
-        if not _are_leaves(parameters) or _has_gradient(parameters):
-            return False
-        trained = [(weakref.ref(module), name) for module, name, each in own if each.requires_grad]
-        few = trained[:: -(-len(trained) // _FEW) or 1]
-        self._watched = [module for module, _ in few], [name for _, name in few]
-        return True
+        return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
 
     def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
@@ -297,6 +291,11 @@ def _are_tensors(kinds: Sequence[type]) -> Iterator[bool]:
     return map({kind for kind in {*kinds} if issubclass(kind, torch.Tensor)}.__contains__, kinds)
 
 
+def _forms(tensors: Iterable[torch.Tensor]) -> list[tuple[bool, int]]:
+    """Whether each tensor is on the CPU, and how many elements it has."""
+    return [(each.is_cpu, each.numel()) for each in tensors]
+
+
 def _counts(optimizers: Sequence[Any]) -> list[int]:
     """The identity of each optimizer and of all in its first entry, how many entries it has, and parameters in each group."""
     counts: list[int] = []
@@ -317,31 +316,23 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
         state: Mapping[Any, dict[str, Any]] = optimizer.state
         entries = list(state.values())
         holders += (*state, *entries)
-        if {*map(type, entries)} <= {dict}:
+        if {*map(type, entries)} <= {dict}:  # else one has come that was not here before, and the holders tell
             names += itertools.chain.from_iterable(entries)
             values += itertools.chain.from_iterable(map(dict.values, entries))
-        else:
-            values += entries
     return (list(map(id, holders)), names), values
 
 
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
     """The tensors with their versions and addresses. With `before` (versions at the last look), None if one has a gradient or a graph."""
-    seen = Seen(tensors, [], [])
-    for start in range(0, len(tensors), _BLOCK):
-        block = tensors[start : start + _BLOCK]
-        try:
-            versions = list(map(_VERSION, block))
-        except RuntimeError:  # one of them is an inference tensor
-            versions = list(map(version_of, block))
-        # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads
-        # the gradient of a tensor inside a graph.
-        is_new = before is not None and versions != before[start : start + _BLOCK]
-        if (is_new and not _are_leaves(block)) or (before is not None and _has_gradient(block)):
-            return None
-        seen.versions.extend(versions)
-        seen.addresses.extend(map(torch.Tensor.data_ptr, block))
-    return seen
+    try:
+        versions = list(map(_VERSION, tensors))
+    except RuntimeError:  # one of them is an inference tensor
+        versions = list(map(version_of, tensors))
+    # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads the
+    # gradient of a tensor inside a graph.
+    if before is not None and ((versions != before and not _are_leaves(tensors)) or _has_gradient(tensors)):
+        return None
+    return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:

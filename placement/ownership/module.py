@@ -72,7 +72,6 @@ class ModuleAdapter(Adapter):
         self._containers: set[int] = set()
         """Identities of the containers and the objects in modules' attributes, which may come to hold tensors. From the last walk."""
         self._nests = False  # whether the last walk found a tensor in one of these
-        self._first: list[Owned] = []  # what the constructor's walk has found, for the next one
         self._cpu_stays = False
         self._on_device: set[str] = set()
         """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a name, a tensor on the CPU must move."""
@@ -86,8 +85,7 @@ class ModuleAdapter(Adapter):
                     raise RegistrationError(f"{name!r}: {reason}.")
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
-            self._first = [*self.owned()]
-            for item in self._first:
+            for item in self.owned():
                 is_cache = type(item.tensor) is torch.Tensor and item.tensor.is_inference()  # moves; a weight could never be trained
                 if not is_cache and (problem := problem_of(item.tensor, self.compute_device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
@@ -116,10 +114,7 @@ class ModuleAdapter(Adapter):
     def owned(self) -> Iterator[Owned]:
         """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live
         autograd graph are transient. Raises RegistrationError: a tensor was added that cannot be moved as bytes."""
-        module, first, self._first = self.root(), self._first, []
-        if first and not self.hands_back and self.unchanged() is not None:
-            return iter(first)
-        self._steady = None
+        module, self._steady = self.root(), None
         if module is None:
             return iter(())
         modules: list[torch.nn.Module] = []

@@ -123,13 +123,11 @@ class OptimizerAdapter(Adapter):
             return None
         if any(True for _ in self._lent_gradients):  # they become the optimizer's own when the modules drop them
             return None
-        staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
-        if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
+        values = {id(value) for each in optimizers for entry in each.state.values() for value in entry.values()}
+        if any(each.wrapper is not None or id(each.tensor) not in values for each in owned):
             return None
-        # A tensor that does not move, and is not a counter, may have to move at the next walk.
-        if not all(value.is_cpu and value.dim() == 0 for value in staying.values() if isinstance(value, torch.Tensor)):
-            return None
-        return SteadyState(optimizers, [each.tensor for each in owned])
+        steady = SteadyState(optimizers, [each.tensor for each in owned])
+        return None if steady.look(optimizers) is None else steady  # where a tensor stays that is no counter, and may have to move later
 
     def _walk(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):

@@ -207,12 +207,11 @@ class Unborn:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
         have no state than at the last look."""
         optimizer = self._optimizer()
-        if optimizer is None or (self._is_all_born and _num_parameters(optimizer) == self._num_parameters):
+        if optimizer is None or (self._had_all(optimizer) and _num_parameters(optimizer) == self._num_parameters):
             return False
-        if (stepped := stepped_by(optimizer, given)) == self._stepped and self._is_all_born:
-            return False
-        if stepped == self._stepped and self.num_entries < self._num_entries:
-            return False  # state was taken away: until the next offload takes note of that, its place counts
+        stepped = stepped_by(optimizer, given)
+        if stepped == self._stepped and (self._had_all(optimizer) or len(optimizer.state) < self._num_entries):
+            return False  # where state was taken away, its place counts until the next offload takes note of that
         self._stepped, before = stepped, self._missing
         missing = self._look(optimizer)
         if self._missing == before:
@@ -238,15 +237,14 @@ class Unborn:
     def sizes(self) -> list[int]:
         """Bytes of each storage that does not exist yet."""
         optimizer = self._optimizer()
-        if optimizer is None or self._is_all_born:
+        if optimizer is None or self._had_all(optimizer):
             return []
         self._look(optimizer)
         return [size for form in self._missing for size in self._by_parameter.get(form, ())]
 
-    @property
-    def _is_all_born(self) -> bool:
+    def _had_all(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether every stepped parameter had state at the last look, and no entry has come or gone since. Costs nothing."""
-        return not self._missing and self.num_entries == self._num_entries
+        return not self._missing and len(optimizer.state) == self._num_entries
 
     def _look(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Find the stepped parameters that have no state, in the order of the groups."""

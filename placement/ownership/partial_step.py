@@ -7,7 +7,7 @@ groups that are not the user's.
 
 The step functions of torch.optim compute each element from the same element of the parameter, of its gradient and of its state, and from
 counters of the whole parameter. So a parameter whose state is larger than a bucket can be stepped slice by slice, and comes out with the
-same bits. Muon is the exception, because it multiplies whole matrices (see `is_elementwise`).
+same bits. Muon is the exception, because it multiplies whole matrices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tenso
     """The tensors of a parameter's state that have an element for each of its own, flat, on this rank; empty if it cannot be sliced."""
     entry = optimizer.state.get(parameter)
     flat, gradient = _elements(parameter, parameter), parameter.grad
-    if not entry or flat is None:
+    if not entry or flat is None or _own(type(optimizer)) in _OF_MATRICES:
         return []
     if gradient is not None and (gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None):
         return []
@@ -109,11 +109,6 @@ def allow(cls: type) -> type:
     """Take a class as one whose step treats each parameter by itself, too. A decorator."""
     _STEPS.add(_own(cls))
     return cls
-
-
-def is_elementwise(optimizer: Any) -> bool:
-    """Whether the step of a known optimizer computes each element of a parameter by itself."""
-    return _own(type(optimizer)) not in _OF_MATRICES
 
 
 def refusal(root: Any) -> str | None:

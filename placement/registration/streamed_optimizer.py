@@ -29,7 +29,6 @@ from placement.ownership.partial_step import (
     ParameterSlice,
     PartialStep,
     is_counter,
-    is_elementwise,
     refusal,
     refusal_now,
     replaced_step,
@@ -183,8 +182,8 @@ class _StepCall(MethodCall):
         return method(*args, **kwargs)
 
 
-_ALIGNED_ELEMENTS = 64
-"""Slices begin at multiples of this, so that kernels that compute several elements at once take the same ones together as in the whole."""
+_ALIGNED = 64
+"""Slices begin at multiples of so many elements: kernels that compute several at once take the same ones together as in the whole."""
 
 
 class StepPart(NamedTuple):
@@ -208,7 +207,7 @@ class StepParts:
     def of(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
         entry = optimizer.state.get(parameter)
         whole = Piece(self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter))
-        if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes and is_elementwise(optimizer):
+        if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes:
             slices = self._slices(optimizer, parameter)
             if slices and max(part.piece.nbytes for part in slices) < whole.nbytes:
                 return slices
@@ -244,16 +243,12 @@ class StepParts:
         if place is None:
             return []
         r, index = place
-        num_chunks = max(1, self._bucket_bytes // (len(state) * r.chunk_sizes[0]))
-        ends = (r.layout.addresses.base + each * r.chunk_sizes[0] for each in range(index + num_chunks, len(r.chunk_sizes), num_chunks))
-        bounds = sorted({0, state[0].numel(), *(self._element(state[0], end) for end in ends)})
+        largest, size = state[0], r.chunk_sizes[0]
+        step = max(1, self._bucket_bytes // (len(state) * size)) * size
+        ends = range(r.layout.addresses.base + index * size + step - largest.data_ptr(), largest.nbytes, step)
+        bounds = sorted({0, largest.numel(), *(end // largest.element_size() // _ALIGNED * _ALIGNED for end in ends)})
         counters = [tensor for tensor in _tensors_in(optimizer.state[parameter]) if is_counter(tensor)]
         return [self._slice(ParameterSlice(parameter, *each), state, counters) for each in itertools.pairwise(bounds)]
-
-    def _element(self, tensor: torch.Tensor, address: int) -> int:
-        """The element of a flat tensor at which a slice that is to end at an address ends."""
-        element = (address - tensor.data_ptr()) // tensor.element_size()
-        return min(element // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS, tensor.numel())
 
     def _slice(self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]) -> StepPart:
         found = [self._between(each, each.data_ptr(), each.nbytes) for each in counters]

@@ -121,10 +121,10 @@ class Pages:
         return [index for index, page in aside if page.newest is not Side.HOST and page.copied != "to_device"]
 
     def bytes_of(self, indices: Iterable[int]) -> int:
-        return sum([self.sizes[index] for index in indices])
+        return sum(map(self.sizes.__getitem__, indices))
 
     def used_bytes_of(self, indices: Iterable[int]) -> int:
-        return sum([self.used_sizes[index] for index in indices])
+        return sum(map(self.used_sizes.__getitem__, indices))
 
     def bytes_to_save(self, indices: Iterable[int]) -> int:
         """Bytes that this process copies in order to save these pages."""
@@ -334,6 +334,7 @@ class Pages:
         return addresses
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
+        """Runs of neighbours among pages (ascending) whose memory shows in one place, with that place."""
         run: list[int] = []
         for index in indices:
             if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):

@@ -64,6 +64,8 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "tensors_that_were_swapped": lambda net: torch.utils.swap_tensors(net.body[1].weight, nn.Parameter(torch.randn(3, 3))),
     "other_data": lambda net: setattr(net.body[1].weight, "data", torch.randn(3, 3)),
     "another_attribute": lambda net: setattr(net, "scale", torch.randn(2)),
+    "a_tensor_without_elements_that_gets_some": lambda net: setattr(net.empty, "data", torch.randn(4)),
+    "an_attribute_more": lambda net: setattr(net, "more", torch.randn(4)),
     "an_attribute_for_another": lambda net: (delattr(net, "number"), setattr(net, "cache", torch.randn(4))),
     "a_forward_of_its_own": lambda net: setattr(net, "forward", Forward()),
     "a_tensor_in_a_list": lambda net: net.notes.append(torch.randn(2)),

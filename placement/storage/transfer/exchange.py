@@ -52,6 +52,44 @@ def nothing() -> None:
     """Do nothing: the default of `while_copying`."""
 
 
+class Comparison:
+    """The pages of one range that leaves, compared with its host copy part by part."""
+
+    def __init__(self, device: Device, holding: ManagedStorage, r: Range) -> None:
+        self.host_prints = None if r.prints is None else r.prints.cpu()
+        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
+        # which are in transient ranges, may change.
+        self.keeps_host_copy = holding.readonly and (r.is_shared or (self.host_prints is not None and not r.transient))
+        self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
+        self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
+        self._device, self._holding, self._range = device, holding, r
+        self._num_compared = 0
+        # Ranks that write together compare all fingerprints before anything is written.
+        self.ask(len(r.chunk_sizes) if r.is_replica and not holding.readonly else _LEAD)
+
+    @property
+    def num_left(self) -> int:
+        """The number of pages that are not compared yet."""
+        return len(self.device_prints) - self._num_compared
+
+    @property
+    def coming_prints(self) -> torch.Tensor:
+        """The fingerprints that the host copy has once the copies are complete."""
+        return self.host_prints if self.keeps_host_copy and self.host_prints is not None else self.device_prints
+
+    def ask(self, num_pages: int) -> None:
+        """Have the device compute the fingerprints of the next pages, behind all that it has to do."""
+        first = self._num_compared
+        self._asked = self._device.ask(self._holding.fingerprint(self._range, first, first + num_pages))
+
+    def take(self) -> tuple[range, list[int]]:
+        """The pages that were asked for, and those of them that differ from the host copy or may differ."""
+        first, found = self._num_compared, self._asked()
+        self._num_compared = last = first + len(found)
+        self.device_prints[first:last] = found
+        return range(first, last), differing(None if self.host_prints is None else self.host_prints[first:last], found, first)
+
+
 @dataclass(slots=True)
 class Departure:
     """One storage that goes to the host."""
@@ -59,51 +97,47 @@ class Departure:
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
-    put_aside: list[tuple[Range, range]] = field(default_factory=list)  # neighbours whose memory stays aside. They are saved afterwards.
-    held_back: list[tuple[Range, range]] = field(default_factory=list)  # neighbouring pages that leave once the others are aside
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
-    prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
+    waiting: deque[Range] = field(default_factory=deque)  # the ranges of which pages have still to be compared. The first may be begun.
+    comparisons: dict[Range, Comparison] = field(default_factory=dict)  # of the ranges that are begun
     copied_bytes: int = 0
     skipped_bytes: int = 0
-    rewritten_chunks: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
-    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)  # what the host copy has when the copies have completed
     chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
 
 class Arrivals:
-    """Pages on their way to the device. They wait for memory, in order, and then their copies start. `chunk_pool`: gives their memory."""
+    """Pages on their way to the device. They wait for memory, in order, and then their copies start. Pages that are shorter than a chunk,
+    which no full chunk fits, come last. `chunk_pool`: gives their memory."""
 
     def __init__(self, device: Device, chunk_pool: ChunkPool) -> None:
         self._device = device
         self._chunk_pool = chunk_pool
-        self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
-        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()  # shorter than a full page, which no full chunk fits
+        self._waiting: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._burst = 0  # the number of pages in the last burst
         self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
 
     def __bool__(self) -> bool:
-        return bool(self._full or self._tails)
+        return bool(self._waiting)
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
-        """Add the pages of these ranges that have no memory to the end of the queues."""
-        for r in ranges:
-            for index in r.pages.without_memory():
-                (self._full if r.chunk_sizes[index] == self._device.chunk_bytes else self._tails).append((holding, r, index))
+        """Add the pages of these ranges that have no memory."""
+        pages = [*self._waiting, *((holding, r, index) for r in ranges for index in r.pages.without_memory())]
+        self._waiting = deque(sorted(pages, key=lambda each: each[1].chunk_sizes[each[2]] < self._device.chunk_bytes))
 
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
-        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
+        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._waiting, WINDOW))
         self.bring_what_fits(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
         the link; the longer it has work, the more may be mapped. A burst may cover several ranges."""
-        gathers = any(r.is_shared for _, r, _ in self._full or self._tails)
+        gathers = any(r.is_shared for _, r, _ in self._waiting)
         wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
-        self._burst = left = min(wanted, len(self._full or self._tails))
+        self._burst = left = min(wanted, len(self._waiting))
         while left:
             left -= self._bring(left, longest=left)[0]
 
@@ -117,10 +151,9 @@ class Arrivals:
 
     def _bring(self, fresh: int, *, longest: int) -> tuple[int, int]:
         """Bring the next neighbouring pages of one range. Returns their number (0: memory lacks), and how many of them the driver gave."""
-        waiting = self._full or self._tails
-        holding, r, first = waiting[0]
+        holding, r, first = self._waiting[0]
         # The next page of a range is no neighbour where pages between the two were prefetched.
-        places = enumerate(itertools.islice(waiting, longest), first)
+        places = enumerate(itertools.islice(self._waiting, longest), first)
         wanted = [place for place, _ in itertools.takewhile(lambda each: each[1][1:] == (r, each[0]), places)]
         sizes = [r.chunk_sizes[index] for index in wanted]
         served = self._chunk_pool.count(sizes, fresh)
@@ -130,7 +163,7 @@ class Arrivals:
         r.pages.put(wanted[:served], self._chunk_pool)
         self.brought_bytes[holding] += holding.bring(r, wanted[:served])
         for _ in range(served):
-            waiting.popleft()
+            self._waiting.popleft()
         return served, created
 
 
@@ -148,9 +181,10 @@ class Exchange:
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
     is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
     began_seconds: float = field(default_factory=time.monotonic)  # from when on calls of what leaves are waited for, see `CallGuard.wait`
-    _arrivals: Arrivals = field(init=False)  # this and the next two are those of one `run`
+    _arrivals: Arrivals = field(init=False)  # this and the next three are those of one `run`
     _releases_at_once: bool = field(init=False)
     _room_bytes: int = field(init=False)  # device bytes that may be taken from the driver before any chunk was given up
+    _puts_aside: bool = field(init=False)  # whether memory is to stay aside. The link gets no work before `_let_stay` has put it there.
 
     def run(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage], *, releases_at_once: bool = False
@@ -174,10 +208,12 @@ class Exchange:
             early = self._begin(out, into)
             dropped = {each: each.gradients.ranges(each.ranges) for each in out if each in self.dropping}
             departures = [Departure(each, aside_bytes=self._aside_bytes(each), dropped=dropped.get(each)) for each in out]
-            puts_aside = any(each.aside_bytes for each in departures)
-            parts = self._start(departures, remaps_first=puts_aside) if departures else []
-            for _ in range(0 if departures else 2):  # two bursts keep the link busy while every tensor is looked at
-                self._arrivals.bring_more()
+            self._puts_aside = any(each.aside_bytes for each in departures)
+            if departures:
+                self._enqueue_first(departures)
+            else:
+                for _ in range(2):  # two bursts keep the link busy while every tensor is looked at
+                    self._arrivals.bring_more()
             # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors,
             # which a state dict gave the object, and they must be taken in first.
             for each in departures:
@@ -185,48 +221,49 @@ class Exchange:
                 each.copied_bytes += sum(adoptee.nbytes for r in each.fresh for adoptee in r.moving_in or ())
             for holding in into:
                 self._arrivals.expect(holding, holding.adopt_from_elsewhere())
-            if puts_aside:
+            if self._puts_aside:
                 self._let_stay(departures)
                 self._arrivals.open_window(self._room_bytes)
-            self._move_out(departures, parts)
+            self._move_out(departures)
             moved = self._commit_offloads(departures) | self._load(into, early)
         except BaseException as error:
-            if any(holding.on_device for holding in out):  # copies to new slabs may be under way: this frame and the traceback hold these
-                with contextlib.suppress(Exception):
-                    self.device.sync()
-            # Storages that give up memory come first, so that those that need it back find it. A storage that cannot be made consistent now
-            # is tried again at the next phase transition.
-            for holding in sorted((*out, *into), key=lambda each: each.on_device):
-                try:
-                    holding.make_consistent(self.chunk_pool)
-                except Exception as failure:
-                    error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
-                finally:
-                    holding.host_has_newest.set()  # nobody waits any longer
+            self._go_back(out, into, error)
             raise
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
-    def _move_out(self, departures: Sequence[Departure], parts: Sequence[Iterator[None]]) -> None:
-        """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes. `parts` are those of `_start`."""
+    def _go_back(self, out: Sequence[ManagedStorage], into: Sequence[ManagedStorage], error: BaseException) -> None:
+        """Settle every storage after an error. One that cannot be made consistent now is tried again at the next phase transition."""
+        if any(holding.on_device for holding in out):  # copies to new slabs may be under way: frames of the traceback hold these
+            with contextlib.suppress(Exception):
+                self.device.sync()
+        # Storages that give up memory come first, so that those that need it back find it.
+        for holding in sorted((*out, *into), key=lambda each: each.on_device):
+            try:
+                holding.make_consistent(self.chunk_pool)
+            except Exception as failure:
+                error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
+            finally:
+                holding.host_has_newest.set()  # nobody waits any longer
+
+    def _move_out(self, departures: Sequence[Departure]) -> None:
+        """Take away the memory of what leaves, as it arrives on the host, and put it behind what comes."""
         if self.verifier is not None and any(each.fresh for each in departures):
             # Before any memory goes: where a state dict was loaded back, new storages may lie in that of a range.
             self.device.wait(self.device.mark("to_host"))
             for each in departures:
                 self.verifier.check_newborn(each.holding, each.fresh)
         # The copies of what is compared come last, and then its memory is vacated last.
-        order = sorted(zip(departures, parts, strict=True), key=lambda both: both[0].is_compared)
-        for each, rest in order:
-            for _ in rest:
-                if each.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
-                    self._vacate(each, waits=False)
-        for each, _ in order:
+        order = sorted(departures, key=lambda each: each.is_compared)
+        for each in order:
+            self._enqueue_rest(each)
+        for each in order:
             self._vacate(each, waits=True)
         mark = self.device.mark("to_host")
         for each in departures:
             each.holding.save_aside()
         interrupts.check()
-        if departures and (not self.staying or any(each.fresh for each in departures)):
+        if any(each.fresh for each in departures):
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, int]:
@@ -246,23 +283,31 @@ class Exchange:
         self._limit_room(leaving, coming)
         return {each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges) for each in coming}
 
-    def _start(self, departures: Sequence[Departure], *, remaps_first: bool) -> list[Iterator[None]]:
-        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied. If
-        memory is to stay aside (`remaps_first`), the link gets no work until `_let_stay` has put it there."""
-        parts = [self._enqueue(each, holds_back=remaps_first) for each in departures]
-        for part in parts:
-            next(part, None)
-        if not remaps_first:
+    def _enqueue_first(self, departures: Sequence[Departure]) -> None:
+        """Enqueue the first pages of each storage, so that the link has work. If any of these is copied, enqueue all others, too."""
+        for each in departures:
+            each.waiting.extend([r for r in each.holding.ranges if r not in (each.dropped or ())])
+            if self.verifier is not None:
+                each.chosen = {span[0]: span for span in self.verifier.choose(each.waiting)}
+            if each.waiting:
+                self._enqueue_part(each)
+        if not self._puts_aside:
             self._arrivals.open_window(self._room_bytes)
         # Where ranks write together, all of them ask for all fingerprints before anything else.
-        if remaps_first or any(each.copied_bytes or each.holding.is_written_together for each in departures):
-            for each, part in zip(departures, parts, strict=True):
+        if self._puts_aside or any(each.copied_bytes or each.holding.is_written_together for each in departures):
+            for each in departures:
                 # Comparing takes as long as the copies. Where nobody waits for the memory, the rest is compared later, in `_move_out`.
-                if remaps_first or self._arrivals or not each.is_compared:
-                    for _ in part:
-                        pass
+                if self._puts_aside or self._arrivals or not each.is_compared:
+                    while each.waiting:
+                        self._enqueue_part(each)
         self.while_copying()
-        return parts
+
+    def _enqueue_rest(self, departure: Departure) -> None:
+        """Enqueue the pages that `_enqueue_first` has left, once every tensor has been looked at and memory may go."""
+        while departure.waiting:
+            self._enqueue_part(departure)
+            if departure.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
+                self._vacate(departure, waits=False)
 
     def _vacate(self, departure: Departure, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
@@ -272,7 +317,8 @@ class Exchange:
             compared = range(max(first, indices[0]), min(last, indices[-1] + 1))
             if self.verifier is not None and compared:
                 r.pages.wait(indices)
-                self.verifier.check_host(departure.holding, (r, compared.start, compared.stop), departure.on_host)
+                wanted = departure.comparisons[r].coming_prints
+                self.verifier.check_host(departure.holding, (r, compared.start, compared.stop), wanted)
             departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
@@ -284,66 +330,32 @@ class Exchange:
         shown = holding.state_dict_tensors
         return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
-    def _enqueue(self, departure: Departure, *, holds_back: bool) -> Iterator[None]:
-        """Find the pages that are not clean, enqueue their copies (or hold them back for `_let_stay`), and cut all into batches."""
-        dropped = set(departure.dropped or ())
-        ranges = [r for r in departure.holding.ranges if r not in dropped]
-        if self.verifier is not None:
-            departure.chosen = {span[0]: span for span in self.verifier.choose(ranges)}
-        return itertools.chain(*[self._enqueue_range(departure, r, holds_back=holds_back) for r in ranges])
-
-    def _enqueue_range(self, departure: Departure, r: Range, *, holds_back: bool) -> Iterator[None]:
-        holding, pages = departure.holding, r.pages
-        host_prints = None if r.prints is None else r.prints.cpu()
-        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
-        # which are in transient ranges, may change.
-        keeps_host_copy = holding.readonly and (r.is_shared or (host_prints is not None and not r.transient))
-        count = len(r.chunk_sizes)
-        device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
-        departure.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
-        if not keeps_host_copy:
-            departure.prints.append((r, device_prints))
-
-        def ask(first: int, last: int) -> Callable[[], torch.Tensor]:
-            return self.device.ask(holding.fingerprint(r, first, last))
-
-        # Ranks that write together compare all fingerprints before anything is written.
-        last, asked = 0, ask(0, count if r.is_replica and not holding.readonly else _LEAD)
-        while last < count:
-            first, answer = last, asked()
-            last = first + len(answer)
-            device_prints[first:last] = answer
-            changed = differing(None if host_prints is None else host_prints[first:last], answer, first)
-            dirty = [] if keeps_host_copy else holding.pages_to_save(r, answer, changed)
-            departure.rewritten_chunks += len(changed) if keeps_host_copy else 0
-            pages.note_clean(range(first, last))
-            pages.note_changed(dirty)
-            if is_compared := pages.record is not None and pages.record.expect(first, host_prints, answer):
-                asked = ask(last, last + _LEAD)  # before the copies, because comparing takes as long as they do
-                departure.is_compared = True
-            if dirty:
-                r.prints = None
-            if holds_back:
-                self._hold_back(departure, r, range(first, last), changed if keeps_host_copy else ())
-            else:
-                departure.batches.extend(self._copy_out(r, range(first, last)))
-            # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-            if not is_compared:
-                asked = ask(last, count if dirty else last + max(_SECOND, _PART_GROWTH * len(answer)))
-            departure.copied_bytes += pages.bytes_to_save(dirty)
-            departure.skipped_bytes += pages.used_bytes_of(range(first, last)) - pages.used_bytes_of(dirty)
-            yield
-
-    def _hold_back(self, departure: Departure, r: Range, indices: range, wrong: Collection[int]) -> None:
-        """Note that the first of these pages stay aside, as far as there is room and none is `wrong`, and that the others leave later."""
-        last = indices.start
-        while r.pages.can_be_aside and last < indices.stop and r.chunk_sizes[last] <= departure.aside_bytes and last not in wrong:
-            departure.aside_bytes -= r.chunk_sizes[last]
-            last += 1
-        if last > indices.start:
-            departure.put_aside.append((r, range(indices.start, last)))
-        if last < indices.stop:
-            departure.held_back.append((r, range(last, indices.stop)))
+    def _enqueue_part(self, departure: Departure) -> None:
+        """Compare the next pages, enqueue the copies of those that changed, and cut all into batches; where memory is to stay
+        aside, `_let_stay` does both. Then have the device compute the fingerprints of the pages behind these."""
+        holding, r = departure.holding, departure.waiting[0]
+        if (comparison := departure.comparisons.get(r)) is None:
+            comparison = departure.comparisons[r] = Comparison(self.device, holding, r)
+        indices, changed = comparison.take()
+        if not comparison.num_left:
+            departure.waiting.popleft()
+        prints, record = comparison.device_prints[indices.start : indices.stop], r.pages.record
+        comparison.wrong += changed if comparison.keeps_host_copy else ()
+        dirty = () if comparison.keeps_host_copy else holding.pages_to_save(r, prints, changed)
+        r.pages.note_clean(indices)
+        r.pages.note_changed(dirty)
+        if is_compared := record is not None and record.expect(indices.start, comparison.host_prints, prints):
+            comparison.ask(_LEAD)  # before the copies, because comparing takes as long as they do
+            departure.is_compared = True
+        if dirty:
+            r.prints = None
+        if not self._puts_aside:
+            departure.batches.extend(self._copy_out(r, indices))
+        # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
+        if not is_compared:
+            comparison.ask(comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices)))
+        departure.copied_bytes += r.pages.bytes_to_save(dirty)
+        departure.skipped_bytes += r.pages.used_bytes_of(indices) - r.pages.used_bytes_of(dirty)
 
     def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
         """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for their memory."""
@@ -360,12 +372,19 @@ class Exchange:
                 yield r, those[start:end]
 
     def _let_stay(self, departures: Sequence[Departure]) -> None:
-        """Put the memory that stays aside, and only then enqueue the copies of the pages that were held back."""
+        """Put the memory that stays aside: of each range the first pages, as far as there is room and none is wrong. Only then enqueue the
+        copies of the other pages."""
+        leaving: list[tuple[Departure, Range, range]] = []
         for each in departures:
-            each.held_back += [(r, indices) for r, indices in each.put_aside if not each.holding.hide(r, indices)]
-        for each in departures:
-            for r, indices in each.held_back:
-                each.batches.extend(self._copy_out(r, indices))
+            for r, comparison in each.comparisons.items():
+                sizes, num = r.chunk_sizes, 0
+                while r.pages.can_be_aside and num < len(sizes) and sizes[num] <= each.aside_bytes and num not in comparison.wrong:
+                    each.aside_bytes -= sizes[num]
+                    num += 1
+                is_hidden = num and each.holding.hide(r, range(num))
+                leaving.append((each, r, range(num if is_hidden else 0, len(sizes))))
+        for each, r, indices in leaving:
+            each.batches.extend(self._copy_out(r, indices))
 
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
@@ -379,10 +398,12 @@ class Exchange:
         for record in [record for each in departures for r in each.holding.ranges if (record := r.pages.record) is not None]:
             record.finish()
         for each in departures:
-            found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
+            prints = [(r, compared.device_prints) for r, compared in each.comparisons.items() if not compared.keeps_host_copy]
+            found = each.holding.commit_offload(each.fresh, prints, each.dropped)
             each.holding.make_consistent(self.chunk_pool)
+            num_wrong = sum(len(compared.wrong) for compared in each.comparisons.values())
             moved[each.holding] = replace(
-                found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
+                found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=num_wrong
             )
             each.fresh = ()  # what moves into the ranges holds the storages, which would count as references below
         for each in departures:

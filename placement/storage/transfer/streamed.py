@@ -60,11 +60,6 @@ class Bucket:
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
-    order = {r: number for number, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
-
-    def place(chunk: RangeChunk) -> tuple[int, int]:
-        return order[chunk[0]], chunk[1]
-
     found: list[Bucket] = []
     before: frozenset[RangeChunk] = frozenset()
     chunks: dict[RangeChunk, None] = {}
@@ -72,14 +67,18 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
         if index > first and used + more > bucket_bytes:
-            found.append(Bucket(first, index, tuple(sorted(chunks, key=place)), unborn))
+            found.append(Bucket(first, index, tuple(sorted(chunks, key=_address)), unborn))
             before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
             more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
         chunks.update(dict.fromkeys(piece.chunks))
         unborn, used = unborn + piece.unborn_bytes, used + more
     if pieces:
-        found.append(Bucket(first, len(pieces), tuple(sorted(chunks, key=place)), unborn))
+        found.append(Bucket(first, len(pieces), tuple(sorted(chunks, key=_address)), unborn))
     return found
+
+
+def _address(chunk: RangeChunk) -> int:
+    return chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]]
 
 
 def most_buckets(nbytes: int, bucket_bytes: int) -> int:

@@ -9,7 +9,7 @@ copy's fingerprints. This finds a bad memory module or link; it is no mode for t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 import torch
@@ -49,13 +49,13 @@ class Verifier:
                     if r.prints is None and not holding.on_device and r.moving_in is None:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
-    def check_host(self, holding: ManagedStorage, span: Span, wanted: Mapping[Range, torch.Tensor]) -> None:
+    def check_host(self, holding: ManagedStorage, span: Span, wanted: torch.Tensor) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
         `span`: chunks that have arrived.
-        `wanted`: the fingerprints that the host copy of each range must have."""
+        `wanted`: the fingerprints that the host copy of the range must have."""
         r, first, last = span
-        if bad := differing(wanted[r][first:last], _of_host(r, first, last), first):
-            _mend(holding, r, bad, wanted[r])
+        if bad := differing(wanted[first:last], _of_host(r, first, last), first):
+            _mend(holding, r, bad, wanted)
             raise IntegrityError(
                 f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
                 "The handle stays on the device, complete; its next offload copies them again."
