@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -20,7 +19,6 @@ from placement.policies import Colocated
 from placement.storage.cast import CastRange, CastStorage
 from placement.storage.managed import MoveResult
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.faults.test_interrupts import Lines
 from tests.support.disk import settle
 from tests.support.early import Foresight
 from tests.support.worker import CAPACITY, Scripted, assert_same, batch, make_manager, through_a_file
@@ -459,40 +457,6 @@ def test_handing_back(how: str) -> None:
 
 
 # --- errors and memory
-
-
-@pytest.mark.parametrize("call", ["enter", "come back", "leave", "leave written"])
-def test_interrupted_at_any_line(call: str) -> None:
-    """Ctrl-C at every other line of `cast.py`, while the weights come or leave with their masters or alone. With SWEEP=all at each line."""
-    job = Job(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
-    job.train()
-    assert job.is_cast
-
-    def run(lines: Lines) -> None:
-        if not call.startswith("leave"):
-            with lines:
-                job.manager.enter("train" if call == "enter" else "log_prob")
-        else:
-            job.manager.enter("train")
-            job.learn()
-            if call == "leave written":
-                job.write(lambda model: model[0].bias.data.add_(1.0))
-            with lines:
-                job.manager.leave()
-
-    run(counting := Lines())
-    while job.manager.snapshot().phases:
-        job.manager.leave()
-    is_whole = os.environ.get("SWEEP") == "all"
-    visited = [(line, visit) for line, visits in counting.visits.items() for visit in ({1, visits} if is_whole else {visits})]
-    ours = [each for each in visited if each[0][0].co_filename.endswith("cast.py")]
-    assert ours
-    for line, visit in visited if is_whole else ours[::2]:
-        with suppress(KeyboardInterrupt):
-            run(Lines(line, visit))
-        while job.manager.snapshot().phases:
-            job.manager.leave()
-        job.check()
 
 
 @pytest.mark.parametrize("operation", ["create", "map", "copy", "sync", "host", "reserve"])

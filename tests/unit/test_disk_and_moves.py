@@ -63,15 +63,6 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
     end(worker, tmp_path)
 
 
-def test_moves_are_verified_against_what_came_from_the_disk(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, {}, verify="always")
-    for seed in range(3):
-        send_to_disk(worker.manager, *worker.manager.handles)
-        with worker.manager.phase("train"):
-            learn(worker.net, worker.adam, seed)
-    end(worker, tmp_path)
-
-
 # --- streamed steps
 
 

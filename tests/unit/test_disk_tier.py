@@ -169,26 +169,6 @@ def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path
     worker.manager.close()
 
 
-@pytest.mark.parametrize("how", ["unregister", "close", "checkpoint"])
-def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.TempPathFactory, how: str) -> None:
-    send_to_disk(worker.manager, "critic")
-    critic = worker.models["critic"]
-    if how == "unregister":
-        worker.manager.unregister("critic")
-    elif how == "close":
-        worker.manager.close()
-    else:
-        path = tmp_path_factory.mktemp("checkpoint")
-        placement.checkpoint.async_save(worker.manager, path, only=["critic"]).result()
-        worker.manager.unregister("critic")
-        critic.load_state_dict(model(7).state_dict())
-        worker.manager.register("critic", critic, role="critic")
-        send_to_disk(worker.manager, "critic")
-        placement.checkpoint.load(worker.manager, path, only=["critic"])
-        send_to_disk(worker.manager, "critic")
-    assert all(torch.equal(critic.state_dict()[key], value) for key, value in model(2).state_dict().items())
-
-
 # --- what a limit means
 
 
@@ -203,19 +183,6 @@ def test_a_handle_that_never_fits_beside_what_it_steps_is_refused_with_a_table(t
         manager.register("adam", torch.optim.AdamW(actor.parameters()))
     assert [*manager.handles] == ["actor"]
     manager.check_integrity()
-    manager.close()
-
-
-def test_registering_makes_room_first(tmp_path: Path) -> None:
-    manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=2 * MODEL_BYTES, disk_directory=tmp_path)
-    models = [model(seed) for seed in range(5)]
-    for index, each in enumerate(models):
-        manager.register(f"model{index}", each, role="ref")
-        assert sum(handle.host_bytes for handle in manager.handles.values()) <= 2 * MODEL_BYTES
-    for index in range(5):
-        shown = manager.handles[f"model{index}"].state_dict()
-        assert all(torch.equal(shown[key], value) for key, value in model(index).state_dict().items())
-        del shown
     manager.close()
 
 

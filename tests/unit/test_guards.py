@@ -24,29 +24,6 @@ from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a
 # --- what raises
 
 
-def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice(worker: Worker) -> None:
-    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called.*manager\.phase"):
-        worker.net(batch())
-    with worker.manager.phase("values"), pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'values'"):
-        worker.net(batch())
-    with worker.manager.phase("log_prob"):
-        assert worker.net(batch()).isfinite().all()
-        assert worker.ref_net(batch()).isfinite().all()
-
-
-def test_a_step_is_for_training_only(worker: Worker) -> None:
-    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*'train'"):
-        worker.adam.step()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    with worker.manager.phase("weight_sync"), pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED"):
-        worker.adam.step()
-    values = copy.deepcopy(worker.actor.state_dict())
-    with pytest.raises(NotResidentError):
-        worker.sgd.step()
-    assert_same(dict(worker.actor.state_dict()), dict(values))
-
-
 @pytest.mark.parametrize("phase", ["log_prob", "weight_sync"])
 def test_a_step_with_everything_resident_but_not_in_training(phase: str) -> None:
     worker = Worker(policy="resident")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,23 +11,11 @@ import torch
 from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
 from placement.devices.host.slab import PAGE, Slab, cut, free_huge_bytes, left_in_cgroups
-from tests.support.programs import Programs
 
 
 def mapped(address: int) -> bool:
     spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
-
-
-@pytest.mark.parametrize("nbytes", [1, PAGE, 1_000_003])
-def test_size_is_exact_and_content_zero(nbytes: int) -> None:
-    slab = Slab(nbytes)
-    view = slab.view(0, nbytes)
-    assert (slab.nbytes, view.numel(), view.untyped_storage().nbytes()) == (nbytes, nbytes, nbytes)
-    assert view.data_ptr() == slab.address
-    assert slab.address % PAGE == 0
-    assert (view == 0).all()
-    assert (slab.pinned, slab.pageable_reason) == (False, None)
 
 
 def test_memory_is_there_before_it_is_touched() -> None:
@@ -43,19 +29,6 @@ def test_memory_is_there_before_it_is_touched() -> None:
 def test_a_kernel_without_populate_is_served_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "MADV_POPULATE_WRITE", 12345)  # no such advice: the kernel answers EINVAL, as an old one does
     assert (Slab(100_000).view(0, 100_000) == 0).all()
-
-
-def test_the_last_view_holds_the_memory_and_its_death_gives_it_back() -> None:
-    slab = Slab(8 * PAGE)
-    address = slab.address
-    views = [slab.view(0, 10), slab.view(PAGE, PAGE).view(torch.float32)[3:]]
-    del slab
-    views.pop(0)
-    assert mapped(address)
-    views[0].fill_(1.5)
-    assert (views[0] == 1.5).all()
-    views.clear()
-    assert not mapped(address)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
@@ -121,45 +94,6 @@ def test_free_huge_pages_are_counted_over_all_zones(tmp_path: Path) -> None:
     (tmp_path / "buddyinfo").write_text(text)
     assert free_huge_bytes(tmp_path / "buddyinfo") == (3 * 512 + 2 * 1024) * PAGE
     assert free_huge_bytes(tmp_path / "hidden") == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_reads_a_slab_dies_and_one_that_drops_it_keeps_its_addresses_taken() -> None:
-    slab = Slab(PAGE)
-    view = slab.view(0, PAGE)
-    endings = []
-    for is_reader in (True, False):
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-            code = 1
-            try:
-                if is_reader:
-                    code = int(view[0].item())
-                else:
-                    address = slab.address
-                    del slab, view
-                    code = 0 if mapped(address) else 2
-            finally:
-                os._exit(code)
-        endings.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    assert endings == [-signal.SIGSEGV, 0]
-    assert (view == 0).all()
-
-
-def test_the_interpreter_exits_in_peace_with_live_memory(programs: Programs) -> None:
-    program = """
-import torch
-from placement.devices.host.slab import Slab, cut
-from placement.testing import SimulatedDevice
-device = SimulatedDevice(1 << 20)
-addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)
-device.map(addresses, [chunk])
-torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), Slab(10, lambda *a: None, lambda a: print("driver call"))]
-assert torch.kept[2].ready.wait(60) and torch.kept[2].pinned
-raise SystemExit(7)
-"""
-    assert programs.run(program) == (7, "", "")
 
 
 def test_parts_of_a_slab_are_apart_and_keep_it_alive() -> None:

@@ -13,8 +13,7 @@ import torch
 import placement
 from placement import Phase, State
 from placement.testing import assert_nothing_resident
-from tests.faults.harness import FaultyWorker, check_left, check_values
-from tests.support.early import Early, Foresight
+from tests.support.early import Early
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
@@ -122,18 +121,6 @@ def test_a_checkpoint_of_what_is_being_saved_is_complete(tmp_path: Any) -> None:
     assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
 
 
-def test_what_is_being_saved_is_complete_before_its_memory_goes() -> None:
-    worker = late_worker({"values": STAY["values"]})  # the next phase does not want it early
-    with trained_again(worker) as step:
-        wanted = copy.deepcopy(worker.adam.state_dict())
-        step.switch("values")
-        step.switch("ref_log_prob")
-        assert early_bytes(worker) == {}
-        assert worker.manager.snapshot().prefetch_discarded_bytes == 0  # nothing was copied in vain
-        assert_same(worker.adam.state_dict(), wanted)
-    assert_nothing_resident(worker.manager)
-
-
 @pytest.mark.parametrize("end", ["unregister", "close"])
 def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
     worker = late_worker(STAY | {"idle": STAY["values"]})
@@ -147,17 +134,3 @@ def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
         worker.manager.unregister("actor")
         assert worker.manager.device.memory().chunk_bytes == 0
     assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
-
-
-def test_whole_steps_with_everything_early_lose_nothing() -> None:
-    """On a device that has room for some of it, and copies late."""
-    capacity = 160
-    worker = FaultyWorker(capacity * 1024, policy=Foresight(), device=LateDevice(capacity * 1024, chunk_bytes=8192)).register()
-    plain = FaultyWorker(capacity * 1024).register()
-    for _ in range(4):
-        worker.run_step()
-        plain.run_step()
-        check_values(worker)
-        check_left(worker)
-        assert worker.committed == plain.committed
-    assert any(each.prefetch_used_bytes for each in worker.manager.snapshot().handles)

@@ -355,18 +355,6 @@ class TestFirstBuckets:
         pair.step(1)
         pair.check()
 
-    @pytest.mark.parametrize("how", ["state of one parameter", "step of some layers"])
-    def test_state_that_changes_after_they_came_is_what_the_step_uses(self, how: str, pair: Pair) -> None:
-        with pair.manager.phase("train"):
-            assert pair.handle.prefetched_bytes
-            if how == "state of one parameter":
-                for net, optimizer in pair.both():
-                    optimizer.state[net.embed.weight]["exp_avg"] = torch.ones_like(net.embed.weight)
-            pair.step_both(1, used=[0, 5] if how == "step of some layers" else None)
-        pair.step(2)
-        pair.check()
-
-
 class TestMemory:
     def test_a_phase_whose_window_does_not_fit_is_refused(self) -> None:
         enough = Pair(adamw)
