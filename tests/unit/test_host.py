@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
 from placement.devices.host.slab import PAGE, Slab, cut, free_huge_bytes, left_in_cgroups
+from tests.support.programs import Programs
 
 
 def mapped(address: int) -> bool:
@@ -94,6 +97,33 @@ def test_free_huge_pages_are_counted_over_all_zones(tmp_path: Path) -> None:
     (tmp_path / "buddyinfo").write_text(text)
     assert free_huge_bytes(tmp_path / "buddyinfo") == (3 * 512 + 2 * 1024) * PAGE
     assert free_huge_bytes(tmp_path / "hidden") == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_reads_a_slab_dies() -> None:
+    view = Slab(PAGE).view(0, PAGE)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        view[0].item()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+    assert (view == 0).all()
+
+
+def test_the_interpreter_exits_in_peace_with_live_memory(programs: Programs) -> None:
+    program = """
+import torch
+from placement.devices.host.slab import Slab, cut
+from placement.testing import SimulatedDevice
+device = SimulatedDevice(1 << 20)
+addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)
+device.map(addresses, [chunk])
+torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), Slab(10, lambda *a: None, lambda a: print("driver call"))]
+assert torch.kept[2].ready.wait(60) and torch.kept[2].pinned
+raise SystemExit(7)
+"""
+    assert programs.run(program) == (7, "", "")
 
 
 def test_parts_of_a_slab_are_apart_and_keep_it_alive() -> None:
