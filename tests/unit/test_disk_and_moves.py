@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,34 +68,6 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
 
 def streamed(folder: Path) -> Pair:
     return Pair(adamw, host_limit_bytes=ROOM, disk_directory=folder)
-
-
-def step_from_disk(pair: Pair, step: int, used: Sequence[int] | None = None) -> None:
-    """A step of both whose state goes to the disk after the phase has begun."""
-    with pair.manager.phase("train"):
-        (spill,) = send_to_disk(pair.manager, "adam")
-        pair.step_both(step, used)
-        assert spill.is_here
-        assert not spill.may_leave  # the step's copies are ordered, not complete
-
-
-def test_streamed_steps_of_state_on_disk_are_those_of_the_optimizer_alone(tmp_path: Path) -> None:
-    """State that is born later is a part cut from a slab whose other parts are away."""
-    pair = streamed(tmp_path)
-    pair.step(0, used=[0, 1])
-    for step, used in ((1, [2, 3]), (2, [0, 4]), (3, None)):
-        step_from_disk(pair, step, used)
-        assert len(spills_of(pair.manager, "adam")) == 1
-    (spill,) = send_to_disk(pair.manager, "adam")
-    assert pair.handle.host_bytes == 0
-    assert pair.handle.disk_bytes == spill.disk_bytes > 0
-    pair.step(4)
-    assert spill.is_here
-    send_to_disk(pair.manager, "adam")
-    pair.check()
-    pair.manager.close()
-    assert_same(pair.optimizer.state_dict(), pair.other.state_dict())
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(tmp_path: Path) -> None:
