@@ -16,7 +16,6 @@ import placement
 from placement import IntegrityError, Manager, State
 from placement.devices.background import BackgroundThread
 from placement.planning.host_tier import DiskTier
-from placement.policies import Colocated
 from placement.storage.disk import Place
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.disk import damage, send_to_disk, settle, spills_of, tier_of
@@ -90,19 +89,6 @@ def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(t
 
 
 # --- readers and writers of the host copy
-
-
-def test_weights_are_published_from_a_host_copy_that_was_on_disk(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, {}, policy=Colocated(stream_sync=True))
-    wanted = copy.deepcopy(worker.actor.state_dict())
-    send_to_disk(worker.manager, "actor")
-    with worker.manager.phase("weight_sync"):
-        assert not worker.actor.resident_bytes
-        weights: dict[str, torch.Tensor] = {}
-        for bucket in worker.actor.weights(bucket_bytes=4096):
-            weights |= {name: tensor.clone() for name, tensor in bucket}
-        assert_same(weights, dict(wanted))
-    end(worker, tmp_path)
 
 
 def test_a_checkpoint_while_the_bytes_are_on_the_device_alone(tmp_path: Path) -> None:

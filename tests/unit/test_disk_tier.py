@@ -112,6 +112,9 @@ def test_a_job_runs_bit_by_bit_with_less_host_memory_than_its_host_copies_take(w
     for name in ("ref", "critic"):  # what does not change is written once
         assert worker.handles[name].counters.spilled_bytes <= MODEL_BYTES
     assert worker.handles["ref"].counters.disk_read_bytes + worker.handles["critic"].counters.disk_read_bytes > MODEL_BYTES
+    snapshot = worker.manager.snapshot()
+    assert sum(handle.spilled_bytes for handle in snapshot.handles) > 0
+    assert snapshot.since(snapshot)["placement/disk_bytes"] == sum(handle.disk_bytes for handle in snapshot.handles) > 0
     worker.check_values()
     worker.manager.check_integrity()
     assert worker.manager.audit().ok
@@ -243,21 +246,6 @@ def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Work
     worker.handles = worker.manager.handles
     worker.step()
     worker.check_values()
-
-
-# --- figures
-
-
-def test_snapshots_have_the_disk(worker: Worker) -> None:
-    for _ in range(3):
-        worker.step()
-    snapshot = worker.manager.snapshot()
-    assert all(handle.host_bytes + handle.disk_bytes > 0 for handle in snapshot.handles)
-    assert sum(handle.spilled_bytes for handle in snapshot.handles) > 0
-    assert sum(handle.disk_read_bytes for handle in snapshot.handles) > 0
-    figures = snapshot.since(snapshot)
-    assert figures["placement/disk_bytes"] == sum(handle.disk_bytes for handle in snapshot.handles)
-    assert figures["placement/disk_wait_seconds"] == 0
 
 
 def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,10 @@ MEMORY: list[Memory] = [
 ]
 """Host memory: the least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk.
 And chunks of the device that leave room for little, for some, or for everything early."""
-PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "train", "optimizer_step", "checkpoint", "restore")
+PHASES = (
+    *("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "train", "optimizer_step"),
+    *("weight_sync", "checkpoint", "restore"),
+)
 ACTIONS = (
     *("step", "step", "step", "step of some", "accumulate", "zero_grad", "full device", "tight device", "read", "write", "write state"),
     *("show", "hold", "write what is held", "release", "save", "save and load", "begin anew", "nested", "done", "leave"),
@@ -62,8 +65,8 @@ class Changing(Colocated):
 
     name = "changing"
 
-    def __init__(self, optimizer_in: OptimizerIn = "train") -> None:
-        super().__init__(optimizer_in)
+    def __init__(self, optimizer_in: OptimizerIn, *, stream_sync: bool) -> None:
+        super().__init__(optimizer_in, stream_sync=stream_sync)
         self.wanted: Mapping[str, int] = {}
 
     def plan(self, view: View) -> Plan:
@@ -106,7 +109,7 @@ class Program:
         self.folder = folder
         self.placed, self.free = Models(), Models()
         self.both = (self.placed, self.free)
-        self.policy = Changing(optimizer_in)
+        self.policy = Changing(optimizer_in, stream_sync=bucket_chunks == 1)
         self.device = LateDevice(chunks * CHUNK, chunk_bytes=CHUNK)
         self.budget_bytes = chunks * CHUNK if limit_bytes is None and host_copies == "reserved" else None
         limit: dict[str, Any] = {} if limit_bytes is None else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
@@ -119,7 +122,7 @@ class Program:
             **limit,
         )
         register = self.manager.register
-        register("actor", self.placed.net, role="actor")
+        self.actor = register("actor", self.placed.net, role="actor")
         self.adam = register("actor.optimizer", self.placed.adam)
         self.ref = register("ref", self.placed.ref_net, role="ref", readonly=True)
         self.critic = register("critic", self.placed.critic_net, role="critic")
@@ -147,6 +150,9 @@ class Program:
         self.step.switch(name)
         if waits and self.has_tier:
             settle(self.manager)
+        if name == "weight_sync":
+            found = {weight: tensor.clone() for bucket in self.actor.weights(bucket_bytes=CHUNK) for weight, tensor in bucket}
+            assert_same(found, dict(self.free.net.state_dict()))
         for action, number in actions:
             self.act(action, number)
             for shown, values in self.shown:

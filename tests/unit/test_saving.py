@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,30 +81,6 @@ def test_bytes_that_were_written_into_a_readonly_handle_do_not_stay(rows: slice)
                 assert handle.prefetched_bytes
                 step.switch("reward")
                 assert net.weight.cpu().equal(before)
-    assert_nothing_resident(worker.manager)
-
-
-READS: dict[str, Callable[[Worker], Any]] = {
-    "state_dict of the module": lambda w: w.net.state_dict(),
-    "state_dict of the optimizer": lambda w: w.adam.state_dict(),
-    "weights, published from the host copy": lambda w: {n: t.clone() for bucket in w.actor.weights() for n, t in bucket},
-}
-
-
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_whoever_reads_what_is_being_saved_reads_it_complete(read: Callable[[Worker], Any]) -> None:
-    worker = late_worker(STAY)
-    with trained_again(worker) as step:
-        wanted = copy.deepcopy(read(worker)) if "weights" not in next(k for k, v in READS.items() if v is read) else None
-        weights = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
-        step.switch("values")
-        if wanted is None:
-            step.switch("weight_sync")
-            assert_same(read(worker), weights)
-        else:
-            assert_same(read(worker), wanted)
-        step.switch("train")
-        assert_same(worker.net.state_dict(), weights)
     assert_nothing_resident(worker.manager)
 
 
