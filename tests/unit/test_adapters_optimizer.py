@@ -26,15 +26,24 @@ def names(adapter: OptimizerAdapter) -> list[str]:
     return [item.name for item in adapter.owned()]
 
 
-def make(cls: Any = optim.Adam) -> tuple[list[nn.Parameter], optim.Optimizer]:
+def make(cls: Any = optim.Adam, **options: Any) -> tuple[list[nn.Parameter], optim.Optimizer]:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (5, 2), (7,))]
-    return parameters, cls(parameters, lr=1e-3)
+    return parameters, cls(parameters, lr=1e-3, **options)
 
 
 def step(parameters: list[nn.Parameter], optimizer: optim.Optimizer) -> None:
     for parameter in parameters:
         parameter.grad = 2 * parameter.detach()
     optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True, "amsgrad": True}, {"foreach": True}])
+def test_the_twin_has_to_the_byte_the_state_that_a_step_creates(options: dict[str, Any]) -> None:
+    """Of each optimizer of torch, `test_unborn_optimizer_state` compares the sum, in pages."""
+    parameters, optimizer = make(**options)
+    expected = adapt(optimizer).expected_sizes()
+    step(parameters, optimizer)
+    assert expected == [item.tensor.untyped_storage().nbytes() for item in adapt(optimizer).owned()]
 
 
 def test_capturable_counters_move_in_the_group_that_is_capturable() -> None:
