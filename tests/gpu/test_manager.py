@@ -12,7 +12,7 @@ from torch import nn
 import placement
 from placement.policies import Resident
 from placement.testing import assert_nothing_resident
-from tests.unit.test_cast import MasterAdam
+from tests.support.masters import MasterAdam
 
 pytestmark = pytest.mark.gpu
 

@@ -29,8 +29,8 @@ from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
 from tests.sharded.one_of_each import mesh, net
 from tests.sharded.training import as_bytes as tensor_bytes
 from tests.sharded.training import bytes_of, device_of
+from tests.support.masters import Job
 from tests.support.ranks import Ranks, group_of_all, on_ranks
-from tests.unit import test_cast
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_p
 @on_ranks("ranks")
 def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
     """Writing into the masters leaves the weights as they are."""
-    job = test_cast.Job(group=group_of_all(generation), replicated=True)
+    job = Job(group=group_of_all(generation), replicated=True)
     places: list[bool] = []
     cast = CastRange.cast_to_device
 

@@ -107,21 +107,6 @@ def test_a_tensor_subclass_is_refused_and_external_ones_are_measured() -> None:
     assert names(adapter) == ["weight", "bias"]
 
 
-def test_a_gradient_that_cannot_be_moved_is_named_and_the_rest_is_owned() -> None:
-    module = nn.Linear(2, 2)
-    adapter = adapt(module)
-    with torch.inference_mode():
-        module.weight.grad = torch.ones(2, 2)
-    assert names(adapter) == ["weight", "bias"]
-    assert [name for name, _ in adapter.immovable()] == ["weight.grad"]
-    assert list(adapter.kept_by_framework()) == [("weight.grad (Tensor)", 16)]
-    with pytest.raises(RegistrationError, match=r"'weight\.grad' is an inference tensor"):
-        adapt(module)
-    assert names(adapt(module, external=True)) == ["weight", "weight.grad", "bias"]
-    module.zero_grad()
-    assert (names(adapter), list(adapter.immovable()), list(adapter.kept_by_framework())) == (["weight", "bias"], [], [])
-
-
 def test_of_a_wrapper_subclass_what_it_wraps_is_moved() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

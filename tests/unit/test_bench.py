@@ -60,24 +60,6 @@ def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     assert all(row["value"] == 1 for row in content["rows"] if row["metric"] == "bit-exact")
 
 
-@pytest.mark.slow
-def test_what_a_rollout_only_worker_saves_is_measured() -> None:
-    """Registered as they are, the trainer's objects take their size in host memory; as `Lazy` they take none (verl 4229)."""
-    found = {(row["system"], row["metric"]): row["value"] for row in file_of("rollout_only")["rows"]}
-    assert (found["placement, built", "objects built"], found["placement, Lazy", "objects built"]) == (3, 0)
-    parameters = 8 * 256 * 256 * 4 / 1e6  # of the actor; the reference has as many, AdamW two moments of each
-    assert found["placement, built", "host copies reserved"] - found["placement, Lazy", "host copies reserved"] >= 4 * parameters
-
-
-def test_a_streamed_step_holds_a_window_of_the_state() -> None:
-    found = {(row["system"], row["metric"]): row["value"] for row in file_of("streamed_adam")["rows"]}
-    assert found["placement", "bit-exact"] == found["placement, whole state", "bit-exact"] == 1
-    whole, peak = found["placement, whole state", "peak of the state on the device"], "peak of the state on the device"
-    assert 0 < found["placement", peak] < whole
-    moved = "step, bytes to the device"
-    assert found["placement", moved] == pytest.approx(found["placement, whole state", moved], rel=0.01)  # but for alignment
-
-
 def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:
     """One model at a time has the smaller peak; with the reference first no more bytes move than with both together."""
     found = {(row["system"], row["metric"]): row["value"] for row in file_of("grpo_step")["rows"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -15,133 +14,20 @@ import torch
 
 import placement
 from placement import HostMemoryError, IntegrityError, RegistrationError
-from placement.ownership.partial_step import allow
 from placement.policies import Colocated
-from placement.storage.cast import CastRange, CastStorage
+from placement.storage.cast import CastStorage
 from placement.storage.managed import MoveResult
-from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.faults.test_interrupts import Lines
+from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.support.disk import settle
 from tests.support.early import Foresight
-from tests.support.worker import CAPACITY, Scripted, assert_same, batch, make_manager, through_a_file
+from tests.support.masters import WIDTH, Job, MasterAdam, net
+from tests.support.worker import CAPACITY, Scripted, assert_same, make_manager, through_a_file
 from tests.unit.test_publish_changes import Receiver
-
-WIDTH = 96
-
-
-@allow
-class MasterAdam(torch.optim.Optimizer):
-    """Adam on float32 masters in its state, from which it writes the weights."""
-
-    writes_weights = True
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1e-2})
-        for parameter in self.param_groups[0]["params"]:
-            master = parameter.detach().float()
-            self.state[parameter] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master), "master": master}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                state, gradient = self.state[parameter], parameter.grad.float()
-                state["exp_avg"].lerp_(gradient, 0.1)
-                state["exp_avg_sq"].lerp_(gradient.square(), 0.1)
-                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-2)
-                if self.writes_weights:
-                    parameter.copy_(state["master"])
-
-    def _init_group(self, *_: Any) -> None:
-        """A step in parts is known to be right for classes that have it."""
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Torch's own would cast the state to the weights' dtype."""
-        for parameter, state in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
-            self.state[parameter] = dict(state)
-
-
-def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH))
-    model[:3].to(dtype)
-    model[3].requires_grad_(False)
-    return model
-
-
-class Job:
-    """A model in bfloat16 beside a plain copy of it, which placement does not know and which learns the same."""
-
-    def __init__(self, *, has_masters: bool = True, replicated: bool = False, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
-        self.model, self.plain = net(dtype), net(dtype)
-        self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
-        self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
-        self.manager = make_manager(**keywords)
-        self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
-        self.optimizer = self.manager.register("actor.optimizer", self.adam, replicated=replicated)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the weights have no host memory."""
-        return self.actor.host_bytes < self.weight_bytes
-
-    def learn(self, seed: int = 0) -> None:
-        for model, adam in ((self.model, self.adam), (self.plain, self.plain_adam)):
-            adam.zero_grad()
-            loss(model, seed).backward()
-            adam.step()
-            adam.zero_grad()
-
-    def write(self, change: Callable[[Any], object]) -> None:
-        """Change both models alike."""
-        for model in (self.model, self.plain):
-            change(model)
-
-    def add_to_masters(self) -> None:
-        """To those of both, whose weights are their cast no longer."""
-        for state in (*self.adam.state.values(), *self.plain_adam.state.values()):
-            state["master"].add_(1.0)
-
-    def train(self, seed: int = 0) -> None:
-        with self.manager.phase("train"):
-            self.check_masters()
-            self.learn(seed)
-
-    def check_masters(self) -> None:
-        """Values are left to masters only while both are offloaded."""
-        holding = self.actor.holding
-        assert holding is not None
-        for r in holding.ranges:
-            if isinstance(r, CastRange) and r.is_cast and holding.is_consistent:
-                assert not holding.on_device
-                assert not r.optimizer.on_device
-
-    def check(self) -> None:
-        """The values are those of the plain copy, on the device and in the host copy."""
-        self.check_masters()
-        with self.manager.phase("log_prob"):
-            assert_same(self.model.state_dict(), self.plain.state_dict())
-        with self.manager.phase("restore"):
-            assert_same([*self.adam.state.values()], [*self.plain_adam.state.values()])
-        assert_same(self.actor.state_dict(), self.plain.state_dict())
-        assert_same(self.optimizer.state_dict()["state"], self.plain_adam.state_dict()["state"])
-        self.manager.check_integrity()
-        assert self.manager.audit().ok
-        assert_nothing_resident(self.manager)
 
 
 @pytest.fixture
 def job() -> Job:
     return Job()
-
-
-def loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
-    inner = torch.nn.Sequential(*list(model)[:3])  # type: ignore[call-overload]
-    return inner(batch(seed, WIDTH).to(model[0].weight.dtype)).float().square().mean()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -459,40 +345,6 @@ def test_handing_back(how: str) -> None:
 
 
 # --- errors and memory
-
-
-@pytest.mark.parametrize("call", ["enter", "come back", "leave", "leave written"])
-def test_interrupted_at_any_line(call: str) -> None:
-    """Ctrl-C at every other line of `cast.py`, while the weights come or leave with their masters or alone. With SWEEP=all at each line."""
-    job = Job(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
-    job.train()
-    assert job.is_cast
-
-    def run(lines: Lines) -> None:
-        if not call.startswith("leave"):
-            with lines:
-                job.manager.enter("train" if call == "enter" else "log_prob")
-        else:
-            job.manager.enter("train")
-            job.learn()
-            if call == "leave written":
-                job.write(lambda model: model[0].bias.data.add_(1.0))
-            with lines:
-                job.manager.leave()
-
-    run(counting := Lines())
-    while job.manager.snapshot().phases:
-        job.manager.leave()
-    is_whole = os.environ.get("SWEEP") == "all"
-    visited = [(line, visit) for line, visits in counting.visits.items() for visit in ({1, visits} if is_whole else {visits})]
-    ours = [each for each in visited if each[0][0].co_filename.endswith("cast.py")]
-    assert ours
-    for line, visit in visited if is_whole else ours[::2]:
-        with suppress(KeyboardInterrupt):
-            run(Lines(line, visit))
-        while job.manager.snapshot().phases:
-            job.manager.leave()
-        job.check()
 
 
 @pytest.mark.parametrize("operation", ["create", "map", "copy", "sync", "host", "reserve"])

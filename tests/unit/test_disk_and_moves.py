@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import placement
 from placement import IntegrityError, Manager, State
 from placement.devices.background import BackgroundThread
 from placement.planning.host_tier import DiskTier
-from placement.policies import Colocated
 from placement.storage.disk import Place
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.disk import damage, send_to_disk, settle, spills_of, tier_of
@@ -63,48 +62,11 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
     end(worker, tmp_path)
 
 
-def test_moves_are_verified_against_what_came_from_the_disk(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, {}, verify="always")
-    for seed in range(3):
-        send_to_disk(worker.manager, *worker.manager.handles)
-        with worker.manager.phase("train"):
-            learn(worker.net, worker.adam, seed)
-    end(worker, tmp_path)
-
-
 # --- streamed steps
 
 
 def streamed(folder: Path) -> Pair:
     return Pair(adamw, host_limit_bytes=ROOM, disk_directory=folder)
-
-
-def step_from_disk(pair: Pair, step: int, used: Sequence[int] | None = None) -> None:
-    """A step of both whose state goes to the disk after the phase has begun."""
-    with pair.manager.phase("train"):
-        (spill,) = send_to_disk(pair.manager, "adam")
-        pair.step_both(step, used)
-        assert spill.is_here
-        assert not spill.may_leave  # the step's copies are ordered, not complete
-
-
-def test_streamed_steps_of_state_on_disk_are_those_of_the_optimizer_alone(tmp_path: Path) -> None:
-    """State that is born later is a part cut from a slab whose other parts are away."""
-    pair = streamed(tmp_path)
-    pair.step(0, used=[0, 1])
-    for step, used in ((1, [2, 3]), (2, [0, 4]), (3, None)):
-        step_from_disk(pair, step, used)
-        assert len(spills_of(pair.manager, "adam")) == 1
-    (spill,) = send_to_disk(pair.manager, "adam")
-    assert pair.handle.host_bytes == 0
-    assert pair.handle.disk_bytes == spill.disk_bytes > 0
-    pair.step(4)
-    assert spill.is_here
-    send_to_disk(pair.manager, "adam")
-    pair.check()
-    pair.manager.close()
-    assert_same(pair.optimizer.state_dict(), pair.other.state_dict())
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(tmp_path: Path) -> None:
@@ -127,19 +89,6 @@ def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(t
 
 
 # --- readers and writers of the host copy
-
-
-def test_weights_are_published_from_a_host_copy_that_was_on_disk(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, {}, policy=Colocated(stream_sync=True))
-    wanted = copy.deepcopy(worker.actor.state_dict())
-    send_to_disk(worker.manager, "actor")
-    with worker.manager.phase("weight_sync"):
-        assert not worker.actor.resident_bytes
-        weights: dict[str, torch.Tensor] = {}
-        for bucket in worker.actor.weights(bucket_bytes=4096):
-            weights |= {name: tensor.clone() for name, tensor in bucket}
-        assert_same(weights, dict(wanted))
-    end(worker, tmp_path)
 
 
 def test_a_checkpoint_while_the_bytes_are_on_the_device_alone(tmp_path: Path) -> None:

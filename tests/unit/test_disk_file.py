@@ -173,20 +173,6 @@ def test_the_pages_are_really_freed_and_come_back_at_the_same_addresses() -> Non
     assert view.tolist() == [3] * 8
 
 
-def test_views_are_counted_however_they_are_kept_and_bring_the_bytes_first() -> None:
-    slab = Slab(MIB)
-    seen = []
-    slab.before_use = lambda: seen.append(slab.has_views)
-    assert not slab.has_views
-    view = slab.view(0, 64)
-    kept = view.view(torch.int64)[2:].untyped_storage()
-    del view
-    assert slab.has_views
-    del kept
-    assert not slab.has_views
-    assert seen == [True]
-
-
 def test_it_is_unpinned_before_it_goes_and_pinned_again_when_it_is_back() -> None:
     pinned: dict[int, int] = {}
     may_pin = threading.Event()

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import placement
-from placement import Plan
-from placement.engines.base import TorchEngine
 from placement.policies import Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, TRAIN, Worker, assert_same, batch, learn, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -220,18 +218,3 @@ def test_a_transition_that_fails_after_they_died_says_so() -> None:
         assert worker.actor.state is TRAIN
         assert gradients(worker.net) == [None] * 4
     assert any("the gradients of 'actor' are lost" in note for note in caught.value.__notes__)
-
-
-def test_an_engine_has_gradients_as_a_module_has() -> None:
-    model = net()
-    engine = TorchEngine(model)
-
-    def plan(view: placement.View) -> Plan:
-        return view.total_plan({"engine": TRAIN if view.phase == "train" else OFF}, dropped=["engine"] if view.phase != "train" else [])
-
-    manager = make_manager(policy=Scripted(train=plan, idle=plan))
-    handle = manager.register("engine", engine, role="rollout")
-    with manager.phase("train"):
-        backward(model)
-    assert gradients(model) == [None] * 4
-    assert handle.counters.offloaded_bytes == 0

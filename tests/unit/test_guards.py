@@ -18,33 +18,10 @@ import placement
 from placement import PHASES, Handle, NotResidentError, PhaseError, PlacementError, Plan, State, View
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import SimulatedDevice
 from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net, through_a_file
 
 # --- what raises
-
-
-def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice(worker: Worker) -> None:
-    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called.*manager\.phase"):
-        worker.net(batch())
-    with worker.manager.phase("values"), pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'values'"):
-        worker.net(batch())
-    with worker.manager.phase("log_prob"):
-        assert worker.net(batch()).isfinite().all()
-        assert worker.ref_net(batch()).isfinite().all()
-
-
-def test_a_step_is_for_training_only(worker: Worker) -> None:
-    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*'train'"):
-        worker.adam.step()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    with worker.manager.phase("weight_sync"), pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED"):
-        worker.adam.step()
-    values = copy.deepcopy(worker.actor.state_dict())
-    with pytest.raises(NotResidentError):
-        worker.sgd.step()
-    assert_same(dict(worker.actor.state_dict()), dict(values))
 
 
 @pytest.mark.parametrize("phase", ["log_prob", "weight_sync"])
@@ -60,20 +37,6 @@ def test_a_step_with_everything_resident_but_not_in_training(phase: str) -> None
         assert_same(dict(worker.net.state_dict()), dict(values))
         with worker.manager.phase("train", only=["actor.optimizer"]), pytest.raises(PhaseError, match="would change 'actor', which is"):
             worker.adam.step()
-
-
-def test_loading_a_state_dict_belongs_into_restore(worker: Worker) -> None:
-    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* given a state dict.*phase\('restore'\)"):
-        worker.net.load_state_dict(worker.values)
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' .*phase\('restore'\)"):
-        worker.adam.load_state_dict(worker.adam.state_dict())
-    zeros = {name: torch.zeros_like(value) for name, value in worker.values.items()}
-    with worker.manager.phase("restore"):
-        worker.net.load_state_dict(zeros)
-    assert_same(dict(worker.actor.state_dict()), zeros)
-    assert_nothing_resident(worker.manager)
 
 
 def refusals(handle: Handle) -> Iterator[Callable[[], Any]]:

@@ -21,17 +21,6 @@ def mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
-@pytest.mark.parametrize("nbytes", [1, PAGE, 1_000_003])
-def test_size_is_exact_and_content_zero(nbytes: int) -> None:
-    slab = Slab(nbytes)
-    view = slab.view(0, nbytes)
-    assert (slab.nbytes, view.numel(), view.untyped_storage().nbytes()) == (nbytes, nbytes, nbytes)
-    assert view.data_ptr() == slab.address
-    assert slab.address % PAGE == 0
-    assert (view == 0).all()
-    assert (slab.pinned, slab.pageable_reason) == (False, None)
-
-
 def test_memory_is_there_before_it_is_touched() -> None:
     pages = (1 << 20) // PAGE
     slab = Slab(1 << 20)
@@ -43,19 +32,6 @@ def test_memory_is_there_before_it_is_touched() -> None:
 def test_a_kernel_without_populate_is_served_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "MADV_POPULATE_WRITE", 12345)  # no such advice: the kernel answers EINVAL, as an old one does
     assert (Slab(100_000).view(0, 100_000) == 0).all()
-
-
-def test_the_last_view_holds_the_memory_and_its_death_gives_it_back() -> None:
-    slab = Slab(8 * PAGE)
-    address = slab.address
-    views = [slab.view(0, 10), slab.view(PAGE, PAGE).view(torch.float32)[3:]]
-    del slab
-    views.pop(0)
-    assert mapped(address)
-    views[0].fill_(1.5)
-    assert (views[0] == 1.5).all()
-    views.clear()
-    assert not mapped(address)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
@@ -124,26 +100,14 @@ def test_free_huge_pages_are_counted_over_all_zones(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_reads_a_slab_dies_and_one_that_drops_it_keeps_its_addresses_taken() -> None:
-    slab = Slab(PAGE)
-    view = slab.view(0, PAGE)
-    endings = []
-    for is_reader in (True, False):
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-            code = 1
-            try:
-                if is_reader:
-                    code = int(view[0].item())
-                else:
-                    address = slab.address
-                    del slab, view
-                    code = 0 if mapped(address) else 2
-            finally:
-                os._exit(code)
-        endings.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    assert endings == [-signal.SIGSEGV, 0]
+def test_a_forked_child_that_reads_a_slab_dies() -> None:
+    view = Slab(PAGE).view(0, PAGE)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        view[0].item()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
     assert (view == 0).all()
 
 

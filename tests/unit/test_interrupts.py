@@ -52,14 +52,6 @@ def test_raised_at_the_end_also_of_a_block_that_failed(fails: bool) -> None:
     assert isinstance(caught.value.__context__, ValueError) is fails
 
 
-def test_a_second_one_is_raised_at_once() -> None:
-    with deferred():
-        interrupt()
-        with pytest.raises(KeyboardInterrupt):
-            interrupt()
-        check()
-
-
 def test_another_thread_defers_and_raises_nothing() -> None:
     seen: list[Any] = []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import multiprocessing.reduction
 import pathlib
 import warnings
@@ -305,23 +304,6 @@ def test_replaced_and_added_tensors_are_named_apart() -> None:
     assert_same(worker.optimizer.state_dict(), wanted)
 
 
-def test_writes_and_what_the_same_call_added_are_one_error() -> None:
-    """As PEFT's `add_adapter()` of OLoRA does."""
-    worker = trained()
-    wanted = copy.deepcopy(worker.net.state_dict())
-    _buffer(worker)
-    worker.net[0].weight.data.fill_(1)
-    worker.net[2].to(torch.float16)
-    said = (
-        r"0.weight.* of 'actor'.*values are unchanged.* 2.weight, 2.bias of 'actor' were replaced.* put back.* extra were added to 'actor'"
-    )
-    with pytest.raises(IntegrityError, match=said), worker.manager.phase("log_prob"):
-        pass
-    with worker.manager.phase("log_prob"):
-        assert_same({name: value for name, value in worker.net.state_dict().items() if name != "extra"}, dict(wanted))
-    assert_nothing_resident(worker.manager)
-
-
 REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": lambda t: t.clone(),
     "columns that begin inside a word": lambda t: t[:, 6:].clone(),
@@ -366,19 +348,6 @@ def test_float8_poison_is_found_in_added_and_replaced_tensors(dtype: torch.dtype
     with manager.phase("log_prob"):
         assert torch.equal(model.scale.view(torch.uint8), wanted["scale"].view(torch.uint8))
     assert_nothing_resident(manager)
-
-
-def test_weights_that_are_put_in_while_offloaded_are_taken_over() -> None:
-    worker = Worker()
-    fresh = torch.nn.Linear(64, 8)
-    wanted = copy.deepcopy(fresh.state_dict())
-    worker.manager.unregister("actor.optimizer")  # it would go on stepping the old ones
-    del worker.adam, worker.optimizer
-    gc.collect()  # an optimizer is part of cycles, and holds the old weights as long as it lives
-    worker.net[2] = fresh
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.net[2].state_dict()), dict(wanted))
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() -> None:

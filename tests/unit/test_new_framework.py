@@ -1,9 +1,9 @@
-"""A framework that placement has never heard of is one class: everything that placement asks of frameworks is answered by it."""
+"""A framework that placement has never heard of is one class. Its other hooks are shown with frameworks that need them (tests/sharded)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,39 +35,11 @@ class Frozen(nn.Module):
     """A module that the framework refuses to have moved."""
 
 
-class OwnShards(nn.Module):
-    """A module that only the framework can publish."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-
-class FarAway(torch.optim.SGD):
-    """An optimizer whose state the framework places."""
-
-
-class Masters(torch.optim.Optimizer):
-    """An optimizer that steps float64 copies of the model's parameters."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.models = list(parameters)
-        super().__init__([each.detach().double().requires_grad_() for each in self.models], {})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for master, model in zip(group["params"], self.models, strict=True):
-                master.data -= model.grad.double()
-                model.data.copy_(master)
-
-
 class Crates(Framework):
-    """One file, one class: this is all that a new framework takes."""
+    """What a new framework takes."""
 
     wrappers = (Wrapper(Named(__name__, "Crate"), "packed"),)
     refused_modules = (Advised(Named(__name__, "Frozen"), "thaw it first"),)
-    external_optimizers = (Advised(Named(__name__, "FarAway"), "Crates keeps its state elsewhere"),)
-    with_own_export = (Named(__name__, "OwnShards"),)
 
     def __init__(self, crates: Sequence[Crate]) -> None:
         self._crates = crates
@@ -81,17 +53,8 @@ class Crates(Framework):
         return (Owned(f"crates.{index}.hidden", crate.hidden()) for index, crate in enumerate(self._crates))
 
     @classmethod
-    def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
-        masters = [each for each in objects if isinstance(each, Masters)]
-        return {id(own): model for each in masters for own, model in zip(each.param_groups[0]["params"], each.models, strict=True)}
-
-    @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
         return (" in a bad mood,", "wait") if getattr(optimizer, "is_moody", False) else None
-
-    @classmethod
-    def hidden_tensors(cls, optimizer: object, path: str) -> Iterator[Owned] | None:
-        return None
 
 
 @pytest.fixture
@@ -137,28 +100,6 @@ def test_it_refuses_and_says_what_to_do(crates: type[Framework], manager: placem
     refused = r"SGD in a bad mood, is not supported now.*wait, or register it with external=True"
     with pytest.raises(placement.RegistrationError, match=refused):
         manager.register("actor.optimizer", optimizer)
-
-
-def test_what_it_places_is_never_moved(crates: type[Framework], manager: placement.Manager) -> None:
-    model = nn.Linear(2, 2)
-    manager.register("actor", model, role="actor")
-    optimizer = manager.register("actor.optimizer", FarAway(model.parameters()))
-    assert optimizer.external
-    assert manager.snapshot().handles[1].external == "Crates keeps its state elsewhere"
-
-
-def test_an_optimizer_of_copies_belongs_to_the_model_that_they_are_of(crates: type[Framework], manager: placement.Manager) -> None:
-    model = nn.Linear(2, 2)
-    actor = manager.register("actor", model, role="actor")
-    optimizer = manager.register("actor.optimizer", Masters(list(model.parameters())))
-    assert optimizer.owners == (actor,)
-
-
-def test_only_its_own_export_publishes(crates: type[Framework], manager: placement.Manager) -> None:
-    model = OwnShards()
-    actor = manager.register("actor", model, role="actor")
-    with manager.phase("weight_sync"), pytest.raises(placement.RegistrationError, match=r"OwnShards shards its parameters.*its own export"):
-        actor.weights()
 
 
 def test_what_is_no_framework_is_refused() -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from placement import DeviceMemoryError, HandleView, Manager, Plan, View
-from placement.core.states import bytes_under
-from placement.planning.planner import without_surplus
+from placement import DeviceMemoryError, Manager, Plan, View
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice
-from tests.support.worker import GPU, OFF, SYNC, TRAIN, Scripted
+from tests.support.worker import SYNC, TRAIN, Scripted
 from tests.unit.test_policies import KeepReference
 
 UNIT = 4096
@@ -171,48 +168,3 @@ def test_a_phase_for_some_handles_fits_whenever_what_is_needed_together_does(
             assert total(job, part) <= budget * UNIT
     job.manager.check_integrity()
     assert job.manager.snapshot().pairing_violations == 0
-
-
-HANDLE = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(["module", "optimizer", "engine"]),
-        "num_bytes": st.integers(0, 12),
-        "readonly": st.booleans(),
-        "external": st.booleans(),
-        "tags": st.dictionaries(st.sampled_from(["weights", "kv_cache"]), st.integers(0, 6), min_size=2),
-        "part": st.sampled_from([frozenset({"weights"}), frozenset({"kv_cache"}), None]),
-        "wanted": st.sampled_from([GPU, GPU, GPU, OFF, SYNC, TRAIN]),
-        "needed": st.sampled_from([OFF, OFF, GPU, SYNC, TRAIN]),
-        "streamed": st.booleans(),
-    }
-)
-
-
-@settings(deadline=None, max_examples=60)
-@given(drawn=st.lists(HANDLE, max_size=6), budget=st.integers(0, 40))
-def test_no_more_leaves_than_the_deficit_and_nothing_that_is_needed(drawn: list[dict[str, Any]], budget: int) -> None:
-    handles, plans = {}, {"wanted": Plan({}), "needed": Plan({})}
-    for number, each in enumerate(drawn):
-        name, is_engine = f"h{number}", each["kind"] == "engine"
-        tags = each["tags"] if is_engine else {}
-        handles[name] = HandleView(
-            name=name, kind=each["kind"], role=None, state=OFF, num_bytes=sum(tags.values()) if is_engine else each["num_bytes"],
-            readonly=each["readonly"] and each["kind"] == "module", external=each["external"], tags=tags,
-        )  # fmt: skip
-        for which, plan in plans.items():
-            streamed = {name} if each["streamed"] and each[which] is SYNC else set()
-            parts = {name: each["part"]} if is_engine and each["part"] and which == "needed" and each[which] is GPU else {}
-            plans[which] = Plan({**plan.targets, name: each[which]}, plan.streamed | streamed, parts={**plan.parts, **parts})
-    view = View(phase="values", handles=handles, budget_bytes=budget)
-    wanted, least = plans["wanted"], plans["needed"]
-    made = without_surplus(view, wanted, least)
-    for name, handle in handles.items():
-        if made[name] is not wanted[name] or made.parts.get(name) != wanted.parts.get(name):
-            assert (wanted[name], made[name]) in {(GPU, OFF), (GPU, GPU)}, "what trains or is published was touched"
-            assert bytes_under(made, handle) == bytes_under(least, handle) < bytes_under(wanted, handle)
-            stays = replace(made, targets={**made.targets, name: GPU}, parts={n: t for n, t in made.parts.items() if n != name})
-            assert not view.fits(made) or not view.fits(stays), f"{name} left although it would have fitted"
-    if not view.fits(made):  # then nothing is left that may go
-        for name, handle in handles.items():
-            if made[name] is GPU and least[name] in (OFF, GPU):
-                assert bytes_under(made, handle) <= bytes_under(least, handle)

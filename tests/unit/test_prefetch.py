@@ -101,45 +101,6 @@ def test_a_manager_that_is_dropped_while_something_arrives_early_ends_at_once_an
     assert device.memory().chunk_bytes == 0
 
 
-def test_a_host_copy_that_was_written_is_copied_again() -> None:
-    worker = early_worker({"log_prob": {"critic": ALL}})
-    with worker.manager.phase("log_prob") as step:
-        assert early_bytes(worker)
-        shown = worker.critic.state_dict()
-        for each in shown.values():
-            each.fill_(3)
-        step.switch("values")
-        assert last_load(worker, "critic") == (used_bytes(worker, "critic"), 0)
-        assert all(bool((each == 3).all()) for each in worker.critic_net.parameters())
-
-
-def test_nothing_arrives_early_while_a_state_dict_shows_the_host_copy() -> None:
-    worker = early_worker({"log_prob": {"critic": ALL}})
-    shown = worker.critic.state_dict()
-    with worker.manager.phase("log_prob") as step:
-        assert early_bytes(worker) == {}
-        for each in shown.values():
-            each.fill_(3)
-        step.switch("values")
-        assert all(bool((each == 3).all()) for each in worker.critic_net.parameters())
-        del shown, each
-        step.switch("log_prob")
-        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}  # nobody can write there any more
-
-
-def test_gradients_zeroed_while_offloaded_are_zero_though_the_old_ones_came_early() -> None:
-    worker = early_worker({"train": {}, "log_prob": {"actor": ALL, "critic": ALL}, "values": {"actor": ALL}})
-    with worker.manager.phase("train") as step:
-        worker.critic_net(torch.ones(2, 64)).sum().backward()
-        worker.net(torch.ones(2, 64)).sum().backward()
-        step.switch("values")  # the actor arrives early, with its gradients
-        assert early_bytes(worker)["actor"] > sum(each.untyped_storage().nbytes() for each in worker.net.parameters())
-        worker.adam.zero_grad(set_to_none=False)
-        step.switch("train")
-        assert all(bool((each.grad == 0).all()) for each in worker.net.parameters() if each.grad is not None)
-        assert any(each.grad is not None for each in worker.net.parameters())
-
-
 def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets_less_from_then_on() -> None:
     worker = early_worker({"log_prob": {"critic": ALL, "critic.optimizer": ALL}})
     device = worker.manager.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 import placement
 from placement import Phase, State
 from placement.testing import assert_nothing_resident
-from tests.faults.harness import FaultyWorker, check_left, check_values
-from tests.support.early import Early, Foresight
+from tests.support.early import Early
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
 from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
@@ -85,30 +84,6 @@ def test_bytes_that_were_written_into_a_readonly_handle_do_not_stay(rows: slice)
     assert_nothing_resident(worker.manager)
 
 
-READS: dict[str, Callable[[Worker], Any]] = {
-    "state_dict of the module": lambda w: w.net.state_dict(),
-    "state_dict of the optimizer": lambda w: w.adam.state_dict(),
-    "weights, published from the host copy": lambda w: {n: t.clone() for bucket in w.actor.weights() for n, t in bucket},
-}
-
-
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_whoever_reads_what_is_being_saved_reads_it_complete(read: Callable[[Worker], Any]) -> None:
-    worker = late_worker(STAY)
-    with trained_again(worker) as step:
-        wanted = copy.deepcopy(read(worker)) if "weights" not in next(k for k, v in READS.items() if v is read) else None
-        weights = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
-        step.switch("values")
-        if wanted is None:
-            step.switch("weight_sync")
-            assert_same(read(worker), weights)
-        else:
-            assert_same(read(worker), wanted)
-        step.switch("train")
-        assert_same(worker.net.state_dict(), weights)
-    assert_nothing_resident(worker.manager)
-
-
 def test_a_checkpoint_of_what_is_being_saved_is_complete(tmp_path: Any) -> None:
     worker = late_worker(STAY | {"checkpoint": STAY["values"]})
     with worker.manager.phase("train") as step:
@@ -120,18 +95,6 @@ def test_a_checkpoint_of_what_is_being_saved_is_complete(tmp_path: Any) -> None:
         learn(worker.net, worker.adam, 2)
     placement.checkpoint.load(worker.manager, tmp_path / "checkpoint")
     assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
-
-
-def test_what_is_being_saved_is_complete_before_its_memory_goes() -> None:
-    worker = late_worker({"values": STAY["values"]})  # the next phase does not want it early
-    with trained_again(worker) as step:
-        wanted = copy.deepcopy(worker.adam.state_dict())
-        step.switch("values")
-        step.switch("ref_log_prob")
-        assert early_bytes(worker) == {}
-        assert worker.manager.snapshot().prefetch_discarded_bytes == 0  # nothing was copied in vain
-        assert_same(worker.adam.state_dict(), wanted)
-    assert_nothing_resident(worker.manager)
 
 
 @pytest.mark.parametrize("end", ["unregister", "close"])
@@ -147,17 +110,3 @@ def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
         worker.manager.unregister("actor")
         assert worker.manager.device.memory().chunk_bytes == 0
     assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
-
-
-def test_whole_steps_with_everything_early_lose_nothing() -> None:
-    """On a device that has room for some of it, and copies late."""
-    capacity = 160
-    worker = FaultyWorker(capacity * 1024, policy=Foresight(), device=LateDevice(capacity * 1024, chunk_bytes=8192)).register()
-    plain = FaultyWorker(capacity * 1024).register()
-    for _ in range(4):
-        worker.run_step()
-        plain.run_step()
-        check_values(worker)
-        check_left(worker)
-        assert worker.committed == plain.committed
-    assert any(each.prefetch_used_bytes for each in worker.manager.snapshot().handles)

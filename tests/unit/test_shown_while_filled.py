@@ -104,19 +104,6 @@ def test_when_a_swap_goes_back(operation: str) -> None:
         pass
 
 
-def test_a_wiped_chunk_is_nan_in_every_type() -> None:
-    device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK)
-    addresses, chunks = device.reserve(2 * CHUNK), (device.create(CHUNK), device.create(CHUNK))
-    device.wipe(chunks)
-    device.map(addresses, chunks)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        assert device.view(addresses, 0, 2 * CHUNK).view(dtype).isnan().all()
-    device.unmap(addresses, 2 * CHUNK)
-    device.release(*chunks)
-    with pytest.raises(ValueError, match="does not hold the chunk"):
-        device.wipe(chunks)
-
-
 def test_a_device_without_a_way_of_its_own() -> None:
     device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK)
     chunk = device.create(CHUNK)

@@ -52,17 +52,6 @@ def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state:
         assert_same(worker.optimizer.state_dict(), moments)
 
 
-def test_a_held_state_dict_survives_the_handle_and_the_manager(worker: Worker) -> None:
-    held = worker.actor.state_dict()
-    with worker.manager.phase("log_prob"):
-        other = worker.actor.state_dict()
-    worker.manager.close()
-    assert_same(dict(held), dict(worker.values))
-    assert_same(dict(other), dict(worker.values))
-    learn(worker.net, worker.adam)
-    assert_same(dict(held), dict(worker.values))  # from here on it is a copy
-
-
 class Tied(torch.nn.Module):
     """Tied embeddings, two views of one flat buffer, an alias and a buffer that is not persistent."""
 

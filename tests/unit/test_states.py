@@ -1,9 +1,10 @@
-"""The words: the table, plans and views."""
+"""The words: the table and the machine that follows it, plans and views."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import operator
 import pickle
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from placement import PhaseError, State
 from placement.core.states import TRANSITIONS, HandleView, Plan, Trigger, View
+from placement.registration.handle import Handle, path
 from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 
@@ -113,3 +116,31 @@ def test_views_and_plans_are_copied_and_sent_like_any_data() -> None:
         assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
     assert json.loads(json.dumps(given.phases)) == {"own": ["actor"]}
     assert type(given.handles | {"b": handle("b")}) is dict  # a copy that may be changed
+
+
+def machine_in(state: State) -> Handle:
+    """A machine that was brought to a state by triggers alone."""
+    machine = Handle("actor", kind="module", role=None, readonly=False)
+    on_device = state is not State.CPU_OFFLOADED
+    for trigger in path((State.CPU_OFFLOADED, False), (state, on_device)):
+        machine.require(trigger)
+        machine.fire(trigger)
+    return machine
+
+
+def test_every_row_of_the_table_fires_and_nothing_else_does() -> None:
+    rows = {(trigger, source): target for trigger, source, target in TRANSITIONS}
+    assert len(rows) == len(TRANSITIONS)
+    for trigger, source in itertools.product(Trigger, State):
+        machine = machine_in(source)
+        target = rows.get((trigger, source))
+        if target is None:
+            for refused in (machine.require, machine.fire):
+                with pytest.raises(PhaseError, match=f"'actor' cannot {trigger} while it is {source}"):
+                    refused(trigger)
+                assert machine.state is source
+        else:
+            machine.require(trigger)
+            assert machine.state is source
+            machine.fire(trigger)
+            assert machine.state is target

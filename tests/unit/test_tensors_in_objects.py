@@ -22,6 +22,7 @@ from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.support.worker import assert_same, batch, in_a_range, learn, make_manager, net, through_a_file
+from tests.unit.test_optimizer_containers import more, run, values
 
 
 class Held:
@@ -209,7 +210,9 @@ def held(tensor: torch.Tensor, form: str) -> Any:
 class HeldState(torch.optim.SGD):
     """Keeps a mean of squared gradients in objects in its state."""
 
-    form = "object"
+    def __init__(self, parameters: Any, form: str = "object") -> None:
+        super().__init__(parameters, lr=0.1)
+        self.form = form
 
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
@@ -223,28 +226,14 @@ class HeldState(torch.optim.SGD):
         return [tensor for _, tensor in nested_tensors([*self.state.values()], "", levels=4)]
 
 
-def run(form: str, steps: range, manager: Manager | None = None, started: Any = None) -> tuple[nn.Module, HeldState]:
-    torch.manual_seed(0)
-    model = net(8) if started is None else started[0]
-    optimizer = HeldState(model.parameters(), lr=0.1) if started is None else started[1]
-    optimizer.form = form
-    if manager is not None and started is None:
-        manager.register("actor", model, role="actor")
-        manager.register("actor.optimizer", optimizer)
-    for seed in steps:
-        if manager is None:
-            learn(model, optimizer, seed, 8)
-            continue
-        with manager.phase("train"):
-            learn(model, optimizer, seed, 8)
-    return model, optimizer
-
-
 @pytest.mark.parametrize("form", ["list of objects", "slots", "frozen", "deque", "named tuple"])
 def test_tensors_in_objects_move_and_are_saved(form: str, tmp_path: Path) -> None:
-    twin, twins = run(form, range(3))
+    def made(model: nn.Module) -> HeldState:
+        return HeldState(model.parameters(), form)
+
+    twin, twins = run(made, 3)
     manager, other = make_manager(), make_manager()
-    model, optimizer = run(form, range(2), manager)
+    model, optimizer = run(made, 2, manager)
     mine = optimizer.tensors()
     assert len(mine) == 4
     assert all(torch.isnan(each).all() for each in mine)
@@ -255,13 +244,13 @@ def test_tensors_in_objects_move_and_are_saved(form: str, tmp_path: Path) -> Non
     saved = [tensor for _, tensor in nested_tensors(through_a_file(handle.state_dict(), weights_only=False), "", levels=1)]
     with manager.phase("train"):
         assert_same(saved, [each.clone() for each in mine])
-    loaded = run(form, range(0), other)
+    loaded = run(made, 0, other)
     placement.checkpoint.load(other, tmp_path)
-    for started, its in (((model, optimizer), manager), (loaded, other)):
-        run(form, range(2, 3), its, started)
-        assert_same(dict(its.handles["actor"].state_dict()), dict(twin.state_dict()))
-        with its.phase("train"):
-            assert_same(copy.deepcopy(started[1].tensors()), twins.tensors())
+    for each, its, its_manager in ((model, optimizer, manager), (*loaded, other)):
+        more(each, its, its_manager, range(2, 3))
+        assert_same(values(each, its_manager), values(twin))
+        with its_manager.phase("train"):
+            assert_same(copy.deepcopy(its.tensors()), twins.tensors())
     if form == "deque":
         assert {entry["factor"].maxlen for entry in loaded[1].state.values()} == {2}
 
@@ -277,7 +266,7 @@ def test_what_does_not_move_is_named() -> None:
                 self.state[p]["deep"] = Held(matrix=Held(matrix=torch.ones(5)))
 
     manager, model = make_manager(), net(8)
-    optimizer = Deep(model.parameters(), lr=0.1)
+    optimizer = Deep(model.parameters())
     manager.register("actor", model, role="actor")
     handle = manager.register("actor.optimizer", optimizer)
     with manager.phase("train"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import placement
 from placement import DeviceMemoryError, Handle, Manager
 from placement.devices.memory import DeviceMemory
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.contract.test_clean_skip import OPTIMIZERS
 from tests.support.worker import OFF
 
 MIB = 1 << 20
@@ -52,17 +54,16 @@ def test_the_first_phase_that_does_not_fit_is_refused_and_names_the_optimizer() 
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.optim.AdamW,
-        lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-        torch.optim.SGD,
-        torch.optim.Adagrad,
-        lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
-    ],
-    ids=["adamw", "momentum", "sgd", "adagrad", "amsgrad"],
-)
+MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **{name: cls for name, cls in OPTIMIZERS.items() if name not in ("Adafactor", "ASGD", "LBFGS", "SparseAdam", "Muon")},
+    "Adam, amsgrad, fused": functools.partial(torch.optim.Adam, amsgrad=True, fused=True),
+    "RMSprop, centered": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "SGD, momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+}
+"""All but those that have to make a step to say what they keep, and one that is for matrices alone."""
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_what_is_needed_is_the_same_before_the_first_step_and_after_every_one(make: Callable[..., torch.optim.Optimizer]) -> None:
     manager, model, optimizer, adam = registered([(64, 64), (64,), (3,)], make)
     needed = adam.num_bytes
