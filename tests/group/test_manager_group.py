@@ -331,34 +331,6 @@ def test_a_leave(failing: int) -> None:
     assert len({rank.group.epoch for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrupted: int) -> None:
-    """A rank has no memory, so that all of them go back, and one of them is interrupted while it does."""
-    ranks = ranks_of(2)
-    executor = ranks[interrupted].manager._stack.reconciler
-    retreat = executor.retreat
-
-    def interrupt(*arguments: Any, **keywords: Any) -> Any:
-        executor.retreat = retreat  # type: ignore[method-assign]
-        raise KeyboardInterrupt
-
-    ranks[failing].faults.fail("create")
-    executor.retreat = interrupt  # type: ignore[method-assign]
-
-    def body(rank: Rank) -> str:
-        try:
-            enter(rank)
-        except (GroupError, KeyboardInterrupt) as error:
-            return type(error).__name__
-        return "entered"
-
-    found = on_all(ranks, body)
-    assert (found[interrupted], found[1 - interrupted]) == ("KeyboardInterrupt", "GroupError")
-    assert [rank.group.epoch for rank in ranks] == [1, 1]
-    meet(ranks)
-
-
 # --- a rank does not come, or comes late
 
 

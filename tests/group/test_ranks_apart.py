@@ -230,9 +230,3 @@ def test_what_one_rank_needs_and_the_other_does_not_is_refused_for_good() -> Non
         for answer in on_all(ranks, Rank.step):
             assert "rank 1: has another plan" in answer
             assert "the ranks' policies, settings or registrations differ" in answer
-
-
-def test_two_that_were_never_apart_tell_each_other_nothing_more() -> None:
-    ranks = made(dist.HashStore(), policy="cyclic")
-    go_on(ranks, 3)
-    assert not any(rank.group.compares_plans for rank in ranks)
