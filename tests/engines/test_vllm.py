@@ -150,22 +150,6 @@ def test_a_sleep_that_fails_half_way(kind: Any, shared: Path, started: list[Stan
     assert job.step() == "actor"
 
 
-@pytest.mark.parametrize("route", ["/sleep", "/wake_up"])
-def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm033, shared, started, deadline_seconds=0.2)
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        if route == "/sleep":
-            step.switch("rollout")
-        job.server.hanging.add(route)
-        with pytest.raises(EngineLost, match=rf"{route}.* no answer within 0\.2 s; it is not known what the server did"):
-            step.switch("train" if route == "/sleep" else "rollout")
-        assert job.handle.broken is not None
-        job.server.hanging.clear()
-        job.engine.assume(offloaded=sorted({"weights", "kv_cache"} - job.server.memory.tags))
-    assert_nothing_resident(job.manager)
-
-
 @every_vllm
 def test_a_wake_after_one_that_failed_half_way(kind: Any, shared: Path, started: list[StandIn]) -> None:
     """What the first one brought back cannot be mapped a second time."""

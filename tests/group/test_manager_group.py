@@ -184,16 +184,6 @@ def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small
         assert "raise budget_bytes" in told.failures[small]
 
 
-def test_a_budget_that_is_enough_for_its_own_rank_alone_is_named_too() -> None:
-    """Rank 0 has little, and needs little; rank 1 needs more than that."""
-    store = dist.HashStore()
-    groups = [StoreGroup(store, rank, 2, 30.0) for rank in range(2)]
-    ranks = [Small(groups[0], "budget", 6 << 20, rows=256), Small(groups[1], "budget", None)]
-    for told in in_threads(*(rank.told for rank in ranks)):
-        assert list(told.failures) == [0]
-        assert "has a budget of 6.0 MiB (6,291,456 bytes), and phase 'log_prob' needs 8.0 MiB" in told.failures[0]
-
-
 # --- refused before it begins
 
 
@@ -363,16 +353,6 @@ def test_ranks_that_skipped_transitions_meet_in_the_next_attempt(
     meet(ranks)
 
 
-def test_ranks_that_are_about_something_else_by_then_are_named_and_meet_after_that() -> None:
-    ranks = ranks_of(2)
-    attempt(ranks, {1}, "log_prob")
-    for rank in ranks:
-        rank.group.deadline_seconds = AMPLE_SECONDS
-    found = on_all(ranks, lambda rank: rank.failures(lambda: enter(rank, "log_prob" if rank.group.rank == 1 else "train")))
-    assert found == [{0: "is about to enter train", 1: "is about to enter log_prob"}] * 2
-    assert attempt(ranks) == ["done", "done"]
-
-
 @pytest.mark.parametrize(("transition", "late"), [("switch", 0), ("leave", 1)])
 def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transition: str, late: int) -> None:
     """There is nothing that it can have skipped; so all of them are out of the phase, and at the same epoch."""
@@ -397,14 +377,3 @@ def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transitio
         assert f"rank {late}: no proposal" in told
     assert len({rank.group.epoch for rank in ranks}) == 1
     assert attempt(ranks) == ["done", "done"]
-
-
-def test_what_another_rank_ended_by_failing_is_not_passed_over() -> None:
-    """A rank that comes to enter hears that the phase failed on another one: nobody has waited for it."""
-    store = dist.HashStore()
-    first, second = (StoreGroup(store, rank, 2, AMPLE_SECONDS) for rank in range(2))
-    told = first.abort(ZeroDivisionError("in the user's code"))
-    assert told is not None
-    rank = Rank(second)
-    assert rank.failures(lambda: enter(rank)) == {0: "ZeroDivisionError: in the user's code"}
-    assert first.epoch == second.epoch == 1

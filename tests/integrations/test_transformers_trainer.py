@@ -144,16 +144,6 @@ def test_the_trainer_goes_on_as_without_placement(folder: str, tmp_path: Path) -
     assert_same(placed, own)
 
 
-def test_autocast_and_checkpointing(folder: str, tmp_path: Path) -> None:
-    changes = {"bf16": True, "activation_checkpointing": True}
-    own = Rewarded(folder, tmp_path / "own", **changes).trainer
-    own.train()
-    with ours.PlacementCallback(manager_for()) as callback:
-        trainer = Rewarded(folder, tmp_path / "ours", callback, **changes).trainer
-        trainer.train()
-    assert_same(trainer, own)
-
-
 def test_an_exception_in_the_loss(folder: str, tmp_path: Path) -> None:
     manager, reward = manager_for(), reward_model()
     left = [3]
