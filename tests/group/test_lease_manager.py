@@ -121,19 +121,6 @@ def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_p
     engine.end()
 
 
-def test_who_waits_holds_nothing(worker: GpuSharer, tmp_path: Path) -> None:
-    lease = other(tmp_path, 60 * CHUNK)
-    worker.manager.enter("log_prob")
-    working = in_thread(lambda: worker.manager.switch("train"))
-    assert until_waiting(worker) == 0
-    assert states(worker) == [OFF, OFF]
-    assert worker.manager.device.memory().chunk_bytes == 0
-    lease.settle(0)
-    working.result(30)
-    assert states(worker) == [TRAIN, TRAIN]
-    worker.manager.leave()
-
-
 def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuSharer, tmp_path: Path) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     impatient(worker)

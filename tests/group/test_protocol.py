@@ -52,14 +52,6 @@ def aborted(group: Group, error: BaseException, **keywords: Any) -> dict[int, st
 # --- one decision for all
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_all_commit_with_the_least_budget(world_size: int) -> None:
-    def body(group: StoreGroup) -> list[int]:
-        return [change(group, 100 + (group.rank + epoch) % world_size) for epoch in range(5)]
-
-    assert on_all(groups_of(world_size), body) == [[100] * 5] * world_size
-
-
 def test_keys_do_not_pile_up() -> None:
     store = dist.HashStore()
 

@@ -228,9 +228,3 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_BUDGET_BYTES", "much")
     with pytest.raises(ValueError, match=r"PLACEMENT_BUDGET_BYTES: .*'much' is not a number of bytes"):
         ours.PlacementCallback()
-
-
-def test_phases_of_the_environment_join_the_callbacks_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
-    monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
-    assert ours.PlacementCallback().manager.settings.phases.keys() == {"distill", "frozen"}
