@@ -184,6 +184,16 @@ def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small
         assert "raise budget_bytes" in told.failures[small]
 
 
+def test_a_budget_that_is_enough_for_its_own_rank_alone_is_named_too() -> None:
+    """Rank 0 has little, and needs little; rank 1 needs more than that."""
+    store = dist.HashStore()
+    groups = [StoreGroup(store, rank, 2, 30.0) for rank in range(2)]
+    ranks = [Small(groups[0], "budget", 6 << 20, rows=256), Small(groups[1], "budget", None)]
+    for told in in_threads(*(rank.told for rank in ranks)):
+        assert list(told.failures) == [0]
+        assert "has a budget of 6.0 MiB (6,291,456 bytes), and phase 'log_prob' needs 8.0 MiB" in told.failures[0]
+
+
 # --- refused before it begins
 
 
