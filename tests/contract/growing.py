@@ -90,14 +90,6 @@ class Growing:
     def note(self) -> None:
         self.wanted: dict[str, torch.Tensor] = {name: bits(tensor).cpu().clone() for name, tensor in self.tensors()}
 
-    def grow_by(self, nbytes: int) -> None:
-        """One more layer, and its state and gradient: three ranges at the next offload."""
-        self.add([nbytes])
-        self.add_to_optimizer()
-        self.bear_state([self.module[-1]])
-        self.bear_gradients([self.module[-1]])
-        self.wanted |= {name: bits(tensor).cpu().clone() for name, tensor in self.tensors() if name not in self.wanted}
-
     def check(self, *, on_device: bool) -> None:
         found: dict[str, Any] = dict(self.tensors()) if on_device else self.shown()
         assert found.keys() == {name for name in self.wanted if on_device or not name.endswith(".grad")}

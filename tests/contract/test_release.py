@@ -212,30 +212,6 @@ def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(kind: str
     assert whole == 1, "the faults never came to an end"
 
 
-@pytest.mark.parametrize("operation", ["copy", "sync"])
-def test_a_fault_under_way_and_a_driver_that_gives_nothing_back_leave_all_complete(operation: str) -> None:
-    """Nothing was given to the driver yet, so nothing has to be had from it."""
-    left: set[frozenset[str]] = set()
-    for at in range(1, 200):
-        scene = Scene()
-        scene.device.fail(operation, at=at)
-        scene.device.fail("create", forever=True)
-        with suppress(InjectedFault):
-            scene.manager.enter("values")
-        fired = scene.device.fired
-        scene.device.clear()
-        on_device = {name for name, handle in scene.handles.items() if handle.state is GPU}
-        left.add(frozenset(on_device))
-        assert {name for name, handle in scene.handles.items() if handle.resident_bytes} == on_device
-        scene.check(on_device)
-        scene.end()
-        if not fired:
-            assert on_device == set()
-            assert left == {frozenset(), frozenset({"a", "c"})}
-            return
-    pytest.fail("the faults never came to an end")
-
-
 def test_training_goes_on_after_a_complaint_as_if_nothing_had_been() -> None:
     """Gradients and optimizer state were out of the device and on their way through the driver."""
     worker = Worker(strict=True)

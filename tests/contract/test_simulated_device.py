@@ -196,17 +196,10 @@ TYPES = [
 OTHER = {torch.float64: torch.float32, torch.complex64: torch.complex128, torch.complex128: torch.complex64}
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "mul_": lambda t: t.mul_(0.9),
-    "add_": lambda t: t.add_(1),
-    "EMA": lambda t: t.mul_(0.4).add_(torch.ones_like(t), alpha=0.6),
     "EMA of poison": lambda t: t.mul_(0.4).add_(t.clone(), alpha=0.6),
-    "lerp_": lambda t: t.lerp_(torch.ones_like(t), 0.1),
-    "neg_": lambda t: t.neg_(),
-    "clamp_": lambda t: t.clamp_(0, 5),
     "nan_to_num_": lambda t: t.nan_to_num_(),
     "_foreach_mul_": lambda t: torch._foreach_mul_([t], 0.9),
-    "_foreach_lerp_": lambda t: torch._foreach_lerp_([t], [torch.ones_like(t)], 0.1),
     "out=": lambda t: torch.mul(t, 1.5, out=t),
-    "copy_": lambda t: t.copy_(torch.ones_like(t)),
     "copy_ of poison": lambda t: t.copy_(t.clone()),
     "copy_ of poison by way of another type": lambda t: t.copy_(t.to(OTHER.get(t.dtype, torch.float64)).to(t.dtype)),
     "zero_": lambda t: t.zero_(),

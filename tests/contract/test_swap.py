@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -174,17 +173,6 @@ def test_no_more_than_the_window_is_asked_of_the_driver_where_there_is_room() ->
         assert scene.device.calls["create"] - created == WINDOW
 
 
-def test_a_tail_is_not_taken_for_a_chunk() -> None:
-    """What is shorter than a chunk goes back to the driver, and one of the size that is wanted comes from it."""
-    scene = Scene({"a": 2 * CHUNK + PAGE}, {"b": 2 * CHUNK + 2 * PAGE}, 2 * CHUNK + 2 * PAGE)
-    with scene.manager.phase(BEFORE) as phase:
-        scene.write(["a"])
-        phase.switch(AFTER)
-        (r,) = scene.handles["b"].holding.ranges  # type: ignore[union-attr]
-        assert [page.memory.nbytes for page in r.pages.table if page.memory is not None] == [CHUNK, CHUNK, 2 * PAGE]
-        scene.check({"b"})
-
-
 # --- both directions at once
 
 
@@ -233,30 +221,6 @@ def test_a_readonly_a_clean_and_a_dirty_one_leave_together() -> None:
         }
         phase.switch(BEFORE)
         scene.check(sizes)
-
-
-def test_several_ranges_and_what_is_born_in_between() -> None:
-    """Gradients and a late parameter have ranges of their own; they leave with the model and come back with it."""
-    scene = Scene({"a": 4 * CHUNK}, {"b": 9 * CHUNK}, 14 * CHUNK)
-    model: Any = scene.models["a"]
-    with scene.manager.phase(BEFORE):
-        model[0].grad = torch.randn_like(model[0])
-        model.append(nn.Parameter(torch.randn(CHUNK // 4)))
-        scene.note()
-        gradient = model[0].grad.clone()
-    assert len(scene.handles["a"].holding.ranges) == 3  # type: ignore[union-attr]
-    for _ in range(2):
-        with scene.manager.phase(BEFORE) as phase:
-            assert_same(model[0].grad, gradient)
-            scene.write(["a"])
-            model[1].data.add_(1)
-            scene.note()
-            phase.switch(AFTER)
-            scene.check({"b"})
-            phase.switch(BEFORE)
-            scene.check({"a"})
-            assert_same(model[0].grad, gradient)
-    assert scene.device.peak_bytes <= 14 * CHUNK
 
 
 # --- failures
@@ -313,25 +277,3 @@ def test_out_of_memory_in_the_middle_of_a_swap_rolls_both_sides_back(before: dic
             assert phase.name == BEFORE
         scene.check(())
     pytest.fail("the driver never gave enough")
-
-
-@pytest.mark.parametrize("operation", ["map", "copy", "sync"])
-def test_a_link_that_stays_dead_loses_nothing(operation: str) -> None:
-    """Whatever cannot go back then says so, and is whole again when the device answers."""
-    for at in range(1, 100):
-        scene = Scene({"a": 7 * CHUNK + PAGE}, {"b": 7 * CHUNK + 2 * PAGE}, 9 * CHUNK)
-        scene.manager.enter(BEFORE)
-        scene.write(["a"])
-        scene.device.fail(operation, at=at, forever=True)
-        with suppress(DeviceMemoryError, InjectedFault):
-            scene.manager.switch(AFTER)
-        fired = scene.device.fired
-        scene.device.clear()
-        with suppress(DeviceMemoryError, InjectedFault):
-            scene.manager.leave()
-        with scene.manager.phase(AFTER):
-            assert {handle.broken for handle in scene.handles.values()} == {None}
-            scene.check({"b"})
-        if not fired:
-            return
-    pytest.fail("the faults never came to an end")

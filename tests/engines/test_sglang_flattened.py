@@ -1,20 +1,14 @@
-"""`SglangInProcess` sends a bucket as one flattened tensor a dtype, by SGLang's own classes where their folder is named.
+"""`SglangInProcess` sends a bucket as one flattened tensor a dtype, in SGLang's own format.
 
-`SGLANG_SOURCE` names an unpacked wheel of SGLang. Of it are taken: `tensor_bucket.py`, the serialiser with its list of what may be
-unpickled, and the receiving method of the model runner. Without it, classes of the same protocol.
+The classes here have its protocol; tests/gpu/sglang sends to the real ones.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import io
-import os
 import pickle
 import sys
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -66,14 +60,13 @@ class Serializer:
 
 
 class Engine:
-    """An `sglang.Engine` of two ranks over one model: each reads its own payload, by the method of SGLang's model runner."""
+    """An `sglang.Engine` of two ranks over one model: each reads its own payload, as SGLang's model runner does."""
 
-    def __init__(self, parts: Any) -> None:
+    def __init__(self) -> None:
         self.server_args = SimpleNamespace(enable_memory_saver=True, enable_weights_cpu_backup=True, tp_size=2)
         self.got: dict[str, torch.Tensor] = {}
         self.formats: list[str | None] = []
         self.refusal: str | None = None
-        self._parts = parts
 
     def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True) -> tuple[bool, str]:
         assert not flush_cache
@@ -82,7 +75,7 @@ class Engine:
             self.load_weights(named_tensors)
         else:
             assert len(named_tensors) == 2
-            self._parts.receive(self, self._parts.serializer.deserialize(named_tensors[1]))
+            self.load_weights(FlattenedTensorBucket(**Serializer.deserialize(named_tensors[1])).reconstruct_tensors())
         return self.refusal is None, self.refusal or ""
 
     def load_weights(self, pairs: Any) -> None:
@@ -96,40 +89,14 @@ class Engine:
     def resume_memory_occupation(self, tags: Any) -> None: ...
 
 
-def cut_out(file: Path, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """These classes and methods of a file of SGLang, without the rest of it."""
-    found = {getattr(node, "name", ""): node for node in ast.walk(ast.parse(file.read_text()))}
-    body = [ast.parse("from __future__ import annotations").body[0], *(found[name] for name in names)]
-    exec(compile(ast.Module(body, []), str(file), "exec"), given)  # type: ignore[arg-type]
-    return given
-
-
-@pytest.fixture(params=["stand-in", "SGLang"])
-def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def has_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SGLang's modules be importable that know the format."""
     bucket, utils = ModuleType("sglang.srt.weight_sync.tensor_bucket"), ModuleType("sglang.srt.utils")
-    if request.param == "stand-in":
-        bucket.FlattenedTensorBucket = FlattenedTensorBucket  # type: ignore[attr-defined]
-        utils.MultiprocessingSerializer = Serializer  # type: ignore[attr-defined]
-
-        def receive(engine: Engine, content: dict[str, Any]) -> None:
-            engine.load_weights(FlattenedTensorBucket(**content).reconstruct_tensors())
-    else:
-        if not os.environ.get("SGLANG_SOURCE"):
-            pytest.skip("SGLANG_SOURCE names no unpacked wheel of SGLang")
-        folder = Path(os.environ["SGLANG_SOURCE"], "sglang", "srt")
-        spec = importlib.util.spec_from_file_location(bucket.__name__, folder / "weight_sync" / "tensor_bucket.py")
-        assert spec is not None
-        assert spec.loader is not None
-        monkeypatch.setitem(sys.modules, bucket.__name__, bucket)  # for its dataclass
-        spec.loader.exec_module(bucket)
-        names = ["_safe_load_torch_storage", "SafeUnpickler", "MultiprocessingSerializer"]
-        given = {"io": io, "pickle": pickle, "torch": torch, "ForkingPickler": ForkingPickler}
-        utils.MultiprocessingSerializer = cut_out(folder / "utils" / "common.py", names, given)[names[-1]]  # type: ignore[attr-defined]
-        runner = folder / "model_executor" / "model_runner_components" / "weight_updater.py"
-        receive = cut_out(runner, ["_update_weights_from_flattened_bucket"], dict(vars(bucket)))["_update_weights_from_flattened_bucket"]
+    bucket.FlattenedTensorBucket = FlattenedTensorBucket  # type: ignore[attr-defined]
+    utils.MultiprocessingSerializer = Serializer  # type: ignore[attr-defined]
     for each in (*map(ModuleType, ("sglang", "sglang.srt", "sglang.srt.weight_sync")), bucket, utils):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    return SimpleNamespace(receive=receive, serializer=utils.MultiprocessingSerializer)
 
 
 def model() -> torch.nn.Module:
@@ -154,9 +121,10 @@ def send(manager: Any, actor: Any, rollout: Any, **options: Any) -> None:
             rollout.update_weights(bucket)
 
 
+@pytest.mark.usefixtures("has_format")
 @pytest.mark.parametrize(("bucket_bytes", "requests"), [(1 << 20, 4), (40, 6)])
-def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(parts: Any, bucket_bytes: int, requests: int) -> None:
-    engine = Engine(parts)
+def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(bucket_bytes: int, requests: int) -> None:
+    engine = Engine()
     *job_of, wanted = job(engine)
     send(*job_of, bucket_bytes=bucket_bytes)
     assert engine.formats == ["flattened_bucket"] * requests
@@ -166,8 +134,9 @@ def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(parts: Any, bucket
     )
 
 
-def test_a_refusal_is_told(parts: Any) -> None:
-    engine = Engine(parts)
+@pytest.mark.usefixtures("has_format")
+def test_a_refusal_is_told() -> None:
+    engine = Engine()
     *job_of, _ = job(engine)
     engine.refusal = "shape mismatch"
     with pytest.raises(EngineError, match="refused a bucket of 6 weights: shape mismatch"):
@@ -177,7 +146,7 @@ def test_a_refusal_is_told(parts: Any) -> None:
 def test_without_the_format_it_sends_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("sglang"):
         monkeypatch.setitem(sys.modules, "sglang.srt.weight_sync.tensor_bucket", None)
-    engine = Engine(None)
+    engine = Engine()
     *job_of, wanted = job(engine)
     send(*job_of)
     assert engine.formats == [None]

@@ -80,25 +80,15 @@ def test_one_that_lies_on_other_devices_is_taken_at_its_word(shared: Path, start
     assert job.step() == "actor"
 
 
-@pytest.mark.parametrize("in_a_rollout", [False, True])
-def test_a_server_that_is_gone(in_a_rollout: bool, shared: Path) -> None:
-    """Nobody can offload it any more. Once the user has said that its memory is gone with it, the others go on."""
+def test_a_server_that_is_gone(shared: Path) -> None:
+    """While it is asleep. One that goes in a rollout: see test_sglang."""
     job = Job(Vllm033(shared), shared)
-    handle = job.register()
-    if in_a_rollout:
-        with job.rolling_out() as step:
-            job.server.close()
-            with pytest.raises(EngineLost, match="nobody answers there"):
-                step.switch("train")
-            assert handle.broken is not None
-            job.engine.assume(offloaded=["weights", "kv_cache"])
-            step.switch("train")
-    else:
-        job.server.close()
-        with pytest.raises(EngineError, match="nobody answers there"):
-            job.manager.phase("weight_sync").__enter__()
-        with job.manager.phase("train"):
-            pass
+    job.register()
+    job.server.close()
+    with pytest.raises(EngineError, match="nobody answers there"):
+        job.manager.phase("weight_sync").__enter__()
+    with job.manager.phase("train"):
+        pass
     assert_nothing_resident(job.manager)
 
 
@@ -148,22 +138,6 @@ def test_a_sleep_that_fails_half_way(kind: Any, shared: Path, started: list[Stan
         step.switch("train")
         assert job.handle.broken is None
     assert job.step() == "actor"
-
-
-@pytest.mark.parametrize("route", ["/sleep", "/wake_up"])
-def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[StandIn]) -> None:
-    job = start(Vllm033, shared, started, deadline_seconds=0.2)
-    with job.manager.phase("weight_sync") as step:
-        job.publish()
-        if route == "/sleep":
-            step.switch("rollout")
-        job.server.hanging.add(route)
-        with pytest.raises(EngineLost, match=rf"{route}.* no answer within 0\.2 s; it is not known what the server did"):
-            step.switch("train" if route == "/sleep" else "rollout")
-        assert job.handle.broken is not None
-        job.server.hanging.clear()
-        job.engine.assume(offloaded=sorted({"weights", "kv_cache"} - job.server.memory.tags))
-    assert_nothing_resident(job.manager)
 
 
 @every_vllm

@@ -117,26 +117,6 @@ def test_every_call_of_register_failed(operation: str, forever: bool, counted: C
     counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'} during register(): nothing changed")
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
-def test_a_device_that_fails_while_handles_leave(forever: bool) -> None:
-    """unregister() inside a phase and close() wait for the device; when that fails the handle stays, complete, and can leave later."""
-    worker = FaultyWorker().register_few()
-    with worker.manager.phase("log_prob"):
-        worker.manager.unregister("actor.optimizer")
-        worker.device.fail("sync", forever=forever)
-        with pytest.raises(InjectedFault):
-            worker.manager.unregister("actor")
-        assert worker.device.fired
-        worker.device.clear()
-        del worker.committed["actor.optimizer"]
-        check_sound(worker)
-        check_values(worker)
-        worker.manager.unregister("actor")
-        assert [as_bytes(tensor) for tensor in worker.actor.state_dict().values()]
-    assert set(worker.manager.handles) == {"rollout"}
-    worker.manager.close()
-
-
 def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() -> None:
     """Gradients are not reserved for: the exit says so, and what was written is not lost."""
     worker = FaultyWorker().register_few()

@@ -1,4 +1,4 @@
-"""Every IO call of the disk tier failed, its waits interrupted, and its process killed: no value is lost unnoticed."""
+"""Every IO call of the disk tier failed, and its waits interrupted: no value is lost unnoticed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ import pytest
 
 import placement
 from placement.devices.host import disk_file
-from placement.devices.host.slab import Slab
 from placement.planning.host_tier import UseHistory
 from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values
-from tests.support.disk import send_to_disk, settle, tier_of
-from tests.support.forked import processes
+from tests.support.disk import settle
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
@@ -204,47 +201,3 @@ def test_ctrl_c_while_somebody_waits_for_the_disk_leaves_values_complete(
     a_few_phases(worker)
     check_values(worker)
     worker.manager.close()
-
-
-def test_ctrl_c_while_somebody_else_has_the_disk_is_raised_at_once(tmp_path: Path) -> None:
-    worker = worker_in(tmp_path)
-    a_few_phases(worker)
-    send_to_disk(worker.manager, "actor")
-    keeper = tier_of(worker.manager)._keeper
-    is_over = threading.Event()
-
-    def occupy() -> None:
-        with keeper._disk:
-            os.kill(os.getpid(), signal.SIGINT)
-            is_over.wait(20)
-
-    thread = threading.Thread(target=occupy)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the signal may come as soon as the thread runs
-        thread.start()
-        worker.manager.handles["actor"].state_dict()
-    assert not keeper._waiting
-    is_over.set()
-    thread.join()
-    check_values(worker)
-    worker.manager.close()
-
-
-# --- a process that is killed
-
-
-def own_a_file(folder: str, connection: Connection) -> None:
-    slab = Slab(1 << 20)
-    file = disk_file.DiskFile(folder, "a", slab.nbytes)
-    file.write(slab.address)
-    connection.send("written")
-    signal.pause()  # until it is killed
-
-
-def test_a_process_that_is_killed_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
-    ours, theirs = processes.Pipe()
-    owner = processes.Process(target=own_a_file, args=(str(tmp_path), theirs), daemon=True)
-    owner.start()
-    assert ours.recv() == "written"
-    owner.kill()
-    owner.join()
-    assert [*tmp_path.iterdir()] == []

@@ -219,20 +219,6 @@ def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_g
     assert_same({name: part.state_dict() for name, part in parts.items()}, wanted)
 
 
-def test_an_object_that_is_collected_on_the_device() -> None:
-    worker = worker_with(Resident())
-    with worker.manager.phase("train"):
-        learn(worker.critic_net, worker.sgd)
-    values = copy.deepcopy(worker.sgd.state_dict())
-    worker.critic_net(torch.ones(1, 64))
-    del worker.critic_net, worker.critic, worker.critic_optimizer
-    gc.collect()
-    with worker.manager.phase("log_prob"):
-        worker.net(torch.ones(1, 64))
-    assert_same(worker.sgd.state_dict(), values)
-    worker.manager.close()
-
-
 PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "weight_sync", "checkpoint")
 ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fail", "leave")
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import placement
-from placement import State
 from placement.devices.memory import Copy, Direction
 from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
@@ -151,17 +150,6 @@ def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_st
     assert device.hours == 2
     assert sum(manager.snapshot().phase_stall_seconds.values()) < 3600
     assert_nothing_resident(manager)
-
-
-def test_what_is_still_arriving_is_given_up_when_nobody_wants_it(gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
-    manager, device, _ = gated
-    with manager.phase("log_prob"):
-        device.let.release()
-        device.wait_until_started(1)
-        threading.Timer(0.05, device.let.release).start()
-    assert_nothing_resident(manager)
-    assert manager.snapshot().prefetch_discarded_bytes in {each * BURST_CHUNKS * PAGE for each in (3, 4)}
-    assert manager.handles["critic"].state is State.CPU_OFFLOADED
 
 
 def test_a_copy_that_fails_in_the_thread_is_made_by_the_load(gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:

@@ -15,9 +15,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from placement import PhaseError, RegistrationError, State
-from placement.ownership.adapter import Adapter
-from placement.storage.base import ExternalStorage
-from placement.tensors.plain import Owned
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded, worker
@@ -82,36 +79,3 @@ def test_an_optimizer_of_both_kinds_is_refused() -> None:
         manager.register("both", optimizer)
     assert set(manager.handles) == {"actor", "actor.optimizer", "critic"}
     manager.close()
-
-
-class _Elsewhere(Adapter):
-    """An adapter of something that a framework keeps partly on an accelerator; the meta device stands in for it."""
-
-    kind = "module"
-
-    def __init__(self) -> None:
-        self.there = torch.empty(10, device="meta")
-        self.here = torch.empty(7)
-
-    def owned(self) -> Iterator[Owned]:
-        yield Owned("weight", self.there)
-        yield Owned("weight.view", self.there[2:])
-        yield Owned("buffer", self.here)
-
-    def key_objects(self) -> tuple[Any, ...]:
-        return (self,)
-
-    @property
-    def external(self) -> str:
-        return "a framework"
-
-
-def test_bytes_on_the_accelerator_are_measured_each_storage_once() -> None:
-    adapter = _Elsewhere()
-    storage = ExternalStorage(adapter)
-    assert storage.resident_bytes == 0
-    storage.measure()
-    assert (storage.resident_bytes, storage.num_bytes) == (40, 0)
-    adapter.there = torch.empty(1, device="meta")
-    storage.measure()
-    assert storage.resident_bytes == 4

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from placement import Manager, State
 from placement.core.errors import CoordinatorLost, PlacementError
-from placement.group import Board, BoardLost, Group, StoreGroup
+from placement.group import Group, StoreGroup
 from placement.testing import assert_nothing_resident
 from tests.sharded.training import bytes_of
-from tests.support.boards import STEPS, FailingBoard
+from tests.support.boards import FailingBoard
 from tests.support.trainer import Trainer
 
 START_SECONDS = 60.0
@@ -28,37 +28,12 @@ class Case(NamedTuple):
     fault: str
     rank: int
     step: str
-    """A step of `STEPS`, or the name of a message."""
+    """One of `STEPS`."""
     its_move_fails: bool = False
     """The device refuses memory to that rank in that phase transition: then it is the one that claims ABORT."""
 
     def __str__(self) -> str:
         return f"{self.fault} rank {self.rank} at {self.step}" + (", out of memory" if self.its_move_fails else "")
-
-
-class Unreliable(FailingBoard):
-    """A board that also carries one message wrongly: twice, or without an answer."""
-
-    def __init__(self, board: Board, case: Case) -> None:
-        super().__init__(board)
-        self._case = case
-        self.is_armed = False
-
-    def put(self, key: str, value: bytes) -> None:
-        self._carry(key, lambda: super(Unreliable, self).put(key, value))
-
-    def claim(self, key: str, value: bytes) -> bytes:
-        stands: bytes = self._carry(key, lambda: super(Unreliable, self).claim(key, value))
-        return stands
-
-    def _carry(self, key: str, send: Callable[[], Any]) -> Any:
-        answer = send()
-        if self.is_armed and not self.has_happened and self._case.step in key.split("/"):
-            self.has_happened = True
-            if self._case.fault == "unanswered":
-                raise BoardLost(f"{key}: no answer")
-            answer = send()
-        return answer
 
 
 class Rank(Trainer):
@@ -68,7 +43,7 @@ class Rank(Trainer):
         torch.manual_seed(group.rank)
         self.group, self.case, self.deadline_seconds = group, case, deadline_seconds
         group.deadline_seconds = START_SECONDS
-        self.board = group._board = Unreliable(group._board, case)
+        self.board = group._board = FailingBoard(group._board)
         super().__init__(lambda device: Manager(device=device, group=group))
         self.events: list[tuple[int, str]] = []
         self.problems: list[str] = []
@@ -136,11 +111,9 @@ class Rank(Trainer):
         self.look_after()
 
     def arm(self) -> None:
-        self.board.is_armed = True
         if self.case.its_move_fails:
             self.faults.fail("create")
-        if self.case.step in STEPS:
-            self.board.arm(self.case.step, self.case.fault if self.case.fault in ("kill", "raise") else "stop")
+        self.board.arm(self.case.step, self.case.fault if self.case.fault in ("kill", "raise") else "stop")
 
     def look_after(self) -> None:
         if (values := self.values()) != self.expected:

@@ -12,16 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Handle, Lazy, Manager, State
-from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
+from placement.core.errors import GroupError, PlacementError, RegistrationError
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
-from placement.group import BoardLost
 from placement.storage.range import RANGES
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_engines_apart import Engine
 from tests.sharded.training import bytes_of
-from tests.support.boards import FailingBoard, ForwardingBoard
+from tests.support.boards import FailingBoard
 from tests.support.ranks import group_of_all
 
 PAGE = 4096
@@ -341,36 +340,3 @@ def loads_behind_work(generation: int) -> bool:
     assert rank.alone is None
     rank.manager.close()
     return was_running
-
-
-class _Deaf(ForwardingBoard):
-    """A board that does not answer when its rank asks what was decided."""
-
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        if key.endswith("/decision"):
-            raise BoardLost("no answer")
-        return super().wait(key, seconds)
-
-
-def in_doubt(generation: int, deaf: int) -> list[Any]:
-    """One rank cannot read the decision: it keeps what it prepared, complete, and the others go on without it."""
-    rank = Rank(generation, deadline_seconds=3.0)
-    rank.register()
-    rank.load()
-    if rank.rank == deaf:
-        rank.group._board = _Deaf(rank.group._board)
-    phase = rank.manager.phase("log_prob", only=["ref"])
-    told = ""
-    try:
-        phase.__enter__()
-    except CoordinatorLost as error:
-        told = str(error)
-    assert bool(told) == (rank.rank == deaf)
-    assert rank.handle.state is State.GPU_RESIDENT
-    rank.check_values()
-    rank.manager.check_integrity()
-    if not told:
-        rank.fails(lambda: phase.__exit__(None, None, None), GroupError)
-    rank.manager.unregister("ref")  # from the device, where it is in doubt
-    rank.check_values()
-    return [told, rank.device.crossed["to_host"]]

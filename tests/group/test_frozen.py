@@ -170,22 +170,6 @@ def test_a_frozen_layer_may_be_trained_later(generation: int) -> None:
     rank.end()
 
 
-@on_ranks("two_ranks")
-def test_checkpoints(generation: int, tmp_path: Path) -> None:
-    """A checkpoint of the state after one step is loaded after the second: both are as they were, and the host copy is shared still."""
-    rank = Rank(generation)
-    rank.data.manual_seed(0)  # all train alike
-    rank.step()
-    at_first = {name: value.clone() for name, value in rank.twin.state_dict().items()}
-    checkpoint.save(rank.manager, tmp_path / "a", only=["actor"])
-    rank.step()
-    checkpoint.load(rank.manager, tmp_path / "a", only=["actor"])
-    rank.twin.load_state_dict(at_first)
-    rank.look()
-    assert rank.frozen.is_shared
-    rank.end()
-
-
 @pytest.mark.parametrize("on", [[1], [0, 1]])
 @on_ranks("two_ranks")
 def test_a_checkpoint_of_changed_weights_that_are_on_the_device(generation: int, tmp_path: Path, on: list[int]) -> None:

@@ -183,24 +183,6 @@ def test_a_forked_child_gives_nothing_of_its_parents_lease_back(folder: str) -> 
     assert held(folder) == {os.getpid(): 70}
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 4096])
-def test_a_damaged_file_costs_a_name_and_nothing_else(processes: Processes, folder: str, damage: bytes) -> None:
-    holder, waiter, reader = (processes.start(Holder, folder) for _ in range(3))
-    holder.call("grow", 70)
-    wait_for(folder, waiter, 40)
-    with Ledger.of(folder, "GPU-1").path.open("r+b") as file:  # a test may: this process has no lease
-        file.truncate(0)
-        file.write(damage)
-    assert held(folder) == {holder.pid: 70, waiter.pid: 0, reader.pid: 0}
-    assert waiter.is_busy()
-    assert not reader.call("grow", 31)
-    holder.call("settle", 60)
-    assert waiter.answer() == 40
-    newcomer = processes.start(Holder, folder)
-    assert not newcomer.call("grow", 1)
-    assert sum(held(folder).values()) == 100
-
-
 def test_a_full_file_system_costs_names_only(processes: Processes, folder: str) -> None:
     """/dev/shm of a container is often full."""
     full, other = processes.start(_on_a_full_file_system, folder), processes.start(Holder, folder)
@@ -317,19 +299,3 @@ def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> Non
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.leases")]
     assert len(files) == 4
     assert all(len(path.parts) == 2 and len(path.name) < 80 for path in files)
-
-
-def test_the_largest_claim_and_the_longest_note_leave_their_neighbours_alone(folder: str) -> None:
-    names = ["neighbour", "\x01" * 200, "from the environment \udcff"]
-    held = [Lease("GPU-1", leases.MAX_BYTES - 1, folder=folder, name=name, priority=-(1 << 31)) for name in names]
-    for lease, nbytes in zip(held, (7, leases.MAX_BYTES - 1, 9), strict=True):
-        lease.settle(nbytes)
-    held[0].settle(8)
-    assert [claim.held_bytes for claim in claims(folder)] == [8, leases.MAX_BYTES - 1, 9]
-    held[1].settle(0)
-    held[1].deadline_seconds = 0.001
-    with pytest.raises(DeviceMemoryError):
-        held[1].wait(leases.MAX_BYTES - 1)  # what it writes now is as long as it comes
-    assert [claim.held_bytes for claim in claims(folder)] == [8, 0, 9]
-    seen = [claim.note and claim.note.name for claim in claims(folder)]
-    assert seen == ["neighbour", "\ufffd" * 79 + "\u2026", "from the environment \ufffd"]

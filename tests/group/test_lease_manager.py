@@ -3,11 +3,7 @@ it."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +16,6 @@ from torch import nn
 from placement import Manager, PlacementError, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.memory import DeviceMemory
-from placement.devices.simulated.capacity import _LAYOUT, _Record, _start_time
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.group.lease import Ledger
@@ -30,7 +25,7 @@ from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES
 from tests.engines.test_tagged import Own
 from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer, lease_of
-from tests.group.processes import Process, Processes
+from tests.group.processes import Processes
 
 ACTOR = 33 * CHUNK
 """The actor of a `GpuSharer`: its weights, and a chunk for the bias."""
@@ -124,19 +119,6 @@ def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_p
     working.result(30)
     engine.call("work_on", 3)
     engine.end()
-
-
-def test_who_waits_holds_nothing(worker: GpuSharer, tmp_path: Path) -> None:
-    lease = other(tmp_path, 60 * CHUNK)
-    worker.manager.enter("log_prob")
-    working = in_thread(lambda: worker.manager.switch("train"))
-    assert until_waiting(worker) == 0
-    assert states(worker) == [OFF, OFF]
-    assert worker.manager.device.memory().chunk_bytes == 0
-    lease.settle(0)
-    working.result(30)
-    assert states(worker) == [TRAIN, TRAIN]
-    worker.manager.leave()
 
 
 def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuSharer, tmp_path: Path) -> None:
@@ -384,75 +366,6 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
 def test_a_device_that_nobody_else_can_use_has_no_leases(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match=r"device 'simulated' is private to this process; give a SimulatedDevice shared_with="):
         Manager(device=SimulatedDevice(1 << 20), leases=str(tmp_path))
-
-
-class Watch:
-    """What a third process sees of the ledger, of the memory itself, and of the progress."""
-
-    def __init__(self, folder: Path) -> None:
-        self._capacity, self._log = folder / "capacity", folder / "swaps"
-        self._log.touch()
-        self.ledger = Ledger.of(folder / "leases", f"simulated{self._capacity}")
-
-    def leased(self) -> dict[int, int]:
-        return {claim.pid: claim.held_bytes for claim in self.ledger.claims()}
-
-    def swaps(self) -> int:
-        """How often the memory changed hands."""
-        return sum(a != b for a, b in itertools.pairwise(self._log.read_bytes()))
-
-    def physical(self) -> dict[int, int]:
-        """Bytes of chunks by living process."""
-        content = self._capacity.read_bytes()
-        records = [_Record(*fields) for fields in _LAYOUT.iter_unpack(content[: len(content) // _LAYOUT.size * _LAYOUT.size])]
-        return {each.pid: each.held_bytes for each in records if each.held_bytes and _start_time(each.pid) == each.start}
-
-    def look(self) -> None:
-        """Nobody can grow while it is our turn, so that what is read one after the other is never more than what was there at once."""
-        began = self._log.stat().st_size
-        with self.ledger.turn():
-            leased, physical = self.leased(), self.physical()
-        assert sum(leased.values()) <= CAPACITY, leased
-        assert sum(physical.values()) <= CAPACITY, physical
-        if self._log.stat().st_size == began:
-            assert all(nbytes <= leased.get(pid, nbytes) for pid, nbytes in physical.items()), (leased, physical)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # a machine with other work
-def test_swaps_under_random_kills(processes: Processes, tmp_path: Path, counted: Callable[[str], None]) -> None:
-    """A trainer and an engine swap places on one GPU while either is killed again and again, watched by a third process."""
-    swaps, seed = int(os.environ.get("SWAPS", "1000")), int(os.environ.get("SEED", random.randrange(1 << 32)))
-    print(f"SEED={seed}")  # shown when the test fails
-    chance, watch = random.Random(seed), Watch(tmp_path)
-
-    def begin(role: str) -> Process:
-        process = processes.start(GpuSharer, role, str(tmp_path))
-        process.begin("work_on", 1 << 30)
-        return process
-
-    workers = {role: begin(role) for role in ("trainer", "rollout")}
-    kills, next_kill, done, moved = 0, 40, 0, time.monotonic()
-    while done < swaps:
-        watch.look()
-        time.sleep(0.008)  # the cores are the two workers'
-        for process in workers.values():
-            if not process.is_busy(0):
-                process.answer()  # raises what stopped it
-        if watch.swaps() > done:
-            done, moved = watch.swaps(), time.monotonic()
-        assert time.monotonic() - moved < 30, f"no swap for 30 s: {watch.ledger.claims()}"
-        if done >= next_kill:
-            role = chance.choice(["trainer", "rollout"])
-            time.sleep(chance.random() * 0.02)  # anywhere in what it does
-            workers[role].kill()
-            assert workers[role].pid not in watch.leased() | watch.physical()
-            workers[role] = begin(role)
-            kills, next_kill = kills + 1, done + 40
-    for process in workers.values():
-        process.kill()
-    assert watch.leased() == watch.physical() == {}
-    counted(f"leases: {done:,} swaps on one GPU under {kills} kills")
 
 
 def test_the_example_of_two_processes(capfd: pytest.CaptureFixture[str]) -> None:

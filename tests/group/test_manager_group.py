@@ -331,34 +331,6 @@ def test_a_leave(failing: int) -> None:
     assert len({rank.group.epoch for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrupted: int) -> None:
-    """A rank has no memory, so that all of them go back, and one of them is interrupted while it does."""
-    ranks = ranks_of(2)
-    executor = ranks[interrupted].manager._stack.reconciler
-    retreat = executor.retreat
-
-    def interrupt(*arguments: Any, **keywords: Any) -> Any:
-        executor.retreat = retreat  # type: ignore[method-assign]
-        raise KeyboardInterrupt
-
-    ranks[failing].faults.fail("create")
-    executor.retreat = interrupt  # type: ignore[method-assign]
-
-    def body(rank: Rank) -> str:
-        try:
-            enter(rank)
-        except (GroupError, KeyboardInterrupt) as error:
-            return type(error).__name__
-        return "entered"
-
-    found = on_all(ranks, body)
-    assert (found[interrupted], found[1 - interrupted]) == ("KeyboardInterrupt", "GroupError")
-    assert [rank.group.epoch for rank in ranks] == [1, 1]
-    meet(ranks)
-
-
 # --- a rank does not come, or comes late
 
 
@@ -391,16 +363,6 @@ def test_ranks_that_skipped_transitions_meet_in_the_next_attempt(
     meet(ranks)
 
 
-def test_ranks_that_are_about_something_else_by_then_are_named_and_meet_after_that() -> None:
-    ranks = ranks_of(2)
-    attempt(ranks, {1}, "log_prob")
-    for rank in ranks:
-        rank.group.deadline_seconds = AMPLE_SECONDS
-    found = on_all(ranks, lambda rank: rank.failures(lambda: enter(rank, "log_prob" if rank.group.rank == 1 else "train")))
-    assert found == [{0: "is about to enter train", 1: "is about to enter log_prob"}] * 2
-    assert attempt(ranks) == ["done", "done"]
-
-
 @pytest.mark.parametrize(("transition", "late"), [("switch", 0), ("leave", 1)])
 def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transition: str, late: int) -> None:
     """There is nothing that it can have skipped; so all of them are out of the phase, and at the same epoch."""
@@ -425,14 +387,3 @@ def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transitio
         assert f"rank {late}: no proposal" in told
     assert len({rank.group.epoch for rank in ranks}) == 1
     assert attempt(ranks) == ["done", "done"]
-
-
-def test_what_another_rank_ended_by_failing_is_not_passed_over() -> None:
-    """A rank that comes to enter hears that the phase failed on another one: nobody has waited for it."""
-    store = dist.HashStore()
-    first, second = (StoreGroup(store, rank, 2, AMPLE_SECONDS) for rank in range(2))
-    told = first.abort(ZeroDivisionError("in the user's code"))
-    assert told is not None
-    rank = Rank(second)
-    assert rank.failures(lambda: enter(rank)) == {0: "ZeroDivisionError: in the user's code"}
-    assert first.epoch == second.epoch == 1

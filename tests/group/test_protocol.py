@@ -14,7 +14,7 @@ from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.states import Plan, State
 from placement.group import Board, Group, StoreGroup, protocol
-from placement.group.protocol import MAX_BYTES, Basis, Decision, Proposal, Vote, abort, decode
+from placement.group.protocol import MAX_BYTES, Basis, Decision, Proposal, Vote, abort
 from placement.group.store import StoreBoard
 from tests.support.boards import ForwardingBoard
 from tests.support.threads import in_threads, on_all
@@ -50,40 +50,6 @@ def aborted(group: Group, error: BaseException, **keywords: Any) -> dict[int, st
 
 
 # --- one decision for all
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_all_commit_with_the_least_budget(world_size: int) -> None:
-    def body(group: StoreGroup) -> list[int]:
-        return [change(group, 100 + (group.rank + epoch) % world_size) for epoch in range(5)]
-
-    assert on_all(groups_of(world_size), body) == [[100] * 5] * world_size
-
-
-def test_another_plan_on_one_rank_is_named_and_the_next_change_works() -> None:
-    def body(group: StoreGroup) -> Any:
-        group.propose("enter train", 100)
-        return told(lambda: group.agree(OTHER if group.rank == 1 else PLAN)), change(group)
-
-    assert on_all(groups_of(3), body) == [({1: "has another plan"}, 100)] * 3
-
-
-@pytest.mark.parametrize("failing", [(0, 1, 2), (0, 2), (1,)])
-def test_all_ranks_have_the_reason_of_the_first_that_fails_and_each_that_fails_its_own(failing: tuple[int, ...]) -> None:
-    at_once = threading.Barrier(len(failing))
-
-    def body(group: Group) -> Any:
-        group.propose("enter train", 100)
-        if group.rank not in failing:
-            return told(lambda: group.agree(PLAN)), change(group)
-        at_once.wait(30)
-        return aborted(group, ValueError(f"of rank {group.rank}")), change(group)
-
-    found = [failures for failures, _ in on_all(groups_of(3, 30.0), body)]
-    (first,) = set.intersection(*map(set, found)) if len(failing) > 1 else failing
-    assert first in failing
-    expected = [dict.fromkeys(sorted({first, rank} if rank in failing else {first})) for rank in range(3)]
-    assert found == [{rank: f"ValueError: of rank {rank}" for rank in each} for each in expected]
 
 
 def test_keys_do_not_pile_up() -> None:
@@ -250,12 +216,6 @@ def test_a_rank_that_is_not_understood_is_named(nonsense: bytes) -> None:
     assert told(lambda: change(groups[0]))[1].startswith("is not understood")
 
 
-def test_what_is_no_message_is_refused() -> None:
-    for value in (b"", b"{}", b'{"verdict": "maybe"}', b'{"verdict": "commit", "more": 1}', b" " * (MAX_BYTES + 1), b"\x80\x04K\x01."):
-        with pytest.raises(ValueError, match=r"not a valid Decision|a message has"):
-            decode(Decision, value)
-
-
 def test_two_processes_in_one_place_are_found_out() -> None:
     """Only a board that was written by hand can show it: COMMIT stands, and this rank has not voted."""
     group = groups_of(2)[1]
@@ -267,54 +227,6 @@ def test_two_processes_in_one_place_are_found_out() -> None:
 
 
 # --- interrupted, restarted, cut off
-
-
-@pytest.mark.parametrize("interrupted", [0, 1, 2])
-def test_an_interrupt_after_the_vote_ends_the_next_change(interrupted: int) -> None:
-    """COMMIT may stand by then: the others have entered, and must not believe that this rank has."""
-    groups = groups_of(3)
-    voted = threading.Event()
-
-    class Interrupting(ForwardingBoard):
-        def wait(self, key: str, seconds: float) -> bytes | None:
-            found = super().wait(key, seconds)
-            if key.endswith("decision"):
-                raise KeyboardInterrupt
-            return found
-
-    groups[interrupted]._board = Interrupting(groups[interrupted]._board)
-
-    def body(group: Group) -> Any:
-        if group.rank != interrupted:
-            change(group)
-            assert voted.wait(30)
-            return told(lambda: change(group)), group.epoch
-        try:
-            change(group)
-        except KeyboardInterrupt as error:
-            voted.set()
-            return aborted(group, error), group.epoch
-        return "not interrupted"
-
-    assert on_all(groups, body) == [({interrupted: "KeyboardInterrupt: "}, 2)] * 3
-
-
-def test_a_restarted_rank_is_fenced_and_ends_the_open_epoch() -> None:
-    store = dist.HashStore()
-
-    def body(group: StoreGroup) -> Any:
-        change(group)
-        group.propose("enter eval", 100)
-        if group.rank == 1:  # died here, and came back
-            with pytest.raises(GroupError, match="rank 1 was restarted") as caught:
-                StoreGroup(store, 1, 3, 5.0)
-            return caught.value.failures
-        return told(lambda: group.agree(PLAN))
-
-    assert on_all(groups_of(3, store=store), body) == [{1: "was restarted, and knows nothing of what the others hold"}] * 3
-    with pytest.raises(GroupError, match="was restarted"):  # its place stays taken in this generation
-        StoreGroup(store, 1, 3, 5.0)
-    assert on_all(groups_of(3, store=store, generation=1), change) == [100] * 3
 
 
 def test_a_restarted_rank_ends_the_open_epoch_also_when_the_last_one_was_ended_by_another() -> None:

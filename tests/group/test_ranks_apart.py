@@ -122,21 +122,6 @@ def test_whatever_sets_two_ranks_apart_they_go_on_together(seed: int) -> None:
     go_on(ranks, 2)
 
 
-def test_a_checkpoint_after_one_rank_is_done_with_a_handle() -> None:
-    """Nothing moves in a checkpoint, but what the other rank has given up."""
-    ranks = made(dist.HashStore())
-
-    def saves(rank: Rank) -> list[State]:
-        with rank.manager.phase("log_prob") as phase:
-            if rank.rank == 1:
-                phase.done_with("ref")
-            with rank.manager.phase("checkpoint"):
-                inside = rank.manager.handles["ref"].state
-            return [inside, rank.manager.handles["ref"].state]
-
-    assert on_all(ranks, saves) == [[State.CPU_OFFLOADED, State.GPU_RESIDENT], [State.CPU_OFFLOADED] * 2]
-
-
 @pytest.mark.parametrize("policy", KEEPING)
 def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(policy: str) -> None:
     ranks = made(dist.HashStore(), policy=f"{policy}(drop_gradients=True)")
@@ -230,9 +215,3 @@ def test_what_one_rank_needs_and_the_other_does_not_is_refused_for_good() -> Non
         for answer in on_all(ranks, Rank.step):
             assert "rank 1: has another plan" in answer
             assert "the ranks' policies, settings or registrations differ" in answer
-
-
-def test_two_that_were_never_apart_tell_each_other_nothing_more() -> None:
-    ranks = made(dist.HashStore(), policy="cyclic")
-    go_on(ranks, 3)
-    assert not any(rank.group.compares_plans for rank in ranks)

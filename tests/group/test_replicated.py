@@ -117,14 +117,6 @@ def test_the_process_group_goes(generation: int) -> None:
     assert rank.alone == "the process group was destroyed"
 
 
-def test_a_rank_that_cannot_read_the_decision_has_everything_and_the_others_go_on(three: Ranks, generation: int) -> None:
-    told = [lost for lost, _ in three.run(worker.in_doubt, generation, 1)]
-    assert "the prepared move is kept" in told[1]
-    assert not told[0]
-    assert not told[2]
-    three.close()  # their process group is not what it was
-
-
 @on_ranks("three")
 def test_one_rank_leaves(generation: int) -> None:
     """Rank 0 makes the handle an ordinary one: nothing changes for the values of anybody."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,11 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from placement.core.errors import CoordinatorLost
-from placement.core.interrupts import BoundedCalls
 from placement.core.states import Plan, State
 from placement.group import Board, BoardLost, Group, StoreGroup
 from placement.group.store import StoreBoard
-from tests.group.processes import Processes, StoreService
+from tests.group.processes import StoreService
 
 PLAN = Plan({"actor": State.TRAINING})
 
@@ -114,21 +110,6 @@ def test_every_store_of_torch_is_a_board(kind: str, tmp_path: Any) -> None:
     board.remove(["a", "never"])
     assert board.look(["a"]) is None
     assert board.claim("a", b"anew") == b"anew"
-
-
-class StopsInACall:
-    def call(self) -> int:
-        return BoundedCalls("test", 1.0)(lambda: os.kill(os.getpid(), signal.SIGSTOP) or 42)
-
-
-def test_a_process_that_is_stopped_during_a_call_hears_the_answer(processes: Processes) -> None:
-    """Stopped for longer than it would have waited: the time was its own, and the answer has come."""
-    process = processes.start(StopsInACall)
-    process.begin("call")
-    assert process.is_stopped()
-    time.sleep(2.0)  # the stop itself, longer than the call may take
-    process.go_on()
-    assert process.answer() == 42
 
 
 def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group() -> None:

@@ -144,16 +144,6 @@ def test_the_trainer_goes_on_as_without_placement(folder: str, tmp_path: Path) -
     assert_same(placed, own)
 
 
-def test_autocast_and_checkpointing(folder: str, tmp_path: Path) -> None:
-    changes = {"bf16": True, "activation_checkpointing": True}
-    own = Rewarded(folder, tmp_path / "own", **changes).trainer
-    own.train()
-    with ours.PlacementCallback(manager_for()) as callback:
-        trainer = Rewarded(folder, tmp_path / "ours", callback, **changes).trainer
-        trainer.train()
-    assert_same(trainer, own)
-
-
 def test_an_exception_in_the_loss(folder: str, tmp_path: Path) -> None:
     manager, reward = manager_for(), reward_model()
     left = [3]
@@ -238,9 +228,3 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_BUDGET_BYTES", "much")
     with pytest.raises(ValueError, match=r"PLACEMENT_BUDGET_BYTES: .*'much' is not a number of bytes"):
         ours.PlacementCallback()
-
-
-def test_phases_of_the_environment_join_the_callbacks_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
-    monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
-    assert ours.PlacementCallback().manager.settings.phases.keys() == {"distill", "frozen"}

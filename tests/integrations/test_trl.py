@@ -95,10 +95,6 @@ def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     train_both(folder, tmp_path, manager=manager_for(policy=policy), steps_per_generation=1, num_iterations=1, max_steps=2)
 
 
-def test_rloo(folder: str, tmp_path: Path) -> None:
-    train_both(folder, tmp_path, kind="RLOO", max_steps=3)
-
-
 def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -117,23 +113,6 @@ def test_a_callback_that_copies_the_weights_when_training_begins(folder: str, tm
     hf.assert_same_bytes(*averages)
     assert all(value.isfinite().all() for value in averages[0].values())
     assert_nothing_resident(trainer.manager)
-
-
-def test_a_model_that_a_reward_function_calls(folder: str, tmp_path: Path) -> None:
-    """The user registers it with the trainer's manager; it is on the device when the function runs, and not otherwise."""
-    manager, judge = manager_for(), torch.nn.Linear(4, 1)
-    watch = Watch(manager)
-
-    def judged(completions: list[str], **_: Any) -> list[float]:
-        watch.look("reward")
-        with torch.no_grad():
-            return [float(judge(torch.full((4,), float(len(text))))) for text in completions]
-
-    manager.register("judge", judge, role="reward", readonly=True)
-    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, reward_funcs=judged, manager=manager)
-    trainer.train()
-    assert watch.seen == {"reward": {frozenset({"judge"})}}
-    assert_nothing_resident(manager)
 
 
 def test_a_reward_model(folder: str, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -204,28 +203,6 @@ def test_every_panel_and_rule_has_data(run: Run) -> None:
 
 def test_a_healthy_run_raises_no_alarm(run: Run) -> None:
     assert run.prometheus.alerts() == {}
-
-
-def test_shares_of_time_agree_with_the_journal(run: Run) -> None:
-    for rank, url in enumerate(run.urls):
-        # The samples themselves, and the journal from the first to the last: a rate says something of times when nobody looked, too.
-        found = run.prometheus.ask(f'placement_state_seconds_total{{instance="{instance(rank)}"}}[{SCRAPES // 2}s]')
-        samples = {(series["metric"]["handle"], series["metric"]["state"]): series["values"] for series in found}
-        ((begins, ends),) = {(values[0][0], values[-1][0]) for values in samples.values()}
-        seconds = ends - begins
-        assert seconds > SCRAPES / 4
-        of_prometheus = {name: (float(values[-1][1]) - float(values[0][1])) / seconds for name, values in samples.items()}
-        of_journal: defaultdict[tuple[str, str], float] = defaultdict(float)
-        events = get(f"{url}/trace")["traceEvents"]
-        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        for event in events:
-            if event.get("cat") == "state":
-                begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                of_journal[names[event["tid"]], event["name"]] += max(min(end, ends) - max(begin, begins), 0.0) / seconds
-        assert len(of_prometheus) == 16
-        for series, share in of_prometheus.items():
-            assert share == pytest.approx(of_journal[series], abs=0.02), series
-        assert of_prometheus["actor", "SYNCING"] > 0.02  # which a sampled gauge hardly ever sees
 
 
 def test_a_worker_that_is_killed_while_it_holds_bytes(run: Run) -> None:

@@ -152,16 +152,6 @@ def test_what_would_overwrite_or_give_up_the_host_copy_waits(how: str, busy: Bus
     assert_saved(tmp_path / "a", wanted)
 
 
-def test_a_save_outlives_the_objects(busy: Busy, tmp_path: Path) -> None:
-    worker = trained()
-    wanted = values(worker)
-    writing = checkpoint.async_save(worker.manager, tmp_path / "a")
-    busy.go()
-    del worker
-    writing.result(SECONDS)
-    assert_saved(tmp_path / "a", wanted)
-
-
 @pytest.mark.parametrize("phase", [None, "train"])
 def test_a_writer_that_fails_says_so_and_lets_go(phase: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = trained()

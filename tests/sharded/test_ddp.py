@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from placement import Manager, RegistrationError
-from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.ranks import Ranks, on_ranks
@@ -154,28 +153,6 @@ def test_gradients_that_die_with_their_phase_leave_the_reducer_working(two_ranks
 
 def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks) -> None:
     assert two_ranks.run(training.compare_zeroing, VARIANTS["views"].program)
-
-
-@pytest.mark.parametrize("drops", [False, True], ids=["moved", "dropped"])
-@on_ranks("two_ranks")
-def test_buckets_lie_in_the_handles_ranges(drops: bool) -> None:
-    """The reducer's buckets lie in the handle's ranges from the first offload on, with chunks behind them while it is resident."""
-    manager, program = managed(Variant({"gradient_as_bucket_view": True}), policy=Colocated(drop_gradients=drops))
-    holding = manager.handles["actor"].holding
-    assert holding is not None
-    for step in range(4):
-        with manager.phase("train"):
-            program.backward(step)
-            buckets = [parameter.grad._base for parameter in program.model.parameters() if parameter.grad is not None]
-            addresses = {bucket.data_ptr() for bucket in buckets if bucket is not None}
-            inside = {each for each in addresses if any(r.has_any([each]) and not r.pages.without_memory() for r in holding.ranges)}
-            assert addresses
-            assert step < 2 or inside == addresses  # the reducer makes new ones in its second iteration
-            program.optimizer.step()
-            if not drops:
-                program.optimizer.zero_grad()
-        assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
-        assert not drops or all(parameter.grad is None for parameter in program.model.parameters())
 
 
 @on_ranks("two_ranks")

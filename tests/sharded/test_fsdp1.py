@@ -16,26 +16,11 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 
 from placement import Manager, PhaseError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded import training
+from tests.sharded import one_of_each, training
 from tests.support.ranks import Ranks, on_ranks
 
 CPU = torch.device("cpu")
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Net(torch.nn.Module):
-    """Two units in a root: shards are uneven on two ranks, one unit is frozen half, and a buffer lies in the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Linear(5, 7)
-        self.block = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 7))
-        self.last = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh())
-        self.head = torch.nn.Linear(7, 3, bias=False)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.last(self.block((x := torch.tanh(self.embed(x))) * self.scale.to(x.dtype))))
 
 
 @dataclass(frozen=True)
@@ -65,24 +50,22 @@ class Variant:
         return FullyShardedDataParallel(module, **keywords)
 
     def model(self) -> FullyShardedDataParallel:
-        net = Net()
+        """Two units in a root: shards are uneven on two ranks, one unit may be frozen, and a buffer lies in the root."""
+        net = one_of_each.net("cpu")
         if self.frozen:
-            net.block.requires_grad_(False)
-        net.block, net.last = self.wrap(net.block), self.wrap(net.last)  # type: ignore[assignment]
+            net.blocks[0].requires_grad_(False)
+        net.blocks = torch.nn.ModuleList(self.wrap(block) for block in net.blocks)
         return self.wrap(net)
 
     def program(self, **keywords: Any) -> Program:
         model = self.model()
         optimizer = self.optimizer((p for p in model.parameters() if p.requires_grad), lr=0.05)  # type: ignore[call-arg]
-        return Program(model, optimizer, loss_of(model), accumulates=self.accumulates, clips=self.clips, **keywords)
 
+        def loss(number: int) -> torch.Tensor:
+            found: torch.Tensor = model(one_of_each.rows(number, "cpu", same_data=False)).float().square().mean()
+            return found
 
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * number + dist.get_rank()))
-
-
-def loss_of(model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
-    return lambda number: model(batch(number)).float().square().mean()
+        return Program(model, optimizer, loss, accumulates=self.accumulates, clips=self.clips, **keywords)
 
 
 def units(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -275,12 +258,12 @@ def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on() -> None:
     manager, program = managed(dataclasses.replace(ORIGINAL, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)))
     with manager.phase("log_prob"):
         program.evaluate(0)
-        cast = program.model.module.scale.clone()
+        cast = program.model.module.calls.clone()
     assert cast.dtype is torch.bfloat16
     assert_nothing_resident(manager)
     assert not manager.handles["actor"].holding.drifted()
     with manager.phase("log_prob"):
-        assert torch.equal(program.model.module.scale, cast)
+        assert torch.equal(program.model.module.calls, cast)
 
 
 @BOTH
@@ -298,7 +281,7 @@ def test_offloaded_parameters_are_torchs_to_place(variant: Variant) -> None:
     assert all(handle.counters.offloaded_bytes == handle.host_bytes == 0 for handle in manager.handles.values())
     assert manager.audit().ok
     assert all("CPUOffload keeps" in str(handle.external_reason) for handle in manager.handles.values())
-    net = Net()
-    net.block = variant.wrap(net.block, cpu_offload=CPUOffload(offload_params=True))  # type: ignore[assignment]
+    net = one_of_each.net("cpu")
+    net.blocks[0] = variant.wrap(net.blocks[0], cpu_offload=CPUOffload(offload_params=True))
     with pytest.raises(RegistrationError, match="wrap all units alike"):
         Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", variant.wrap(net))

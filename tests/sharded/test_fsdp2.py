@@ -1,4 +1,5 @@
-"""FSDP2 (the real `fully_shard`): steps with everything offloaded between any two phases, and each way to get it silently wrong."""
+"""FSDP2 (the real `fully_shard`) and torch's tensor parallelism, alone and together: steps with everything offloaded between any two
+phases, and each way to get it silently wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +31,10 @@ PROGRAMS = {
     "gradients not reduced": functools.partial(worker.accumulating_fsdp2, None),
     "two dimensions": worker.hybrid_fsdp2,
     "parameters and gradients as state": worker.fsdp2_with_lent_state,
+    "tensor parallel, foreach": functools.partial(worker.tensor_parallel_program, "AdamW", foreach=True),
+    "tensor parallel, fused": functools.partial(worker.tensor_parallel_program, "Adam", fused=True),
+    "within tensor parallel": functools.partial(worker.both_program, 1, 2),
+    "beside tensor parallel": functools.partial(worker.both_program, 2, 1),
 }
 
 
@@ -49,6 +55,25 @@ def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
     if not hasattr(torch.distributed.fsdp._fully_shard._fsdp_common, "ShardPlacementResult"):
         pytest.skip("this torch has one group a module")
     two_ranks.run(training.compare, worker.several_meshes)
+
+
+@on_ranks("two_ranks")
+def test_host_memory_is_reserved_for_what_a_rank_holds() -> None:
+    model = worker.tensor_parallel(init_device_mesh("cpu", (2,)))
+    stepped = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    adam = torch.optim.AdamW(stepped)
+    manager, _, handle = worker.worker(model, adam)
+    reserved = handle.host_bytes
+    with manager.phase("train"):
+        worker.loss_of_numbers(model, 0).backward()
+        adam.step()
+    state = [value.to_local() for entry in adam.state.values() for value in entry.values() if isinstance(value, DTensor)]
+    local = sum(value.nbytes for value in state)
+    assert handle.host_bytes == reserved, "state was born that had no host memory set aside"
+    assert local <= reserved <= local + 64 * len(state) + 4096, "more than this rank's shards was reserved"
+    assert_nothing_resident(manager)
+    manager.close()
+    assert local < sum(value.nbytes for entry in adam.state.values() for value in entry.values() if value.dim())
 
 
 # --- by rebinding, as on a torch that cannot swap storages: every tensor over a storage has to be known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -53,12 +52,11 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [each for each in model.parameters() if each.requires_grad]
 
 
-def build(sharded: bool, save_head: bool) -> training.Program:
-    model = adapted(save_head=save_head)
-    if sharded:
-        for layer in (model.base_model.model.up, model.base_model.model.down):
-            fully_shard(layer)
-        fully_shard(model)
+def build() -> training.Program:
+    model = adapted(save_head=True)
+    for layer in (model.base_model.model.up, model.base_model.model.down):
+        fully_shard(layer)
+    fully_shard(model)
     adam = torch.optim.AdamW(trained(model), lr=1e-2)
     return training.Program(model, adam, lambda number: (model(batch(number)) - 1).square().mean())
 
@@ -115,13 +113,8 @@ def values(model: Any, optimizer: Any) -> dict[str, bytes]:
     return training.bytes_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
-def test_steps_of_lora(one_rank: Ranks) -> None:
-    (outcome,) = one_rank.run(training.compare, functools.partial(build, False, False))
-    assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
-
-
 def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
-    for outcome in two_ranks.run(training.compare, functools.partial(build, True, True)):
+    for outcome in two_ranks.run(training.compare, build):
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 

@@ -241,27 +241,6 @@ def _fails_on_rank_0(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("when", ["dropped", "kept"])
-@on_ranks("two_ranks")
-def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(when: str) -> None:
-    module = BUILDS["fsdp2"](worker.Model())
-    manager, actor = placed(module)
-    with manager.phase("weight_sync") as phase:
-        never, late = actor.weights(), actor.weights(bucket_bytes=1000)
-        bucket = next(late)
-        if when == "dropped":
-            del never, bucket
-        phase.switch("log_prob")
-        if when == "kept":
-            for each in (never, late):
-                with pytest.raises(PhaseError, match="GPU_RESIDENT in phase 'log_prob'"):
-                    next(each)
-    assert_nothing_resident(manager)
-    with manager.phase("weight_sync"):
-        assert len(read(actor)) == len(actor.weights_info())
-    assert_nothing_resident(manager)
-
-
 # --- one process
 
 
@@ -325,32 +304,7 @@ def test_what_cannot_be_published_is_named_before_anything_is() -> None:
         actor.weights()
 
 
-# --- the traps
-
-
-@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_flat"])
-@on_ranks("two_ranks")
-def test_no_state_dict_no_move_and_no_unsharding_of_the_module(build: str) -> None:
-    """Everything that frameworks' own exports go through is made to fail."""
-    module = BUILDS[build](worker.Model())
-    wanted = wanted_of(worker.Model())
-    manager, actor = placed(module, streams=True)
-    seen: list[str] = []
-
-    def forbidden(name: str) -> Callable[..., Any]:
-        def called(*_: Any, **__: Any) -> Any:
-            seen.append(name)
-            raise AssertionError(f"{name} was called")
-
-        return called
-
-    for part in module.modules():
-        for name in ("state_dict", "to", "cpu", "_apply", "unshard"):
-            object.__setattr__(part, name, forbidden(name))
-    with manager.phase("weight_sync"):
-        found = read(actor)
-    assert found.keys() == wanted.keys()
-    assert seen == []
+# --- quantised
 
 
 def _quantized() -> torch.nn.Module:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import RegistrationError, TorchEngine
+from placement import RegistrationError
 from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, placed, read, wanted_of
@@ -322,21 +322,6 @@ def test_a_prompt_is_published_alone_where_it_is_a_weight_and_refused_where_peft
                     ):
                         ask(adapters="separate")
             assert_same(read(actor, adapters="base"), base)
-
-
-def test_a_prompt_goes_from_an_actor_into_an_engine_with_one() -> None:
-    with quietly():
-        model, inner = (randomize(peft.PeftModel(Lm(), PROMPTS["prompt"][0]())) for _ in range(2))
-    inner.prompt_encoder.default.embedding.weight.data.zero_()
-    wanted = saved_by_peft(model)
-    manager, engine = manager_of(), TorchEngine(inner)
-    actor = manager.register("actor", model, role="actor")
-    manager.register("rollout", engine, role="rollout")
-    with manager.phase("weight_sync") as phase:
-        for bucket in actor.weights(adapters="separate"):
-            engine.update_weights(bucket)
-        phase.switch("rollout")
-        assert_same(saved_by_peft(inner), wanted)
 
 
 def test_ranks_that_adalora_has_pruned_are_refused_alone_and_merged_as_peft_merges_them() -> None:

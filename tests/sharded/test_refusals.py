@@ -12,7 +12,7 @@ from torch import nn
 
 from placement import RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import Worker, batch, learn, make_manager, net
+from tests.support.worker import batch, learn, make_manager, net
 
 CPU = torch.device("cpu")
 
@@ -105,19 +105,3 @@ def test_collectives_in_cuda_graphs_are_warned_of_once_where_nccl_is_in_use(
         assert "NCCL" not in caplog.text
     finally:
         dist.destroy_process_group()
-
-
-# --- what was changed behind placement's back
-
-
-def test_optimizer_state_that_was_replaced_while_offloaded_is_named_and_taken_in() -> None:
-    worker = Worker(device=SimulatedDevice(64 << 20, chunk_bytes=4096))
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    for entry in worker.adam.state.values():
-        entry["exp_avg"] = torch.full(entry["exp_avg"].shape, 0.5)
-    audit = worker.manager.audit()
-    assert {(f.handle, f.what) for f in audit.findings} == {("actor.optimizer", "drift")}
-    with worker.manager.phase("train"):
-        assert all(bool((entry["exp_avg"] == 0.5).all()) for entry in worker.adam.state.values())
-    assert_nothing_resident(worker.manager)

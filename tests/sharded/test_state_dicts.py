@@ -162,24 +162,6 @@ def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 @on_ranks("two_ranks")
-def test_an_optimizer_that_takes_over_what_it_had_shown() -> None:
-    """An optimizer that loads what it had shown takes over the very tensors; they are its own then, and move."""
-    program = build("fsdp2")
-    manager = program.manager
-    program.train(1)
-    with manager.phase("restore"):
-        shown = program.optimizer.state_dict()
-        program.optimizer.load_state_dict(shown)
-    wanted = live(program)
-    assert_nothing_resident(manager)
-    assert live(program) == wanted
-    program.train(2, 3)
-    other = build("fsdp2", managed=False)
-    other.train(1, 2, 3)
-    assert bytes_of(program.actor.state_dict()) == bytes_of(other.model.state_dict())
-
-
-@on_ranks("two_ranks")
 def test_fsdp1_is_not_gathered_from_poison(tmp_path: Path) -> None:
     """FSDP1 gathers for a state dict: refused while offloaded, right while resident."""
     keywords = {"device_id": torch.device("cpu"), "use_orig_params": True}

@@ -270,18 +270,6 @@ def test_an_sglang_that_refuses_to_wake_is_asleep_again(model: Path, file: Path)
 
 
 @on_ranks("one_rank")
-def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(model: Path, file: Path) -> None:
-    """It fails while it reads the weights, and somebody keeps the error, and with it the frames, which have the weights."""
-    job = Job("vllm", model, file)
-    with _refusing(), pytest.raises(RuntimeError, match=r"no room for model\.embed_tokens\.weight") as kept:
-        job.sync()
-    assert job.states() == ASLEEP
-    assert job.manager.phase_name == "idle"
-    assert job.sync() == SYNCED
-    del kept
-
-
-@on_ranks("one_rank")
 def test_a_sync_that_fails_is_told_although_its_server_waits_for_the_rest_of_the_weights(model: Path, file: Path) -> None:
     job = Job("vllm", model, file)
     job.replica.answers = False
@@ -311,25 +299,6 @@ def test_all_weights_that_are_open_end_with_a_sync_that_fails(model: Path, file:
         next(adapters)  # half of the weights would have counted as all
     assert job.sync() == SYNCED
     del kept
-
-
-@on_ranks("one_rank")
-def test_an_error_of_verls_is_not_hidden_by_what_fails_after_it(model: Path, file: Path) -> None:
-    job = Job("vllm", model, file)
-
-    def torn() -> Iterator[Any]:
-        try:
-            yield "weight", torch.zeros(1)
-        finally:
-            raise OSError("the weights cannot be closed")
-
-    def stuck(_: BaseException | None) -> None:
-        raise OSError("the phase cannot be left")
-
-    job.adapter._open = SimpleNamespace(release=stuck)
-    with _refusing(), pytest.raises(RuntimeError, match="no room for weight") as failed:
-        asyncio.run(job.adapter.update_weights(torn()))
-    assert failed.value.__notes__ == ["placement: OSError: the weights cannot be closed", "placement: OSError: the phase cannot be left"]
 
 
 @pytest.mark.parametrize(("cancelled", "error"), [(False, RuntimeError), (True, TimeoutError)], ids=["failed", "cancelled"])
@@ -403,22 +372,3 @@ def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None
         assert {name: handle.state.value for name, handle in manager.handles.items()} == ASLEEP
     called = [*_WOKEN, SLEEP[rollout]] if leads else ["sleep"] if rollout == "vllm" else []  # the driver's
     assert replica.calls == called * 2
-
-
-@on_ranks("one_rank")
-def test_verl_finds_the_placed_adapter() -> None:
-    """Of a rollout that `place` was called for, twice; and none of no name."""
-    worker.import_verl()
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class
-
-    _ROLLOUT_REGISTRY["nearby", "async"] = f"{__name__}.Adapter"
-    try:
-        placed.place("nearby")
-        placed.place("nearby")
-        found = get_rollout_class("nearby")
-        assert [base.__name__ for base in found.__bases__] == ["PlacedRollout", "Adapter"]
-        assert get_rollout_class("nearby") is found
-        with pytest.raises(KeyError, match="nowhere"):
-            placed.place("nowhere")
-    finally:
-        del _ROLLOUT_REGISTRY["nearby", "async"]
