@@ -21,7 +21,7 @@ from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
 from placement.phases.open_phases import here
-from placement.phases.phase import Hold, Phase, names_of
+from placement.phases.phase import Hold, PhaseContext, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
@@ -121,7 +121,7 @@ class Manager:
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
-        self._entered: list[Phase] = []
+        self._entered: list[PhaseContext] = []
         self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
@@ -275,7 +275,7 @@ class Manager:
         """The name of the innermost open phase; "idle" outside every phase."""
         return self._stack.phases.name
 
-    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Phase:
+    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
         """A phase for a `with` statement: `with manager.phase("train") as phase:`.
 
         Entering moves every handle where the policy wants it in this phase. Leaving moves every handle where the enclosing phase
@@ -294,7 +294,7 @@ class Manager:
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
             Exception: the error that stopped the moves. The handles that were on the device before are there again.
         """
-        return Phase(self._stack, name, only, here(), keeps_alive=self)
+        return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
 
     def hold(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Hold:
         """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads in another, in whatever order.
@@ -309,7 +309,7 @@ class Manager:
 
         Arguments and errors are those of `phase`.
         """
-        phase = Phase(self._stack, name, only, None)
+        phase = PhaseContext(self._stack, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
@@ -329,7 +329,7 @@ class Manager:
         """
         self._last_entered("leave").__exit__(None if error is None else type(error), error, None)
 
-    def _last_entered(self, what: str) -> Phase:
+    def _last_entered(self, what: str) -> PhaseContext:
         with self._stack.lock.attempt(own=True):
             while self._entered and not self._entered[-1].is_open:
                 self._entered.pop()

@@ -1,11 +1,14 @@
-"""Phases as the user sees them: `Phase`, which has a block, and `Hold`, which has none. Holds end in any order."""
+"""Phases as the user sees them: `manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`.
+
+A `Hold` is a phase without a block. Holds end in any order.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from placement.core.errors import PhaseError
 from placement.phases.open_phases import OpenPhase
@@ -38,28 +41,15 @@ def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
 
 
 class Phase:
-    """A phase, from `manager.phase(...)`. Its `with` statement enters and leaves it, once. It is left if this object is collected."""
+    """An open phase, from `with manager.phase(...) as phase`.
 
-    _is_finalizing = staticmethod(sys.is_finalizing)
-    """Whether the interpreter is exiting: nothing is left to move then, and the names of modules may be gone, so the class has its own."""
-    _was_entered = False
+    This object does not keep the phase open, only the `with` statement does. The reason: an interrupt can end the statement before a
+    line of `__exit__` has run. The phase is then left although the variable `phase` still exists.
+    """
 
-    def __init__(
-        self,
-        stack: PhaseStack,
-        name: str,
-        only: Iterable[str | Handle] | None,
-        holder: Any,
-        keeps_alive: object = None,
-        in_any_order: bool = False,
-    ) -> None:
-        self._manager = keeps_alive
+    def __init__(self, stack: PhaseStack, opened: OpenPhase) -> None:
         self._stack = stack
-        try:
-            self.phase = OpenPhase(checked(name), names_of(only), holder, in_any_order)
-        except Exception:
-            with stack.lock.attempt(begins=True):
-                raise
+        self.phase = opened
 
     @property
     def name(self) -> str:
@@ -73,38 +63,6 @@ class Phase:
 
     def __repr__(self) -> str:
         return f"<phase {self.name!r}, {'open' if self.is_open else 'not open'}>"
-
-    def __enter__(self) -> Self:
-        try:
-            with self._stack.lock.attempt(begins=True):
-                if self._was_entered:
-                    raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
-                self._was_entered = True
-                self._stack.enter(self.phase)
-        except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
-            self.abandon()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._is_finalizing():
-            return
-        if isinstance(error, GeneratorExit) and self._was_entered and self.phase not in self._stack.phases.all:
-            return  # an error that passed through a phase around it has left it
-        try:
-            with self._stack.lock.attempt(own=True, error=error):
-                self._stack.leave(self.phase, error)
-        finally:
-            if self.phase not in self._stack.phases.all:
-                self._manager = None  # the variable of a `with` statement outlives it, and must not keep a dropped manager
-
-    def abandon(self) -> None:
-        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in the next phase transition."""
-        if self._was_entered and not self._is_finalizing():
-            self._stack.abandon(self.phase)
-
-    def __del__(self) -> None:
-        self.abandon()
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin phase `name` in its place, in one phase transition.
@@ -154,7 +112,59 @@ class Phase:
         self._stack.done_with(self.phase, handle if isinstance(handle, str) else handle.name)
 
 
-class Hold(Phase):
+class PhaseContext(Phase):
+    """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
+
+    _is_finalizing = staticmethod(sys.is_finalizing)
+    """Whether the interpreter is exiting: nothing is left to move then, and the names of modules may be gone, so the class has its own."""
+    _was_entered = False
+
+    def __init__(
+        self,
+        stack: PhaseStack,
+        name: str,
+        only: Iterable[str | Handle] | None,
+        holder: Any,
+        keeps_alive: object = None,
+        in_any_order: bool = False,
+    ) -> None:
+        self._manager = keeps_alive
+        try:
+            super().__init__(stack, OpenPhase(checked(name), names_of(only), holder, in_any_order))
+        except Exception:
+            with stack.lock.attempt(begins=True):
+                raise
+
+    def __enter__(self) -> Phase:
+        try:
+            with self._stack.lock.attempt(begins=True):
+                if self._was_entered:
+                    raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
+                self._was_entered = True
+                self._stack.enter(self.phase)
+        except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
+            self.abandon()
+            raise
+        return Phase(self._stack, self.phase)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._is_finalizing():
+            return
+        if isinstance(error, GeneratorExit) and self._was_entered and self.phase not in self._stack.phases.all:
+            return  # an error that passed through a phase around it has left it
+        with self._stack.lock.attempt(own=True, error=error):
+            self._stack.leave(self.phase, error)
+
+    def abandon(self) -> None:
+        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in the next phase transition."""
+        if self._was_entered and not self._is_finalizing():
+            self._stack.abandon(self.phase)
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+class Hold(PhaseContext):
     """An open phase, from `manager.hold(...)`, which ends when it is released: from any thread or task, and in any order with other holds.
 
     While several holds are open, the latest that concerns a handle decides about it. A hold whose object is garbage-collected is released.
@@ -196,7 +206,7 @@ class Hold(Phase):
             self.release(error)
             raise
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Hold:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from placement import IntegrityError, PhaseError
-from placement.phases.phase import Phase
+from placement.phases.phase import PhaseContext
 from tests.model.drawn_policy import PHASES_USED
 from tests.model.values import ANY, Values
 from tests.model.world import Level
@@ -25,7 +25,7 @@ FAULTS = (
 ONLY = st.none() | st.frozensets(ANY, max_size=2)
 
 
-def leave_with_error(phase: Phase) -> None:
+def leave_with_error(phase: PhaseContext) -> None:
     """Leave as an exception of the user does. It would go on its way; what went wrong is noted on it, and raised here."""
     error = ValueError("the user's")
     phase.__exit__(ValueError, error, None)

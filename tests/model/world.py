@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from placement import IntegrityError, Manager, Plan, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.simulated.device import SimulatedDevice
-from placement.phases.phase import Hold, Phase
+from placement.phases.phase import Hold, PhaseContext
 from placement.planning.planner import without_surplus
 from placement.testing import Faults
 from tests.model.shadow import Recording, Shadow, raw
@@ -26,7 +26,7 @@ class Level:
     name: str
     only: frozenset[str] | None
     plan: Plan
-    phase: Phase | None
+    phase: PhaseContext | None
     """None: opened by `Manager.enter` or `Manager.hold`."""
     kept: set[str] = field(default_factory=set)
     hold: Hold | None = None
@@ -141,7 +141,7 @@ class World(RuleBasedStateMachine):
         self,
         name: str,
         only: frozenset[str] | None,
-        phase: Phase | None,
+        phase: PhaseContext | None,
         run: Callable[[Callable[[], object]], None] = lambda call: call(),
     ) -> None:
         call = phase.__enter__ if phase is not None else lambda: self.manager.enter(name, only=only)

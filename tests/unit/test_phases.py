@@ -127,7 +127,8 @@ def test_leaving_what_was_not_entered(worker: Worker) -> None:
 
 
 def test_a_phase_is_entered_once(worker: Worker) -> None:
-    with worker.manager.phase("train") as phase, pytest.raises(PhaseError, match="entered before"):
+    phase = worker.manager.phase("train")
+    with phase, pytest.raises(PhaseError, match="entered before"):
         phase.__enter__()
     with pytest.raises(PhaseError, match="entered before"):
         phase.__enter__()
@@ -204,14 +205,17 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_phase_whose_object_is_dropped_is_left() -> None:
+def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> None:
+    """As after an interrupt at the very beginning of `__exit__`: the with statement is gone, `step` is not."""
     worker = Worker()
-    step = worker.manager.phase("train").__enter__()
+    context = worker.manager.phase("train")
+    step = context.__enter__()
     step.switch("log_prob")
+    assert context.name == step.name == worker.manager.phase_name == "log_prob"
+    del context
     gc.collect()
-    assert worker.manager.phase_name == step.name == "log_prob"
-    del step
     assert worker.manager.phase_name == "idle"
+    assert not step.is_open
     assert_nothing_resident(worker.manager)
 
 
@@ -223,7 +227,7 @@ def test_a_phase_that_was_left_is_not_used_again(worker: Worker) -> None:
         phase.keep("actor")
     assert worker.on_device() == {"actor"}
     assert repr(phase) == "<phase 'train', not open>"
-    for use in (lambda: phase.switch("values"), lambda: phase.keep("actor"), lambda: phase.__exit__(None, None, None)):
+    for use in (lambda: phase.switch("values"), lambda: phase.keep("actor"), lambda: phase.done_with("actor")):
         with pytest.raises(PhaseError, match="phase 'train' is not open; it was left before"):
             use()
 
