@@ -195,7 +195,7 @@ class Steady:
         """The modules and names of a few parameters that are trained, spread over the tree."""
 
     def look(self) -> Seen | None:
-        """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
+        """The present tensors, if nothing changed and none of them has a gradient or a graph; else None."""
         try:
             fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
             lengths, forwards, values = self._read(fields)

@@ -243,9 +243,7 @@ class OptimizerAdapter(Adapter):
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing if it was garbage-collected."""
         root = self._root()
-        if root is None:
-            return []
-        return [root, *(leaf.optimizer for leaf in self.leaves() if leaf.optimizer is not root)]
+        return [] if root is None else [root, *(each for each in self.optimizers() if each is not root)]
 
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.

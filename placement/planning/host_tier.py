@@ -287,10 +287,9 @@ class PhaseHistory:
         self._lengths: list[int] = []  # for each place in the history: how many phases up to it are the same as the last ones
 
     def began(self, phase: str) -> None:
-        was_full = len(self._phases) == MOST_PHASES
         lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
         self._phases.append(phase)
-        self._lengths = [*lengths, len(self._phases)][was_full:]
+        self._lengths = [*lengths, len(self._phases)][-MOST_PHASES:]
 
     def upcoming(self, phase: str) -> tuple[str, ...]:
         """The phases that are expected after this one, nearest first, for one whole cycle; empty if none has been seen.

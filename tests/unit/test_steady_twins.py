@@ -1,4 +1,4 @@
-"""The quick looks, whose passes run in C over flat lists, beside twins in plain Python, over random changes.
+"""The quick looks, whose passes run in C over flat lists, beside twins in plain Python, and guards of calls, over random changes.
 
 A quick look may say that nothing has changed exactly where its twin does, and shows the tensors of a new walk then.
 """
@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from placement import RegistrationError
-from placement.core.call_guard import GuardedForward
+from placement.core.call_guard import CallGuard, GuardedForward
 from placement.ownership.adapter import MODULE_FIELDS, Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -175,3 +176,45 @@ def test_a_quick_look_at_the_state_finds_what_its_twin_finds(mutations: list[Cal
         with contextlib.suppress(Exception):  # what it changes is gone, or a step cannot take what was done to the state
             mutate(scene)
         is_unchanged(adapter, twin, anew)
+
+
+class Refused(Exception):
+    pass
+
+
+class Refuse:
+    """A check that refuses every call."""
+
+    def __call__(self, *_: object) -> None:
+        raise Refused
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["refuse", "allow", "patch", "restore", "hook"]), st.integers(0, 3)), max_size=20))
+def test_guarded_modules_get_back_what_a_framework_has_put_there(steps: list[tuple[str, int]]) -> None:
+    """Whenever it was put there: before the modules are guarded, meanwhile, or between two times."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    parts = [net, net[0], net[1], net[1][0]]
+    guard = CallGuard(Refuse(), [net], "net", 1.0)
+    forwards: list[Callable[..., Any] | None] = [None] * len(parts)
+    hooks = [0] * len(parts)
+    for what, index in [*steps, ("refuse", 0), ("allow", 0)]:
+        own = vars(parts[index])
+        if what == "refuse":
+            guard.refuse()
+            for part in parts:
+                for call in (part, part.forward):
+                    with pytest.raises(Refused):
+                        call(torch.ones(2))
+        elif what == "allow":
+            guard.allow()
+            assert [vars(part).get("forward") for part in parts] == forwards
+            assert [len(part._forward_pre_hooks) for part in parts] == hooks
+        elif what == "patch":
+            own["forward"] = forwards[index] = partial(type(parts[index]).forward, parts[index])
+        elif what == "restore":
+            own.pop("forward", None)
+            forwards[index] = None
+        else:
+            parts[index].register_forward_pre_hook(lambda *_: None)
+            hooks[index] += 1

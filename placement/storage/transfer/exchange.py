@@ -286,7 +286,8 @@ class Exchange:
     def _enqueue_first(self, departures: Sequence[Departure]) -> None:
         """Enqueue the first pages of each storage, so that the link has work. If any of these is copied, enqueue all others, too."""
         for each in departures:
-            each.waiting.extend([r for r in each.holding.ranges if r not in (each.dropped or ())])
+            dropped = {*(each.dropped or ())}
+            each.waiting.extend([r for r in each.holding.ranges if r not in dropped])
             if self.verifier is not None:
                 each.chosen = {span[0]: span for span in self.verifier.choose(each.waiting)}
             if each.waiting:
