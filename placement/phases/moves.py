@@ -213,14 +213,24 @@ class Mover:
         return [*errors, *self._settle_all(handles)] if errors else []
 
     def _bring_what_can(self, handles: Sequence[Handle], target: Callable[[Handle], Node]) -> list[Exception]:
-        """Bring each of these handles as far towards its target as possible, and end the phase transition. Returns the errors."""
+        """Bring each of these handles as far towards its target as possible, and end the phase transition. Returns the errors.
+
+        All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
+        a handle raises it once.
+        """
         paths: list[tuple[Handle, list[Trigger]]] = []
         try:
             errors = self._each(handles, lambda handle: paths.append((handle, _path(handle, target(handle)))))
             moves = any(triggers for _, triggers in paths)
             for step in _STEPS:
-                if step is _STEPS[1]:
-                    errors += self._exchange_what_can(paths)
+                for _ in range(len(paths) + 1) if step is _STEPS[1] else ():
+                    try:
+                        self._move(paths, releases_at_once=True)
+                        break
+                    except WrittenWhileOffloaded as error:
+                        errors.append(error)
+                    except Exception:  # raised again by the handle that cannot move
+                        break
                 for handle, triggers in paths:
                     try:
                         self._fire_step(handle, triggers, step)
@@ -233,20 +243,6 @@ class Mover:
         finally:
             self._end()
         return [*errors, *self._take_complaints()]
-
-    def _exchange_what_can(self, paths: Paths) -> list[Exception]:
-        """Move all at once, or none: then each moves by itself. Returns the writes that were found, which a handle raises once."""
-        found: list[Exception] = []
-        for _ in range(len(paths) + 1):
-            try:
-                self._move(paths, releases_at_once=True)
-            except WrittenWhileOffloaded as error:
-                found.append(error)
-            except Exception:  # raised again by the handle that cannot move
-                break
-            else:
-                break
-        return found
 
     def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
         """Repair every handle and do something with it, even if that fails for some. Returns the errors."""

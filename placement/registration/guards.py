@@ -277,8 +277,7 @@ _DECOMPOSING = ("pissa", "corda", "mica", "loftq", "lora_ga", "OSF", "PSOFT", "T
 
 
 class StateDictGuard(_Guard):
-    """Post-hook of a registered module's state_dict, for the call of a module around it that is not registered: replaces tensors in a range
-    by tensors that stay readable wherever the handle goes."""
+    """Post-hook of state_dict: replaces tensors in a range by tensors that stay readable wherever the handle goes."""
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
@@ -286,16 +285,29 @@ class StateDictGuard(_Guard):
         return None if found is state_dict else found
 
 
-class GatherGuard(_Guard):
-    """The guard of a module's `StateDictCall`: a framework that gathers the values on the device would gather poison while offloaded."""
+class PartGuard(StateDictGuard):
+    """The same hook on a submodule. It acts only on a call of the submodule itself; in a call of an outer module that one's guard acts."""
 
-    def __call__(self) -> Handle | None:
+    def __call__(self, owner: Any, state_dict: Any, *rest: Any) -> Any:
+        return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
+
+
+class GatherGuard(_Guard):
+    """Pre-hook of state_dict for a framework that gathers the values on the device: while offloaded it would gather poison."""
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         handle = self.handle()
         reason = None if handle is None or handle.adapter is None else handle.adapter.gathers
         if handle is not None and reason is not None and is_off(handle):
             advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
-        return handle
+
+    def install(self, module: torch.nn.Module) -> Any:
+        """Register the hook in front of the framework's own hooks. Torch would put it behind them."""
+        removable: Any = module.register_state_dict_pre_hook(self)
+        hooks: Any = module._state_dict_pre_hooks
+        hooks.move_to_end(removable.id, last=False)
+        return removable
 
 
 def own_methods(target: Any) -> list[str]:
@@ -374,15 +386,17 @@ class _Untouched(TorchDispatchMode):
 def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
     hooks: list[Any] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
-    owner = _Guard(handle).handle
+    owner, gathers = _Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
-    hooks.extend(root.register_state_dict_post_hook(StateDictGuard(handle)) for root in roots)
-    load_guard, gather_guard = LoadGuard(handle), GatherGuard(handle)
-    for part in dict.fromkeys(part for root in roots for part in root.modules()):
+    load_guard, guards = LoadGuard(handle), dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle))
+    for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
-        hooks.append(StateDictCall(gather_guard, part, "state_dict"))
+        hooks.append(part.register_state_dict_post_hook(guard))
+        hooks.append(StateDictCall(owner, part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
+        if gathers:
+            hooks.append(GatherGuard(handle).install(part))
         hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
         _install_for_peft(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
@@ -440,7 +454,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves."""
     fields = getattr(target, "__dict__", {})
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"):
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
         if type(fields.get(name)) is dict:  # a wrapper made it itself, and torch's handles cannot refer to it
             fields[name] = OrderedDict(fields[name])
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
@@ -451,6 +465,8 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks += [MethodCall(ReadGuard(handle), target, name) for names in asked("reading_methods", target) for name in names]
     if "_optimizer_load_state_dict_pre_hooks" in fields:
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
+    if "_optimizer_state_dict_post_hooks" in fields:
+        hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
     if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):  # not by `__getattr__`: then it is another's
         hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))

@@ -35,6 +35,17 @@ def saved_size(value: Any) -> int:
     return len(file.getvalue())
 
 
+def test_the_method_of_the_class_is_as_good_as_the_objects_own() -> None:
+    """Code that wraps an object calls torch's method past the object's fields; nothing stands in for it there."""
+    worker = trained()
+    plain, dicts = nn.Module.state_dict, list[Any]()
+    dicts += [plain(worker.net), plain(worker.net[0]), torch.optim.Optimizer.state_dict(worker.adam)]
+    with worker.manager.phase("train"):
+        assert_same(dicts, [worker.net.state_dict(), worker.net[0].state_dict(), worker.adam.state_dict()])
+        learn(worker.net, worker.adam)
+    assert_same(dicts, [worker.net.state_dict(), worker.net[0].state_dict(), worker.adam.state_dict()])
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("phase", "state"), [(None, OFF), ("log_prob", GPU), ("weight_sync", SYNC), ("train", TRAIN)])
 def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any, streams: bool) -> None:
