@@ -277,3 +277,25 @@ def test_out_of_memory_in_the_middle_of_a_swap_rolls_both_sides_back(before: dic
             assert phase.name == BEFORE
         scene.check(())
     pytest.fail("the driver never gave enough")
+
+
+@pytest.mark.parametrize("operation", ["map", "copy", "sync"])
+def test_a_link_that_stays_dead_loses_nothing(operation: str) -> None:
+    """Whatever cannot go back then says so, and is whole again when the device answers."""
+    for at in range(1, 100):
+        scene = Scene({"a": 7 * CHUNK + PAGE}, {"b": 7 * CHUNK + 2 * PAGE}, 9 * CHUNK)
+        scene.manager.enter(BEFORE)
+        scene.write(["a"])
+        scene.device.fail(operation, at=at, forever=True)
+        with suppress(DeviceMemoryError, InjectedFault):
+            scene.manager.switch(AFTER)
+        fired = scene.device.fired
+        scene.device.clear()
+        with suppress(DeviceMemoryError, InjectedFault):
+            scene.manager.leave()
+        with scene.manager.phase(AFTER):
+            assert {handle.broken for handle in scene.handles.values()} == {None}
+            scene.check({"b"})
+        if not fired:
+            return
+    pytest.fail("the faults never came to an end")

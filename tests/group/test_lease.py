@@ -299,3 +299,19 @@ def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> Non
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.leases")]
     assert len(files) == 4
     assert all(len(path.parts) == 2 and len(path.name) < 80 for path in files)
+
+
+def test_the_largest_claim_and_the_longest_note_leave_their_neighbours_alone(folder: str) -> None:
+    names = ["neighbour", "\x01" * 200, "from the environment \udcff"]
+    held = [Lease("GPU-1", leases.MAX_BYTES - 1, folder=folder, name=name, priority=-(1 << 31)) for name in names]
+    for lease, nbytes in zip(held, (7, leases.MAX_BYTES - 1, 9), strict=True):
+        lease.settle(nbytes)
+    held[0].settle(8)
+    assert [claim.held_bytes for claim in claims(folder)] == [8, leases.MAX_BYTES - 1, 9]
+    held[1].settle(0)
+    held[1].deadline_seconds = 0.001
+    with pytest.raises(DeviceMemoryError):
+        held[1].wait(leases.MAX_BYTES - 1)  # what it writes now is as long as it comes
+    assert [claim.held_bytes for claim in claims(folder)] == [8, 0, 9]
+    seen = [claim.note and claim.note.name for claim in claims(folder)]
+    assert seen == ["neighbour", "\ufffd" * 79 + "\u2026", "from the environment \ufffd"]

@@ -147,6 +147,14 @@ def test_a_rank_that_has_not_heard_a_decision_goes_on_in_a_new_group(lost: int) 
     assert on_all(ranks, Rank.step) == ["done", "done"]
 
 
+def test_what_is_kept_on_the_device_stays_there() -> None:
+    rank = Rank(StoreGroup(dist.HashStore(), 0, 1, 5.0))
+    with rank.manager.phase("log_prob") as phase:
+        phase.keep("ref")
+    rank.manager.rejoin(StoreGroup(dist.HashStore(), 0, 1, 5.0))
+    assert rank.manager.handles["ref"].state is State.GPU_RESIDENT
+
+
 def test_where_it_cannot_be_done_the_old_group_stays() -> None:
     store = dist.HashStore()
     rank = Rank(StoreGroup(store, 0, 1, 5.0))

@@ -301,6 +301,25 @@ def test_all_weights_that_are_open_end_with_a_sync_that_fails(model: Path, file:
     del kept
 
 
+@on_ranks("one_rank")
+def test_an_error_of_verls_is_not_hidden_by_what_fails_after_it(model: Path, file: Path) -> None:
+    job = Job("vllm", model, file)
+
+    def torn() -> Iterator[Any]:
+        try:
+            yield "weight", torch.zeros(1)
+        finally:
+            raise OSError("the weights cannot be closed")
+
+    def stuck(_: BaseException | None) -> None:
+        raise OSError("the phase cannot be left")
+
+    job.adapter._open = SimpleNamespace(release=stuck)
+    with _refusing(), pytest.raises(RuntimeError, match="no room for weight") as failed:
+        asyncio.run(job.adapter.update_weights(torn()))
+    assert failed.value.__notes__ == ["placement: OSError: the weights cannot be closed", "placement: OSError: the phase cannot be left"]
+
+
 @pytest.mark.parametrize(("cancelled", "error"), [(False, RuntimeError), (True, TimeoutError)], ids=["failed", "cancelled"])
 @on_ranks("one_rank")
 def test_weights_that_a_checkpoint_engine_cannot_send(model: Path, file: Path, cancelled: bool, error: type[Exception]) -> None:
