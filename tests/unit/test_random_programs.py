@@ -239,7 +239,7 @@ class Program:
             assert_same(placed.state_dict(), free.state_dict())
 
 
-@pytest.mark.timeout(3000 if IS_SWEEP else 240)
+@pytest.mark.timeout(3000 if IS_SWEEP else 600)
 @settings(max_examples=8000 if IS_SWEEP else 80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(
     steps=[("train", {}, [("step", 0)], True), ("values", {"actor.optimizer": ALL}, [("zero_grad", 0)], True), ("train", {}, [], False)],
