@@ -8,6 +8,7 @@ that was saved without state has none after loading.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +30,12 @@ from placement.checkpoint.parts import (
     settings_of,
     some,
     under,
+    write,
 )
 from placement.core import is_a
 from placement.core.errors import CheckpointError
 from placement.core.torch_modes import without_modes
-from placement.frameworks.known import hidden_tensors
+from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import parameters_of
 from placement.registration.guards import is_guard
@@ -71,7 +73,8 @@ class Optimizer(Part):
         groups: list[dict[str, Any]] = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
             for optimizer, mine, _ in self._optimizers():
-                for owner, entry in optimizer.state.items():
+                own = own_state(optimizer)
+                for owner, entry in (optimizer.state if own is None else own.exported()).items():
                     if is_wrapper(owner) and len([*nested_tensors(entry, "", levels=1)]) > len([*nested_tensors(entry, "")]):
                         raise CheckpointError(
                             f"{self.handle.name!r}: the state of {mine.get(id(owner))!r} is sharded and has tensors in objects, which a "
@@ -79,7 +82,8 @@ class Optimizer(Part):
                         )
                     state[mine.get(id(owner), str(owner))] = mapped(entry, self._shown)
                 for group in optimizer.param_groups:
-                    groups.append({key: value for key, value in group.items() if key != "params"})
+                    settings = group if own is None else own.settings(group)
+                    groups.append({key: value for key, value in settings.items() if key != "params"})
                     groups[-1]["params"] = [mine[id(parameter)] for parameter in group["params"]]
         for name, entry in state.items():
             for value in entry.values() if isinstance(entry, Mapping) else ():
@@ -118,10 +122,11 @@ class Optimizer(Part):
 
     def needs_device(self) -> str | None:
         for optimizer, _, is_hollow in self._optimizers():
-            if not is_hollow and _loads_itself(optimizer):
-                return f"{type(optimizer).__name__} loads state in its own way"
-            if not self._adapter().follows(optimizer):
-                return f"{type(optimizer).__name__} may keep some state on the CPU on purpose"
+            if own_state(optimizer) is None:
+                if not is_hollow and _loads_itself(optimizer):
+                    return f"{type(optimizer).__name__} loads state in its own way"
+                if not self._adapter().follows(optimizer):
+                    return f"{type(optimizer).__name__} may keep some state on the CPU on purpose"
         return None
 
     def prepare(self, given: Mapping[str, Any]) -> list[Change]:
@@ -143,7 +148,12 @@ class Optimizer(Part):
             theirs = steps - each.stepped()
             state = {name: entry for name, entry in given["state"].items() if name not in theirs}
             saved = [groups[mine[id(group["params"][0])]] if group["params"] else {} for group in optimizer.param_groups]
-            if not is_hollow and _loads_itself(optimizer):
+            if (own := own_state(optimizer)) is not None:
+                entries = {p: state.get(mine[id(p)], {}) for p in each.parameters()}
+                for parameter, problem in own.problems(entries):
+                    raise self._error(f"state of {mine[id(parameter)]!r}", problem)
+                changes.append(write(self.handle, (), partial(own.restore, entries, saved)))
+            elif not is_hollow and _loads_itself(optimizer):
                 changes.append(self._own_load(each, state, saved))
             else:
                 changes.append(self._state_change(each, state, saved, is_ours=isinstance(given, Read)))
@@ -240,11 +250,6 @@ class Optimizer(Part):
         found: list[_Named] = []
         taken: set[str] = set()
         for leaf in self._adapter().leaves():
-            if hidden_tensors(leaf.optimizer) is not None:
-                raise CheckpointError(
-                    f"{self.handle.name!r}: {type(leaf.optimizer).__name__} keeps tensors outside its state: save it with its framework's "
-                    "checkpoint, and leave it out here with only="
-                )
             stepped = parameters_of([leaf])
             unnamed = [each for each in stepped if id(each) not in names]
             if not unnamed:

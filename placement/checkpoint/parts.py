@@ -276,14 +276,16 @@ def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None 
 
 
 @contextmanager
-def write(handle: Handle, copies: Copies) -> Iterator[None]:
-    """A change of tensors in place."""
+def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None) -> Iterator[None]:
+    """A change of tensors in place. `also` loads what is no tensor, after them."""
     handle.storage.wait_for_readers()
     yield
     for live, new in copies:
         for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
+    if also is not None:
+        also()
     handle.storage.note_written()
 
 
@@ -306,7 +308,7 @@ def replace_state(
     `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state."""
     state, before = optimizer.state, dict(optimizer.state)
     settings = {id(p): saved for group, saved in zip(optimizer.param_groups, groups, strict=True) for p in group["params"]}
-    with write(handle, copies):
+    with write(handle, copies, lambda: _take_settings(optimizer, groups)):
         placed = {key: _placed(handle, optimizer, key, entry, settings.get(id(key), {}), is_ours) for key, entry in entries.items()}
         try:
             state.clear()
@@ -317,7 +319,6 @@ def replace_state(
             state.clear()
             state.update(before)
             raise
-    _take_settings(optimizer, groups)
 
 
 def _placed(handle: Handle, optimizer: Any, parameter: Any, entry: Any, settings: Mapping[str, Any], is_ours: bool) -> Any:

@@ -13,6 +13,7 @@ Name the framework's classes with `Named`, and do not import them: `Named` finds
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -49,6 +50,30 @@ class Advised(NamedTuple):
 
     cls: Named
     advice: str
+
+
+class OwnState(abc.ABC):
+    """Access to the state of an optimizer that does not keep all of it in `optimizer.state`, for moves and for checkpoints."""
+
+    @abc.abstractmethod
+    def tensors(self, path: str) -> Iterator[Owned]:
+        """The tensors that the optimizer holds outside its `state`, under names that begin with `path`."""
+
+    @abc.abstractmethod
+    def exported(self) -> Mapping[Any, Mapping[str, Any]]:
+        """The state by parameter, in the same order on every rank. Its tensors are the optimizer's own, not copies."""
+
+    @abc.abstractmethod
+    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a parameter group to save in a checkpoint."""
+
+    @abc.abstractmethod
+    def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
+        """Each parameter whose given state does not fit, with the reason."""
+
+    @abc.abstractmethod
+    def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load state in the form of `exported`, and the settings of each parameter group."""
 
 
 class Framework:
@@ -97,11 +122,10 @@ class Framework:
         return False
 
     @classmethod
-    def hidden_tensors(cls, optimizer: object, path: str) -> Iterator[Owned] | None:
-        """The tensors that an optimizer holds outside its `state`, under names that begin with `path`; None if all it has is in there.
+    def own_state(cls, optimizer: object) -> OwnState | None:
+        """Access to the hidden state of an optimizer; None if all of it is in `optimizer.state`.
 
-        placement does not look for further optimizers inside an optimizer that has an answer here, and leaves its checkpoints to the
-        framework.
+        placement does not look for further optimizers inside an optimizer that has an answer here.
         """
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from inspect import getattr_static
 from operator import methodcaller
@@ -14,7 +14,7 @@ import torch
 
 from placement.core import loaded_class
 from placement.core.errors import RegistrationError
-from placement.frameworks.base import Framework
+from placement.frameworks.base import Framework, OwnState
 from placement.frameworks.deepspeed import DeepSpeed
 from placement.frameworks.fsdp1 import FSDP1
 from placement.frameworks.fsdp2 import FSDP2, VeOmni
@@ -22,7 +22,6 @@ from placement.frameworks.low_precision import Bitsandbytes, TorchAO, Transforme
 from placement.frameworks.megatron import Megatron, MegatronFSDPShards
 from placement.frameworks.pytorch import DDP, Accelerate, TorchWrappers
 from placement.tensors import plain
-from placement.tensors.plain import Owned
 
 GROUP = "placement.frameworks"  # the group of entry points. Each names a subclass of `Framework`.
 
@@ -128,9 +127,12 @@ def wrappers() -> list[tuple[type, str]]:
     return found
 
 
-def hidden_tensors(optimizer: object, path: str = "") -> Iterator[Owned] | None:
-    """See `Framework.hidden_tensors`."""
-    return next((found for found in asked("hidden_tensors", optimizer, path) if found is not None), None)
+def own_state(optimizer: object) -> OwnState | None:
+    """See `Framework.own_state`."""
+    for each in answering("own_state"):
+        if (found := each.own_state(optimizer)) is not None:
+            return found
+    return None
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from placement.core import loaded_class
-from placement.frameworks.base import Advised, Framework, Named, Wrapper
-from placement.tensors.plain import Owned, plain_parts
+from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
+from placement.tensors.plain import Owned, is_wrapper, parts_of, plain_parts, rewrapped
 
 HYBRID = Named("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
+MASTER = "master_param"
 _COPIES = ("param_to_fp32_param", "gpu_params_map_cpu_copy")
 _OPTIMIZER = Named("megatron.core.optimizer.optimizer", "MegatronOptimizer")
 _MODULE = Named("megatron.core.transformer.module", "MegatronModule")
@@ -72,8 +73,8 @@ class Megatron(Framework):
         return _OPTIMIZER.is_of(obj)
 
     @classmethod
-    def hidden_tensors(cls, optimizer: object, path: str) -> Iterator[Owned] | None:
-        return _tensors_of_hybrid(optimizer, path) if HYBRID.is_of(optimizer) else None
+    def own_state(cls, optimizer: object) -> OwnState | None:
+        return HybridState(optimizer) if HYBRID.is_of(optimizer) else None
 
     @classmethod
     def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
@@ -197,19 +198,129 @@ def drop_global_buffer() -> None:
         buffer.clear()
 
 
-def _tensors_of_hybrid(hybrid: Any, path: str) -> Iterator[Owned]:
-    """The tensors of a HybridDeviceOptimizer outside its state: main parameters, copies on the CPU, their gradients. It steps a part of
-    the parameters on the CPU and moves everything itself, and its load replaces the inner optimizers and all of these."""
-    seen: set[int] = set()
-    for index, parameter in enumerate(parameter for group in hybrid.param_groups for parameter in group["params"]):
-        for field in _COPIES:
-            copy = getattr(hybrid, field).get(parameter)
-            if copy is None or id(copy) in seen:
-                continue
-            seen.add(id(copy))
-            yield from (Owned(name, part) for name, part in plain_parts(copy, f"{path}{field}.{index}"))
-            if (gradient := copy.grad) is not None:
-                yield from (Owned(name, part, True) for name, part in plain_parts(gradient, f"{path}{field}.{index}.grad"))
+class HybridState(OwnState):
+    """The state of one HybridDeviceOptimizer, and how it is saved and loaded in checkpoints.
+
+    The optimizer steps a part of the parameters on the CPU and moves everything itself, so it is external. Its own `load_state_dict` makes
+    new inner optimizers and copies, and fails on parameters without state (and on float32 parameters among others). Its own state is in
+    the order of the inner optimizers, which differs between ranks. Here it is in the order of the parameters, and loading writes in place.
+    Nothing here calls a collective.
+    """
+
+    def __init__(self, hybrid: Any) -> None:
+        self._hybrid = hybrid
+
+    def tensors(self, path: str) -> Iterator[Owned]:
+        """The optimizer's tensors outside its state: main parameters, copies on the CPU, their gradients. Its own load replaces them."""
+        seen: set[int] = set()
+        for index, parameter in enumerate(self._parameters()):
+            for field in _COPIES:
+                copy = getattr(self._hybrid, field).get(parameter)
+                if copy is None or id(copy) in seen:
+                    continue
+                seen.add(id(copy))
+                yield from (Owned(name, part) for name, part in plain_parts(copy, f"{path}{field}.{index}"))
+                if (gradient := copy.grad) is not None:
+                    yield from (Owned(name, part, True) for name, part in plain_parts(gradient, f"{path}{field}.{index}.grad"))
+
+    def exported(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """See `OwnState`. In the order of the groups; {} without state. Of a sharded parameter it is sharded, too. A `step` that is counted
+        by group is added to each parameter's state."""
+        groups = [group for optimizer in self._hybrid.sub_optimizers for group in optimizer.param_groups if "step" in group]
+        counts = {id(inner): group["step"] for group in groups for inner in group["params"]}
+        found = {}
+        for parameter in self._parameters():
+            entry = dict(self._hybrid.state.get(parameter) or {})
+            inner = self._hybrid.param_to_inner_param[parameter]
+            if entry and "step" not in entry and id(inner) in counts:
+                entry["step"] = counts[id(inner)]
+            found[parameter] = {key: _as_sharded(value, parameter) for key, value in entry.items()}
+        return found
+
+    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Without classes, which are of this run, and `step`, which is in the state."""
+        return {key: value for key, value in group.items() if key not in ("params", "step") and not isinstance(value, type)}
+
+    def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
+        for parameter in self._parameters():
+            count = _local(parameter).numel()
+            for key, value in given.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and _local(value).numel() != count:
+                    yield parameter, f"{key!r} has {_local(value).numel()} elements, but the parameter has {count} on this rank"
+
+    @torch.no_grad()
+    def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """See `OwnState`. The model's parameters must have been loaded before: a main parameter that was not saved gets their value."""
+        for group, saved in zip(self._hybrid.param_groups, groups, strict=True):
+            group.pop("step", None)  # an old value would be copied into the inner optimizers at every step
+            group.update(self.settings(saved))
+        for optimizer in self._hybrid.sub_optimizers:
+            counts_by_state = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
+            for group in optimizer.param_groups:
+                for inner in group["params"]:
+                    parameter = self._hybrid.inner_param_to_orig_param[inner]
+                    entry = dict(given.get(parameter, {}))
+                    master = entry.pop(MASTER, None)
+                    if master is not None or inner is not parameter:
+                        _local(inner).copy_(_local(parameter if master is None else master).view_as(_local(inner)))
+                    if inner is not parameter:  # drop the copy's old gradient: it would be stepped if the parameter itself has none
+                        inner.grad = None
+                        self._hybrid.cpu_copy_map_grad.pop(inner, None)
+                    step = entry.pop("step", None)
+                    if step is not None and counts_by_state:
+                        entry["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+                    elif step is not None:
+                        group["step"] = int(step)
+                    _write(optimizer.state, inner, entry, group)
+        self._hybrid._sync_sub_optimizers_state_to_hdo()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self._hybrid.param_groups for parameter in group["params"])
+
+
+def _write(state: dict[Any, dict[str, Any]], inner: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    if not entry:
+        state.pop(inner, None)
+        return
+    live, here = state.get(inner, {}), _local(inner)
+    placed: dict[str, Any] = {}
+    for key, value in entry.items():
+        present = live.get(key)
+        if not isinstance(value, torch.Tensor):
+            placed[key] = value
+        elif isinstance(present, torch.Tensor) and present.dtype == value.dtype and _local(present).numel() == _local(value).numel():
+            _local(present).copy_(_local(value).view_as(_local(present)))
+            placed[key] = present
+        else:
+            counts = key == "step" and not (group.get("fused") or group.get("capturable"))
+            shape = () if value.dim() == 0 else here.shape
+            placed[key] = _local(value).detach().to("cpu" if counts else here.device, copy=True).view(shape)
+    live.clear()
+    live.update(placed)
+    state[inner] = live
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with this rank's bytes. (A DTensor itself has the number of elements of all ranks.)"""
+    if not is_wrapper(tensor):
+        return tensor
+    (part,) = (part for _, part in parts_of(tensor, ""))
+    return part
+
+
+def _as_sharded(value: Any, parameter: torch.Tensor) -> Any:
+    """Wrap state of a sharded parameter, which the optimizer keeps as a plain local tensor, in a wrapper like the parameter's."""
+    if not is_wrapper(parameter) or not isinstance(value, torch.Tensor) or is_wrapper(value) or value.dim() == 0:
+        return value
+    local = _local(parameter)
+    if value.numel() != local.numel():
+        return value
+    inner = value.view(local.shape)
+    for name in ("__create_chunk_list__", "__create_write_items__"):  # with these, Megatron-FSDP tells checkpoints about uneven shards
+        if name in vars(local):
+            setattr(inner, name, vars(local)[name])
+    like = torch.empty_like(parameter, dtype=value.dtype, device="meta")  # the wrapper must have the state's dtype
+    return rewrapped(like, lambda _: inner)
 
 
 class MegatronFSDPShards(Framework):

@@ -13,7 +13,7 @@ import torch
 
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet, reference
-from placement.frameworks.known import answering, asked, hidden_tensors, stepped_for
+from placement.frameworks.known import answering, asked, own_state, stepped_for
 from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
@@ -144,9 +144,10 @@ class OptimizerAdapter(Adapter):
             yield from self._plain(main, storages)
         in_groups = _storages(tensor for _, tensor in tensors_in_groups(leaves))
         for leaf in leaves:
-            for held in hidden_tensors(leaf.optimizer, leaf.path) or ():
-                seen.add(id(held.tensor))
-                yield held
+            if (own := own_state(leaf.optimizer)) is not None:
+                for held in own.tensors(leaf.path):
+                    seen.add(id(held.tensor))
+                    yield held
             for name, key, group, tensor in state_of(leaf):
                 if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
                     self._lent_gradients.add(tensor)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from placement.core.weak_set import reference
-from placement.frameworks.known import asked, hidden_tensors
+from placement.frameworks.known import asked, own_state
 from placement.tensors.plain import nested_tensors, parts_of
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
@@ -61,7 +61,7 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
                 objects.append(obj)
                 waiting.append((obj, path, len(leaves)))  # looked at once what it wraps has been
                 # Of what its framework class knows, the inner optimizers are replaced at every load.
-                inner = [] if hidden_tensors(obj) is not None else [*_wrapped(obj)]
+                inner = [] if own_state(obj) is not None else [*_wrapped(obj)]
                 waiting += [(each, f"{path}{name}.", None) for name, each in reversed(inner)]
             continue
         state = getattr(obj, "__dict__", {}).get("state")

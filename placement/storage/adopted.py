@@ -76,7 +76,7 @@ _FROM_HOST = (Stage.HIDING, Stage.VACATING)  # while the bytes on the device are
 
 @dataclass(slots=True)
 class Offload:
-    """What an offload under way has found and has still to do."""
+    """An offload under way: what it has found, and what it has still to do."""
 
     moving_in: frozenset[int] = frozenset()  # the new storages (`_cdata`) that it takes in: who uses them follows
     relocated: Sequence[Relocated] = ()  # storages found away from their places, which get new ones
