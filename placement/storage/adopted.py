@@ -222,7 +222,7 @@ class AdoptedStorage(Storage):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        return self.is_consistent and (self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state))
+        return self.stage is Stage.SETTLED and (self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state))
 
     def _may_stream(self, state: State) -> bool:  # from its host copy
         return state is State.SYNCING or (state is State.TRAINING and self.adapter.kind == "optimizer")
