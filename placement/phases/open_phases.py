@@ -55,7 +55,7 @@ class OpenPhase:
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
     is_abandoned: bool = False
-    """Whether its `Phase` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
+    """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:

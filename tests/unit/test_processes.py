@@ -121,7 +121,8 @@ def test_a_forked_child_can_use_nothing_of_the_parents_manager(worker: Worker, p
     if phase is None:
         in_child(child)
     else:
-        with worker.manager.phase(phase) as opened:
+        opened = worker.manager.phase(phase)
+        with opened:
 
             def leave() -> None:
                 child()
