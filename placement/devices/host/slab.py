@@ -194,12 +194,8 @@ class ReservedSlab(HostSlab):
     _memory: Reservation
 
     @property
-    def pinned_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned else 0
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self.held_bytes if self._memory.pinned is False else 0
+    def pinned(self) -> bool:
+        return bool(self._memory.pinned)
 
     @property
     def pageable_reason(self) -> str | None:
@@ -340,13 +336,8 @@ class SlabPart(HostSlab):
         self.ready = whole.ready
 
     @property
-    def pinned_bytes(self) -> int:
-        """All of it if all of the whole is pinned; else its share of the whole's pinned bytes, wherever those are."""
-        return self.nbytes if self.whole.pinned else self._share(self.whole.pinned_bytes)
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self._share(self.whole.pageable_bytes)
+    def pinned(self) -> bool:
+        return self.whole.pinned
 
     @property
     def pageable_reason(self) -> str | None:
@@ -354,7 +345,7 @@ class SlabPart(HostSlab):
 
     @property
     def held_bytes(self) -> int:
-        return self._share(self.whole.held_bytes)
+        return self.nbytes * self.whole.held_bytes // self.whole.nbytes if self.whole.nbytes else 0
 
     def claim(self) -> None:
         self.whole.claim()
@@ -362,9 +353,6 @@ class SlabPart(HostSlab):
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
         return self.whole.view(self._offset + offset, nbytes)
-
-    def _share(self, nbytes: int) -> int:
-        return nbytes * self.nbytes // self.whole.nbytes if self.whole.nbytes else 0
 
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
