@@ -87,22 +87,22 @@ class HostSlab(abc.ABC):
     address: int
     nbytes: int
     ready: threading.Event
-    """Set once every byte that the device wants pinned is pinned or refused. Until then the memory can be used, and device copies wait."""
+    """Set once it is pinned or refused, or need not be pinned. Until then the memory can be used, and device copies wait."""
 
     @property
     @abc.abstractmethod
-    def pinned_bytes(self) -> int:
-        """Bytes that the driver can copy at full link speed. 0 on a device that needs no pinning."""
-
-    @property
-    @abc.abstractmethod
-    def pageable_bytes(self) -> int:
-        """Bytes whose pinning was refused. Bytes that are still to be pinned are not included."""
+    def pinned(self) -> bool:
+        """Whether it is pinned, so that the driver copies it at full link speed. False on a device that needs no pinning."""
 
     @property
     @abc.abstractmethod
     def pageable_reason(self) -> str | None:
-        """Why some bytes are not pinned although the device wanted them pinned; None if there are none."""
+        """Why it is not pinned although the device wanted it pinned; None while that is not decided."""
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Bytes whose pinning was refused."""
+        return 0 if self.pageable_reason is None else self.held_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -120,11 +120,6 @@ class HostSlab(abc.ABC):
         Raises:
             HostMemoryError: there is not enough memory for what has left.
         """
-
-    @property
-    def pinned(self) -> bool:
-        """Whether all of it is pinned."""
-        return 0 < self.pinned_bytes == self.nbytes
 
     @abc.abstractmethod
     def view(self, offset: int, nbytes: int) -> torch.Tensor:

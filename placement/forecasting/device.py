@@ -77,8 +77,6 @@ class _Chunk(Chunk):
 class SizedSlab(Slab):
     """Host memory without bytes."""
 
-    pageable_bytes = 0
-    pageable_reason = None
     has_views = False
 
     def __init__(self, nbytes: int, writes: Mapping[int, int]) -> None:
@@ -89,10 +87,6 @@ class SizedSlab(Slab):
     def writes(self) -> list[int]:
         """How often the device has copied to each block, in the blocks of a file on disk."""
         return [self._writes.get(block, 0) for block in _blocks(self.address, self.nbytes)]
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.nbytes
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         self.before_use()

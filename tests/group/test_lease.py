@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.devices import ledger
+from placement.devices.ledger import MAX_BYTES, Claim, Ledger
 from placement.group import Lease
-from placement.group import lease as leases
-from placement.group.lease import Claim, Ledger
 from tests.group.lease_processes import Doomed, Holder
 from tests.group.processes import Process, Processes
 
@@ -138,7 +138,7 @@ def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(processes
 def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_back(
     processes: Processes, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(ledger, "TURN_SECONDS", 0.3)
     mine = Lease("GPU-1", 100, folder=folder)
     assert mine.grow(50)
     stopped = processes.start(Holder, folder)
@@ -286,8 +286,8 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     Ledger(tmp_path / "links", "GPU-1").path.symlink_to(tmp_path / "file")
     with pytest.raises(PlacementError, match="cannot open"):
         Lease("GPU-1", 100, folder=tmp_path / "links")
-    monkeypatch.setattr(leases, "LEASES_FOLDER", str(tmp_path))
-    monkeypatch.setattr(leases.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(ledger, "LEASES_FOLDER", str(tmp_path))
+    monkeypatch.setattr(ledger.os, "getuid", lambda: 12345)
     with pytest.raises(PlacementError, match="belongs to another user"):
         Lease("GPU-1", 100, folder=tmp_path)
 
@@ -303,15 +303,15 @@ def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> Non
 
 def test_the_largest_claim_and_the_longest_note_leave_their_neighbours_alone(folder: str) -> None:
     names = ["neighbour", "\x01" * 200, "from the environment \udcff"]
-    held = [Lease("GPU-1", leases.MAX_BYTES - 1, folder=folder, name=name, priority=-(1 << 31)) for name in names]
-    for lease, nbytes in zip(held, (7, leases.MAX_BYTES - 1, 9), strict=True):
+    held = [Lease("GPU-1", MAX_BYTES - 1, folder=folder, name=name, priority=-(1 << 31)) for name in names]
+    for lease, nbytes in zip(held, (7, MAX_BYTES - 1, 9), strict=True):
         lease.settle(nbytes)
     held[0].settle(8)
-    assert [claim.held_bytes for claim in claims(folder)] == [8, leases.MAX_BYTES - 1, 9]
+    assert [claim.held_bytes for claim in claims(folder)] == [8, MAX_BYTES - 1, 9]
     held[1].settle(0)
     held[1].deadline_seconds = 0.001
     with pytest.raises(DeviceMemoryError):
-        held[1].wait(leases.MAX_BYTES - 1)  # what it writes now is as long as it comes
+        held[1].wait(MAX_BYTES - 1)  # what it writes now is as long as it comes
     assert [claim.held_bytes for claim in claims(folder)] == [8, 0, 9]
     seen = [claim.note and claim.note.name for claim in claims(folder)]
     assert seen == ["neighbour", "\ufffd" * 79 + "\u2026", "from the environment \ufffd"]

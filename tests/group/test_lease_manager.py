@@ -15,10 +15,10 @@ from torch import nn
 
 from placement import Manager, PlacementError, State
 from placement.core.errors import DeviceMemoryError
+from placement.devices.ledger import Ledger
 from placement.devices.memory import DeviceMemory
 from placement.group import Lease
 from placement.group import lease as leases
-from placement.group.lease import Ledger
 from placement.observe.collector import make_registry
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY

@@ -188,14 +188,15 @@ def test_it_is_unpinned_before_it_goes_and_pinned_again_when_it_is_back() -> Non
     for fill in (None, lambda: True):
         release(slab)
         assert pinned == {}
-        assert slab.pinned_bytes == slab.pageable_bytes == 0
+        assert (slab.pinned, slab.pageable_bytes) == (False, 0)
         assert promised_bytes() == promised  # to nobody
         may_pin.clear()
         renew(slab, fill)
         assert not slab.ready.is_set()  # device copies wait for that
         may_pin.set()
         assert slab.ready.wait(10)
-        assert sum(pinned.values()) == slab.pinned_bytes == slab.nbytes
+        assert slab.pinned
+        assert sum(pinned.values()) == slab.nbytes
         assert promised_bytes() == promised
     del slab
     assert pinned == {}
@@ -220,4 +221,5 @@ def test_what_cannot_come_back_stays_released_and_pins_nothing(monkeypatch: pyte
     assert (slab.held_bytes, resident_bytes(slab), pinned) == (0, 0, {})
     renew(slab, lambda: True)
     assert slab.ready.wait(10)
-    assert sum(pinned.values()) == slab.pinned_bytes == slab.nbytes
+    assert slab.pinned
+    assert sum(pinned.values()) == slab.nbytes

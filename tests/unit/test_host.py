@@ -139,7 +139,7 @@ def test_parts_of_a_slab_are_apart_and_keep_it_alive() -> None:
     part.view(0, 100).fill_(1)
     last.view(0, 872).fill_(2)
     assert part.view(90, 10).tolist() == [1] * 10
-    assert (part.pinned_bytes, part.pageable_bytes, part.pageable_reason, part.held_bytes) == (0, 0, None, 100)
+    assert (part.pinned, part.pageable_bytes, part.pageable_reason, part.held_bytes) == (False, 0, None, 100)
     with pytest.raises(ValueError, match="not within"):
         part.view(96, 8)
     with pytest.raises(ValueError, match="not within"):

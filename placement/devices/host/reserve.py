@@ -51,14 +51,16 @@ class Reservation:
         self._let_go = itertools.count(1)
         _alive.add(self)
 
-    def begin(self, address: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
+    def begin(
+        self, address: int, nbytes: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None
+    ) -> None:
         """Hand the memory over to the threads.
         `touch`: allocates memory; None if it is allocated already.
         `unregister`: undoes `register`; called for a successful registration, and for one that raised."""
         self._touch, self._register, self._unregister = touch, register, unregister
         self.ready.clear()
         self.pinned = self.reason = None
-        self._address, self._nbytes = address, sum(self.untouched)
+        self._address, self._nbytes = address, nbytes
         pieces = range(0, self._nbytes, PIECE_BYTES)
         self.untouched = [min(PIECE_BYTES, self._nbytes - start) if touch else 0 for start in pieces]
         # A step of a counter is one step for all threads, so exactly one thread sees the last number.

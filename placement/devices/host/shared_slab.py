@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.reserve import Register, Reservation, promised_bytes
+from placement.devices.host.reserve import Register, promised_bytes
 from placement.devices.host.slab import (
-    PAGE,
     READ_WRITE,
     Place,
     ReservedSlab,
@@ -25,7 +24,6 @@ from placement.devices.host.slab import (
     check_span,
     map_for_life,
     populate,
-    round_up,
     tensor_at,
 )
 
@@ -67,7 +65,9 @@ class MappedSlab(ReservedSlab):
     """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it.
 
     `extra` is the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive. Each
-    process places its own share (`place`). Raises HostMemoryError where the machine or the control group does not have that share.
+    process places its own share (`place`), and calls `pin` once every process has taken its own. Each pins all of it: with its own share
+    alone torch could not copy a state dict's tensor that crosses two ranks' shares, and one that loads alone would be four times slower.
+    Raises HostMemoryError where the machine or the control group does not have that share.
     """
 
     def __init__(
@@ -80,12 +80,9 @@ class MappedSlab(ReservedSlab):
         unregister: Callable[[int], None] | None = None,
         place: Place | None = None,
     ) -> None:
-        self.nbytes = nbytes
-        self._size = round_up(nbytes, PAGE)
         self._own_bytes = sum(length for _, length in own)
-        self._register, self._unregister = register, unregister
-        self._memory = memory = Reservation(self, self._own_bytes)  # promised before the check, see `Slab`
-        self.ready = memory.ready
+        super().__init__(nbytes, self._own_bytes, register, unregister)
+        memory = self._memory
         try:
             available = max(0, available_bytes() - promised_bytes() + self._own_bytes)
             if self._own_bytes > available:
@@ -102,13 +99,6 @@ class MappedSlab(ReservedSlab):
         self.extra = tensor_at(self.address + self._size, extra_bytes, memory)
         if register is None or not nbytes:
             self.ready.set()
-
-    def pin(self) -> None:
-        """Pin all of it in the background, in this process, once every process has taken its share. With its own share alone torch could
-        not copy a state dict's tensor that crosses two ranks' shares, and one that loads alone would be four times slower."""
-        if self._register is not None and self.nbytes:
-            self._memory.untouched = [self._size]  # the length for `begin`; nothing more is allocated
-            self._memory.begin(self.address, None, self._register, self._unregister)
 
     @property
     def held_bytes(self) -> int:

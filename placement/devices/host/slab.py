@@ -25,7 +25,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.core.interrupts import deferred
-from placement.devices.host.reserve import Register, Reservation, promised_bytes, wait_until_ready
+from placement.devices.host.reserve import Register, Reservation, Touch, promised_bytes, wait_until_ready
 from placement.devices.memory import HostSlab
 
 PAGE = mmap.PAGESIZE
@@ -189,17 +189,27 @@ def check_span(offset: int, nbytes: int, size: int) -> None:
 
 
 class ReservedSlab(HostSlab):
-    """Host memory with a `Reservation` of its own."""
+    """Host memory with a `Reservation` of its own.
+    `taken_bytes`: bytes that count as taken from now on, so that two slabs made at once count each other."""
 
-    _memory: Reservation
+    def __init__(self, nbytes: int, taken_bytes: int, register: Register | None, unregister: Callable[[int], None] | None) -> None:
+        self.nbytes = nbytes
+        self._size = round_up(nbytes, PAGE)
+        self._register, self._unregister = register, unregister
+        self._memory = Reservation(self, taken_bytes)
+        self.ready = self._memory.ready
+
+    def pin(self, touch: Touch | None = None) -> None:
+        """Pin all of it in the background, if the device wants that. `touch`: allocates the memory; None if it is allocated already."""
+        if self._register is None or not self.nbytes:
+            self._memory.untouched = [0]
+            self.ready.set()
+        else:
+            self._memory.begin(self.address, self._size, touch, self._register, self._unregister)
 
     @property
-    def pinned_bytes(self) -> int:
-        return self.nbytes if self._memory.pinned else 0
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self.held_bytes if self._memory.pinned is False else 0
+    def pinned(self) -> bool:
+        return bool(self._memory.pinned)
 
     @property
     def pageable_reason(self) -> str | None:
@@ -221,34 +231,26 @@ class Slab(ReservedSlab):
     ) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
-        self.nbytes = nbytes
+        super().__init__(nbytes, round_up(nbytes, PAGE), register, unregister)
         self.address = 0
-        self._register, self._unregister = register, unregister
         self.is_released = False  # whether the memory was given back: see `disk_file.release`
         self.before_use: Callable[[], object] = lambda: None  # called for each new view, once it counts: brings back what was released
         self.on_claim: Callable[[], object] = lambda: None  # does the work of `claim`
         self._uses = object()  # every view refers to it, so that its references count the views
-        size = round_up(nbytes, PAGE)
-        self._memory = memory = Reservation(self, size)  # promised before the check, so that two slabs made at once count each other
-        self.ready = memory.ready
         try:
             if nbytes:
-                self.address = _map(memory, size)
+                self.address = _map(self._memory, self._size)
                 if place is not None:
-                    place(self.address, size)
+                    place(self.address, self._size)
             # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
             is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
             if is_touched:
-                populate(self.address, size)
-            if register is not None and nbytes:
-                memory.begin(self.address, None if is_touched else _touch, register, unregister)
-            else:
-                memory.untouched = [0]
-                self.ready.set()
+                populate(self.address, self._size)
+            self.pin(None if is_touched else _touch)
         except Exception as exc:
-            memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
+            self._memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
             if isinstance(exc, OSError):
-                raise HostMemoryError(f"host memory: cannot allocate {size:,} bytes: {exc.strerror}") from exc
+                raise HostMemoryError(f"host memory: cannot allocate {self._size:,} bytes: {exc.strerror}") from exc
             raise
 
     @property
@@ -275,12 +277,9 @@ class Slab(ReservedSlab):
 
     def pin_again(self, *, is_touched: bool) -> None:
         """Undo `unpin`, in the background. `is_touched`: whether all of the memory is allocated already."""
-        size = round_up(self.nbytes, PAGE)
-        if self._register is not None and size:
-            self._memory.untouched = [size]
-            self._memory.begin(self.address, None if is_touched else _touch, self._register, self._unregister)
-        elif not is_touched:
-            populate(self.address, size)
+        if self._register is None and not is_touched:
+            populate(self.address, self._size)
+        self.pin(None if is_touched else _touch)
 
 
 def _map(memory: Reservation, nbytes: int) -> int:
@@ -340,13 +339,8 @@ class SlabPart(HostSlab):
         self.ready = whole.ready
 
     @property
-    def pinned_bytes(self) -> int:
-        """All of it if all of the whole is pinned; else its share of the whole's pinned bytes, wherever those are."""
-        return self.nbytes if self.whole.pinned else self._share(self.whole.pinned_bytes)
-
-    @property
-    def pageable_bytes(self) -> int:
-        return self._share(self.whole.pageable_bytes)
+    def pinned(self) -> bool:
+        return self.whole.pinned
 
     @property
     def pageable_reason(self) -> str | None:
@@ -354,7 +348,7 @@ class SlabPart(HostSlab):
 
     @property
     def held_bytes(self) -> int:
-        return self._share(self.whole.held_bytes)
+        return self.nbytes * self.whole.held_bytes // self.whole.nbytes if self.whole.nbytes else 0
 
     def claim(self) -> None:
         self.whole.claim()
@@ -362,9 +356,6 @@ class SlabPart(HostSlab):
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
         return self.whole.view(self._offset + offset, nbytes)
-
-    def _share(self, nbytes: int) -> int:
-        return nbytes * self.nbytes // self.whole.nbytes if self.whole.nbytes else 0
 
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:

@@ -60,8 +60,8 @@ class SimulatedDevice(Device):
         chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a mapping; the kernel allows 65,530 by default.
         granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page size.
         bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no limit.
-        shared_with: a file through which processes share the capacity. Memory that a process drops without releasing is free for the
-            others after its own next call; memory of a dead process is free at the others' next call.
+        shared_with: a path, the same for all processes that share the capacity, whose folder has their ledger. Memory that a process drops
+            without releasing is free for the others after its own next call; memory of a dead process is free at once.
 
     Attributes:
         outside_bytes: capacity that something else in this process has taken, such as a communicator. A test sets it; 0 at first.
@@ -107,8 +107,8 @@ class SimulatedDevice(Device):
 
     @property
     def uuid(self) -> str:
-        """An identity that all processes with the same file share; empty where no other process can use the device."""
-        return "" if self._shared is None else f"simulated{os.path.realpath(self._shared.path)}"
+        """An identity that all processes with the same path share; empty where no other process can use the device."""
+        return "" if self._shared is None else f"simulated{self._shared.path}"
 
     def host(self, nbytes: int) -> HostSlab:
         self._check_process()

@@ -24,6 +24,7 @@ Only where the values of ranks differ, or a rank has gone, it leaves the shared 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import select
 import time
@@ -211,25 +212,26 @@ class SharedCopy:
         """Wait until every rank has left its fingerprints. Returns None where all `count` of them are equal.
         `seconds`: the longest time.
         `name_of`: the name of the tensor that a fingerprint stands for, for a message."""
-        number, deadline, look = self._change(), time.monotonic() + seconds, time.monotonic() + _LOOK_SECONDS
-        pause = _PAUSE_SECONDS[0]
-        while True:
+        number, look = self._change(), time.monotonic() + _LOOK_SECONDS
+        late = ""
+        for _ in interrupts.looks(seconds, *_PAUSE_SECONDS):
             places = self._places.tolist()  # first: who has offloaded without leaving its fingerprints before will not leave them now
             missing = [rank for rank, turn in enumerate(self._turns.tolist()) if turn >> 1 != number]
             if not missing:
                 break
             for rank in missing:
+                name = f"rank {self.shares.members[rank]}"
                 if places[rank] == _GONE or self._has_died(rank):
-                    name = f"rank {self.shares.members[rank]}"
                     return Refusal(f"{name} shares it no longer" if places[rank] == _GONE else f"{name} has died", True)
                 if places[rank] != _ON_DEVICE:
-                    return Refusal(f"rank {self.shares.members[rank]} has offloaded it alone", False)
-            now = time.monotonic()
-            if now >= deadline or (now >= look and self._is_over()):
-                late = "has not offloaded it" if now < deadline else f"has not offloaded it within {seconds:g} s"
-                return Refusal(f"rank {self.shares.members[missing[0]]} {late}", False)
-            look = look if now < look else now + _LOOK_SECONDS
-            pause = _rest(pause)
+                    return Refusal(f"{name} has offloaded it alone", False)
+            late = f"rank {self.shares.members[missing[0]]} has not offloaded it"
+            if time.monotonic() >= look:
+                if self._is_over():
+                    return Refusal(late, False)
+                look = time.monotonic() + _LOOK_SECONDS
+        else:
+            return Refusal(f"{late} within {seconds:g} s", False)
         rows = self.table[:, :count].clone()
         if any(turn >> 1 != number for turn in self._turns.tolist()):  # the others have given the change up, and one is in the next one
             return Refusal("the ranks have gone on", False)
@@ -245,9 +247,9 @@ class SharedCopy:
 
     def wait_for_shares(self, count: int) -> set[int]:
         """Wait until the shares of the first `count` pages have arrived. Returns the ranks whose shares will not come."""
-        number, pause = self._change(), _PAUSE_SECONDS[0]
+        number = self._change()
         since, before = time.monotonic(), self._arrived.tolist()
-        while True:
+        for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
             turns, arrived = self._turns.tolist(), self._arrived.tolist()
             # Who is in another change by now has left this one, and nobody knows how far it came.
             lacking = {rank for rank, turn in enumerate(turns) if (turn >> 1 != number or arrived[rank] < count) and rank not in self.lost}
@@ -256,8 +258,8 @@ class SharedCopy:
             is_late = time.monotonic() - since > _PATIENCE_SECONDS
             self.lost |= {rank for rank in lacking if is_late or turns[rank] != number << 1 or self._has_died(rank)}
             if lacking <= self.lost:
-                return self.lost
-            pause = _rest(pause)
+                break
+        return self.lost
 
     def _has_died(self, rank: int) -> bool:
         if rank not in self._watched:
@@ -282,13 +284,6 @@ def minority(said: Sequence[object]) -> list[int]:
     common = max(Counter(said).values())
     usual = next(each for each in said if Counter(said)[each] == common)
     return [rank for rank, each in enumerate(said) if each != usual]
-
-
-def _rest(pause: float) -> float:
-    """Wait a moment for other ranks. Returns how long the next moment is to be."""
-    time.sleep(pause)
-    interrupts.check()
-    return min(1.5 * pause, _PAUSE_SECONDS[1])
 
 
 def _close(files: Sequence[int]) -> None:
