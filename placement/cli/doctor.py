@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import shutil
 import statistics
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 import placement
+from placement.cli.workers import node_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import LinkRates, TransitionSeconds, readable
@@ -21,6 +23,7 @@ from placement.devices.host.disk_file import check_directory
 from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect, settled
 from placement.devices.select import select_device
 from placement.forecasting.description import CYCLES
+from placement.observe.fleet import find_targets, views_of
 
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""
@@ -31,6 +34,8 @@ _CACHE_BYTES = 64 << 20  # more than a core's share of the processor's caches
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)')
     parser.add_argument("--bytes", default=MEASURED_BYTES, type=_bytes, help="size of the buffers that are copied (default 1GiB)")
+    workers = "workers' URLs, or discovery folders: also say what of each node's host memory they take"
+    parser.add_argument("--workers", nargs="+", default=[], metavar="WORKER", help=workers)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run)
 
@@ -59,6 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         device.close()
     print(found.model_dump_json(indent=1) if arguments.json else table(found))
+    if arguments.workers and not arguments.json:
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            print("\n" + node_table(views_of(find_targets(arguments.workers), pool)))
     return int(bool(found.findings))
 
 

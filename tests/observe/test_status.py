@@ -54,11 +54,12 @@ def test_what_each_node_takes_of_host_memory_by_kind(
         worker.register(
             "rollout", SizedEngine(SizesDevice(), {"weights": 1 << 20, "kv_cache": 1 << 20}, keeps_weights=True), role="rollout"
         )
-    main(["status", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    (head,) = [index for index, line in enumerate(lines) if line.split()[:2] == ["node", "page-locked"]]
-    cells = lines[head + 1].split()
-    assert cells == ["node0", *readable(2 * host_bytes).split(), "0", "2", "MiB", "0"]
+    for words in (["status", str(tmp_path)], ["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--workers", str(tmp_path)]):
+        main(words)
+        lines = capsys.readouterr().out.splitlines()
+        (head,) = [index for index, line in enumerate(lines) if line.split()[:2] == ["node", "page-locked"]]
+        cells = lines[head + 1].split()
+        assert cells == ["node0", *readable(2 * host_bytes).split(), "0", "2", "MiB", "0"]
 
 
 def test_status_as_json_and_from_the_environment(
