@@ -126,3 +126,30 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
     whole_pages = -(-r.nbytes // PAGE) * PAGE
     assert (held[:whole_pages] == 1).all()
     assert not held[whole_pages:].any()
+
+
+def test_a_rank_whose_partner_does_not_come_says_why() -> None:
+    device, over = SimulatedDevice(1 << 20), list[bool]()
+    all_shares = [Shares(rank, (0, 1)) for rank in range(2)]
+    with new_file(PAGE + SharedCopy.extra_bytes(all_shares[0], 1)) as (file, _):
+        ours, others = (
+            SharedCopy(device.shared_host(file, PAGE, [], SharedCopy.extra_bytes(each, 1)), each, lambda: 1, lambda: bool(over))
+            for each in all_shares
+        )
+    ours.meet(torch.tensor([7]))
+
+    def wait(seconds: float) -> tuple[str, bool]:
+        refusal = ours.wait_for_all(1, seconds, str)
+        assert refusal is not None
+        return refusal
+
+    others.note_place(on_device=True)
+    assert wait(0.05) == ("rank 1 has not offloaded it within 0.05 s", False)
+    over.append(True)
+    assert wait(60.0) == ("rank 1 has not offloaded it", False)
+    others.note_place(on_device=False)
+    assert wait(60.0) == ("rank 1 has offloaded it alone", False)
+    others.leave(-1)
+    assert wait(60.0) == ("rank 1 shares it no longer", True)
+    others.meet(torch.tensor([7]))
+    assert ours.wait_for_all(1, 0.0, str) is None
