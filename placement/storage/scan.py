@@ -146,12 +146,17 @@ class _Walk:
         self.new = new = dict[int, list[Owned]]()  # storages that are not adopted and not empty
         self.aliases = aliases = dict[int, int]()  # how many tensors use each storage
         self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to the keys of `aliases`
+        self.own = own = set[int]()  # identities of the tensors
+        self.bases = bases = dict[int, torch.Tensor]()  # the tensors of which some of these are views, by identity
         self.versions = Versions(placed_at := list[int](), versions := list[int]())
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
             storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
+            own.add(id(owned.tensor))
+            if (base := owned.tensor._base) is not None:
+                bases[id(base)] = base
             if (address := places.get(key)) is None:
                 references.append(StorageWeakRef(storage))
                 if storage.nbytes():
@@ -224,7 +229,7 @@ class StorageScanner:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
-        self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
+        self.discovered, hosts = frozenset(walk.new), self._note_borrowed(walk)
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
         self._last = None
@@ -242,13 +247,14 @@ class StorageScanner:
                 (transient if adoptee.owned[0].transient else lasting).append(adoptee)
         return Scan(lasting, transient, relocated, walk.in_place)
 
-    def _note_borrowed(self) -> list[StorageWeakRef]:
-        """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
+    def _note_borrowed(self, walk: _Walk) -> list[StorageWeakRef]:
+        """Note the tensors that a walk found in storages of the modules. Returns the storage of each, and of the base of each view."""
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         BORROWED.update(borrowed.values())
-        bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
-        stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
-        return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
+        # Autograd keeps bases with the views.
+        bases = walk.bases | {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}
+        known = walk.own.union(map(id, self.adapter.stepped())) if bases else ()
+        return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in known]
 
     def note_places(self, born: Scan) -> None:
         """Remember the places of the tensors that a look has found there."""
