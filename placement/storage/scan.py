@@ -146,17 +146,12 @@ class _Walk:
         self.new = new = dict[int, list[Owned]]()  # storages that are not adopted and not empty
         self.aliases = aliases = dict[int, int]()  # how many tensors use each storage
         self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to the keys of `aliases`
-        self.own = own = set[int]()  # identities of the tensors
-        self.bases = bases = dict[int, torch.Tensor]()  # the tensors of which some of these are views, by identity
         self.versions = Versions(placed_at := list[int](), versions := list[int]())
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
             storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
-            own.add(id(owned.tensor))
-            if (base := owned.tensor._base) is not None:
-                bases[id(base)] = base
             if (address := places.get(key)) is None:
                 references.append(StorageWeakRef(storage))
                 if storage.nbytes():
@@ -249,11 +244,11 @@ class StorageScanner:
 
     def _note_borrowed(self, walk: _Walk) -> list[StorageWeakRef]:
         """Note the tensors that a walk found in storages of the modules. Returns the storage of each, and of the base of each view."""
+        own = [each.tensor for each in itertools.chain(walk.in_place, *walk.elsewhere.values(), *walk.new.values())]
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         BORROWED.update(borrowed.values())
-        # Autograd keeps bases with the views.
-        bases = walk.bases | {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}
-        known = walk.own.union(map(id, self.adapter.stepped())) if bases else ()
+        bases = {id(base): base for tensor in (*own, *borrowed.values()) if (base := tensor._base) is not None}  # autograd keeps them
+        known = {*map(id, (*own, *self.adapter.stepped()))} if bases else ()
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in known]
 
     def note_places(self, born: Scan) -> None:
