@@ -343,4 +343,5 @@ class ObjectRanges:
         return self._map.at(tensor.untyped_storage().data_ptr())
 
     def named_places(self) -> dict[str, Place]:
-        return self.places.within(self.all)
+        """The places of what lasts, by name. What a forward has left under a name is no earlier value of a parameter of that name."""
+        return self.places.within([r for r in self.all if not r.transient])

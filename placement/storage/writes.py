@@ -233,14 +233,15 @@ class WritesWhileOffloaded:
             return FoundChanges()
         scanner = self._scanner
         places = scanner.ranges.named_places()
-        self._bring_back(born.relocated, places)
+        every = scanner.ranges.places.within(scanner.ranges.all) | places  # gradients, too
+        self._bring_back(born.relocated, every)
         told = scanner.ranges.told
         stay = [c for c in born.lasting if c.storage._cdata not in told or any(owned.name in places for owned in c.owned)]
         transient = [c for c in born.transient if c.storage._cdata not in told]  # a graph's tensor in an attribute is told, not dropped
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
-            gradients = [adoptee for adoptee in changes.gradients if any(owned.name in places for owned in adoptee.owned)]
-            if self._put_back([*changes.replaced, *gradients], places, scanner.ranges.places.outlines()):
+            gradients = [adoptee for adoptee in changes.gradients if any(owned.name in every for owned in adoptee.owned)]
+            if self._put_back([*changes.replaced, *gradients], every, scanner.ranges.places.outlines()):
                 changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in scanner.adapter.frameworks)), None))
             scanner.align_wrappers()
             _renew_empty(scanner.adapter.with_gradients())

@@ -364,6 +364,20 @@ def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() 
     assert_nothing_resident(worker.manager)
 
 
+def test_a_parameter_under_the_name_of_what_a_forward_computed_does_not_get_that_old_value() -> None:
+    """What the last forward computed under this name is older than the last step."""
+    worker = trained()
+    with worker.manager.phase("train"):
+        prune.random_unstructured(worker.net[0], "weight", 0.5)
+        learn(worker.net, worker.adam)
+    prune.remove(worker.net[0], "weight")
+    added = r"^0\.weight were added .* no registered values and stay NaN"
+    with pytest.raises(IntegrityError, match=added), worker.manager.phase("log_prob"):
+        pass
+    with worker.manager.phase("log_prob"):
+        assert worker.net[0].weight.isnan().all()
+
+
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
 def test_a_value_that_was_written_before_a_conversion_is_put_back_with_it(convert: Callable[[nn.Module], nn.Module]) -> None:
     """The converted tensor has no NaN, and is still no new value: its place had been overwritten."""
