@@ -84,6 +84,7 @@ class Target:
 
 
 def as_json(targets: Iterable[Target]) -> str:
+    """Targets as Prometheus reads them from a file or by HTTP (`file_sd_configs`, `http_sd_configs`)."""
     return json.dumps([{"targets": [each.address], "labels": dict(each.labels)} for each in targets], indent=1) + "\n"
 
 

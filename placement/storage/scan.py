@@ -222,7 +222,7 @@ class StorageScanner:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
-        self.discovered, hosts = frozenset(walk.new), self._note_borrowed(walk)
+        self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
         self._last = None
@@ -240,14 +240,13 @@ class StorageScanner:
                 (transient if adoptee.owned[0].transient else lasting).append(adoptee)
         return Scan(lasting, transient, relocated, walk.in_place)
 
-    def _note_borrowed(self, walk: _Walk) -> list[StorageWeakRef]:
-        """Note the tensors that a walk found in storages of the modules. Returns the storage of each, and of the base of each view."""
-        own = [each.tensor for each in itertools.chain(walk.in_place, *walk.elsewhere.values(), *walk.new.values())]
+    def _note_borrowed(self) -> list[StorageWeakRef]:
+        """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         BORROWED.update(borrowed.values())
-        bases = {id(base): base for tensor in (*own, *borrowed.values()) if (base := tensor._base) is not None}  # autograd keeps them
-        known = {*map(id, (*own, *self.adapter.stepped()))} if bases else ()
-        return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in known]
+        bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
+        stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
+        return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
     def note_places(self, born: Scan) -> None:
         """Remember the places of the tensors that a look has found there."""

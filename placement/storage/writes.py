@@ -192,16 +192,14 @@ class WritesWhileOffloaded:
             return []
         with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
             self._scanner.rescan()
-        names = self._written(transient=True)
-        if names:
+        if names := self._written(transient=True):
             values = {entry.ref.cdata for r in self._scanner.ranges.all if not r.transient for entry in r.placed}
             self._noted = self._scanner.versions.but(self._noted, among=values)
         return names
 
     def _written(self, *, transient: bool) -> list[str]:
-        if self._is_allowed and not transient:
-            return []
-        written = self._scanner.versions.written_since(self._noted)
+        is_asked = transient or not self._is_allowed
+        written = self._scanner.versions.written_since(self._noted) if is_asked else ()
         ranges = [r for r in self._scanner.ranges.all if r.transient is transient] if written else []
         return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in written]
 

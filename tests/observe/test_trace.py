@@ -44,7 +44,7 @@ def test_a_track_for_each_handle_and_one_for_phases(manager: placement.Manager, 
     assert load["args"]["bytes"] == handle.counters.loaded_bytes > 0
     assert offload["args"]["skipped_bytes"] == handle.counters.skipped_bytes > 0
     assert load["args"]["phase"] == "log_prob"
-    assert load["args"]["GB/s"] > 0
+    assert "GB/s" in load["args"]  # rounded: 0 for a few bytes on a busy machine
     assert [event["args"]["device"] for event in events_of(path, "C")] == [handle.num_bytes, 0]
 
 

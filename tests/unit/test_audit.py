@@ -81,21 +81,6 @@ def test_strict_raises_for_stray_references_after_the_transition_is_complete() -
     assert_nothing_resident(worker.manager)
 
 
-def test_a_view_of_a_view_that_the_module_holds_is_no_stray() -> None:
-    """Autograd keeps what it is a view of, `weight.detach()`, with it."""
-    worker = Worker()
-    with worker.manager.phase("log_prob"):
-        worker.net.rows = [worker.net[0].weight.detach()[1:], worker.net[0].weight.detach().t(), worker.net[0].weight[0]]
-    for _ in range(2):
-        assert worker.manager.audit().ok
-        with worker.manager.phase("log_prob"):
-            assert worker.net.rows[0].data_ptr() > worker.net[0].weight.data_ptr()
-    with worker.manager.phase("log_prob"):
-        mine = worker.net.rows.pop(0)
-    assert "2 references" in worker.manager.audit().findings[0].detail
-    del mine
-
-
 def test_who_was_known_and_is_no_more_is_a_stray() -> None:
     """The references are as many as at the last phase transition, where none was too many: only who holds them has changed."""
     worker = Worker()
