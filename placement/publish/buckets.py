@@ -45,14 +45,15 @@ def published(
         unload = lora.Unload(skeleton, adapters)
         bare = unload.of(bare)
         weights = weights | unload.merged()
-    places = lora.separate(skeleton, bare) if adapters == "separate" else list(named_places(bare))
-    first: dict[int, str] = {}
-    for name, place in places:
-        first.setdefault(key_of(place), name)
-    found = {name: place for name, place in places if adapters == "separate" or first[key_of(place)] == name}
-    pairs = [(name, weights[key_of(place)]) for name, place in found.items()]
-    buffers = {name for name, place in found.items() if not isinstance(place, torch.nn.Parameter)}
-    _keep_dtypes(pairs, buffers | _kept_in_float32(root, found))
+    pairs, buffers, seen = [], set[str](), set[int]()
+    for name, place in lora.separate(skeleton, bare) if adapters == "separate" else named_places(bare):
+        key = key_of(place)
+        if adapters == "separate" or key not in seen:
+            pairs.append((name, weights[key]))
+            if not isinstance(place, torch.nn.Parameter):
+                buffers.add(name)
+        seen.add(key)
+    _keep_dtypes(pairs, buffers | _kept_in_float32(root, [name for name, _ in pairs]))
     return in_checkpoint(bare, pairs) if names == "checkpoint" else pairs
 
 
