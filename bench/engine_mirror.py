@@ -1,9 +1,9 @@
 """Does a snapshot say how much host memory a process takes, with an engine in it that keeps its weights on the host?
 
 The kernel's figures are taken at three places of a step, as growth since before anything was registered: `process` is what the kernel
-counts for this process (RssAnon and RssShmem of /proc/self/status), `machine` is by how much MemAvailable has fallen. Page-locked memory
-of a driver need not be in the first; other programs are in the second. Needs a GPU, and torch_memory_saver or vLLM, each in a process of
-its own: `python -m bench.engine_mirror --system vllm`.
+counts for this process and those that it has started (RssAnon and RssShmem of /proc/PID/status), `machine` is by how much MemAvailable has
+fallen. Page-locked memory of a driver need not be in the first; other programs are in the second. Needs a GPU, and torch_memory_saver, vLLM
+or SGLang, each in a run of its own: `python -m bench.engine_mirror --system vllm`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bench import _peers, _rig
 from bench._results import Results
 from bench._rig import Rig, available_host_bytes
 from placement.engines import TaggedEngine
+from placement.engines.sglang import SglangInProcess
 from placement.engines.vllm import VllmInProcess
 
 _SCENARIO = "host memory of a step"
@@ -89,20 +90,36 @@ class Saved(_Own):
             self._saver.resume(tag)
 
 
-def _vllm(_: Rig, nbytes: int) -> TaggedEngine:
-    """vLLM with its core in this process, and a Qwen2 of about `nbytes` with weights from nowhere."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
+def _qwen2(nbytes: int) -> str:
+    """A folder with the configuration of a Qwen2 of about `nbytes`, and no weights."""
     width, layer_bytes = 2048, 2 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
     config: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16", "vocab_size": 1024}
     config |= {"hidden_size": width, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
     config["num_hidden_layers"] = max(1, nbytes // layer_bytes)
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def _vllm(_: Rig, nbytes: int) -> TaggedEngine:
+    """vLLM with its core in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
     options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "max_model_len": 1024}
     options |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 30, "enable_sleep_mode": True, "dtype": "bfloat16"}
-    return VllmInProcess(LLM(folder, **options), send=lambda _: None)
+    return VllmInProcess(LLM(_qwen2(nbytes), **options), send=lambda _: None)
+
+
+def _sglang(_: Rig, nbytes: int) -> TaggedEngine:
+    """SGLang, whose scheduler has the weights in a process of its own. No kernels that are compiled for minutes."""
+    import sglang
+
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "disable_cuda_graph": True, "context_length": 1024}
+    options |= {"mem_fraction_static": 0.3, "max_total_tokens": 4096, "max_running_requests": 16, "dtype": "bfloat16"}
+    options |= {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
+    options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    return SglangInProcess(sglang.Engine(model_path=_qwen2(nbytes), **options), send=lambda _: None)
 
 
 _SYSTEMS: dict[str, Callable[[Rig, int], TaggedEngine]] = {
@@ -110,13 +127,25 @@ _SYSTEMS: dict[str, Callable[[Rig, int], TaggedEngine]] = {
     "torch_memory_saver": lambda rig, nbytes: Saved(rig, nbytes, retain=False),
     "torch_memory_saver(retain)": lambda rig, nbytes: Saved(rig, nbytes, retain=True),
     "vllm": _vllm,
+    "sglang": _sglang,
 }
 
 
 def _kernel() -> dict[str, int]:
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
-    process = sum(int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
-    return {"process": process, "machine": -available_host_bytes()}
+    return {"process": sum(_resident(Path(f"/proc/{each}")) for each in _family(os.getpid())), "machine": -available_host_bytes()}
+
+
+def _family(process: int) -> Iterator[int]:
+    """A process and all that it has started, directly or not."""
+    yield process
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        for child in (thread / "children").read_text(encoding="utf-8").split():
+            yield from _family(int(child))
+
+
+def _resident(process: Path) -> int:
+    status = dict(line.split(":", 1) for line in (process / "status").read_text(encoding="utf-8").splitlines())
+    return sum(int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 def _measure(rig: Rig, results: Results, system: str) -> None:

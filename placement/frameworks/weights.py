@@ -27,7 +27,7 @@ def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 PIECE_BYTES = 128 << 20
-"""The bytes of a rank's part from which it is gathered in pieces: an embedding, whose first rows are gathered while the last ones arrive."""
+"""A larger part of a rank is gathered in pieces of so many bytes: the first rows of an embedding while its last ones arrive."""
 
 
 def pieces(part: torch.Tensor) -> Sequence[slice | EllipsisType]:
