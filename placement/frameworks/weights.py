@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,18 +24,6 @@ def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(each.view(torch.uint8 if dtype.itemsize == 1 else torch.int16) for each in tensors)
 
 
-PIECE_BYTES = 128 << 20
-"""A larger part of a rank is gathered in pieces of so many bytes: the first rows of an embedding while its last ones arrive."""
-
-
-def pieces(part: torch.Tensor) -> Sequence[slice | EllipsisType]:
-    """The rows of a part that are gathered together. It follows from the size alone, so that all ranks agree, wherever the values are."""
-    if part.nbytes <= PIECE_BYTES or part.dim() == 0:
-        return (...,)
-    rows = max(1, len(part) * PIECE_BYTES // part.nbytes)
-    return [slice(first, first + rows) for first in range(0, len(part), rows)]
-
-
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Reads the values of tensors from where they are now: from the device, or from the host copy."""
@@ -45,38 +31,26 @@ class Reader:
     device: torch.device  # the device on which weights are published
     on_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
-    fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Sequence[Any]]] = field(default_factory=dict)
-    """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the tensor, its value, and for each of its
-    pieces an event that tells whether that has arrived (none: all have)."""
+    fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
+    """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the tensor, its value, and an event that
+    tells whether that has arrived (None: it has)."""
 
-    def fill(
-        self, target: torch.Tensor, source: torch.Tensor, rows: slice | EllipsisType = ..., *, non_blocking: bool = False
-    ) -> torch.Tensor:
-        """Copy rows of a plain tensor's value into `target`, cast to its type. With `non_blocking` the host does not wait for the copy."""
+    def fill(self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host does not wait for the copy."""
         shown = None if self.on_host is None else self.on_host(source)
         # A tensor outside every range (empty, or staying on the CPU) can be read itself.
         into, out_of = _copyable(target, source if shown is None else shown)
-        into[rows].copy_(out_of[rows]) if shown is None else upload(into[rows], out_of[rows], non_blocking=non_blocking)
+        into.copy_(out_of) if shown is None else upload(into, out_of, non_blocking=non_blocking)
         return target
 
     def read(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A plain tensor's value in torch's own memory on the device."""
-        value, arrivals = self.arriving(source, dtype)
-        for arrival in arrivals:
-            arrival.wait()
-        return value
-
-    def arriving(self, source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Sequence[Any]]:
-        """The same memory before the value has arrived, with an event for each of its pieces (none: it has)."""
-        if id(source) not in self.fetched:
-            return self.fill(self.target(source, dtype), source.detach()), ()
-        _, value, arrivals = self.fetched[id(source)]
-        if value.dtype is not dtype:
-            for arrival in arrivals:
-                arrival.wait()
-            value, arrivals = value.to(dtype), ()
-        del self.fetched[id(source)]
-        return value, arrivals
+        if id(source) in self.fetched:
+            _, value, arrived = self.fetched.pop(id(source))
+            if arrived is not None:
+                arrived.wait()
+            return value if value.dtype is dtype else value.to(dtype)
+        return self.fill(self.target(source, dtype), source.detach())
 
     def target(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory on the device for a plain tensor's value."""
@@ -208,10 +182,12 @@ class ShardedWeight(Weight):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         # The DTensor itself is not copied or moved. Its local part is read, and gathered, or wrapped in a new DTensor.
         sharded = self._tensor
-        if (group := self._even_rows()) is not None:  # DTensor's own way takes several times as long for a small weight
-            full = self._gathered(*reader.arriving(sharded._local_tensor, dtype), group)
+        (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
+        group = self._even_rows()
+        if group is not None:  # in one call: DTensor's own way takes several times as long for a small weight
+            full = local.new_empty(sharded.shape)
+            torch.distributed.all_gather_into_tensor(full, local.contiguous(), group)
         else:
-            (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
             full = (
                 type(sharded)
                 .from_local(local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride())
@@ -220,22 +196,6 @@ class ShardedWeight(Weight):
         if full.dtype is torch.uint8:
             return full.view(dtype)
         return full if full.dtype is dtype else full.to(dtype)
-
-    def _gathered(self, part: torch.Tensor, arrivals: Sequence[Any], group: Any) -> torch.Tensor:
-        """The parts of all ranks of the group, each of which has as many rows. Each piece is gathered as soon as it has arrived."""
-        (local,) = _copyable(part)
-        full = local.new_empty(self.shape)
-        for rows, arrival in itertools.zip_longest(pieces(local), arrivals):
-            if arrival is not None:
-                arrival.wait()
-            mine = local[rows].contiguous()
-            if rows is ...:
-                torch.distributed.all_gather_into_tensor(full, mine, group)
-            else:
-                of_all = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))
-                torch.distributed.all_gather_into_tensor(of_all, mine, group)
-                full.unflatten(0, (group.size(), -1))[:, rows].copy_(of_all.unflatten(0, (group.size(), -1)))
-        return full
 
     def _even_rows(self) -> Any:
         """The process group over which each rank has as many rows as the others, if that is how the weight is cut."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from placement.core.torch_modes import without_modes
-from placement.frameworks.weights import Reader, Weight, pieces
+from placement.frameworks.weights import Reader, Weight
 
 Wanted = tuple[Weight, torch.dtype]
 _Target = tuple[torch.Tensor, torch.Tensor]  # a tensor of the module, and memory on the device for its value
@@ -79,12 +79,10 @@ class ReadAhead:
             self._stream.wait_stream(self._device.current_stream(self._reader.device))
         with contextlib.nullcontext() if self._stream is None else self._device.stream(self._stream):
             for source, target in group:
-                arrivals = []
-                for rows in pieces(target):
-                    self._reader.fill(target, source.detach(), rows, non_blocking=True)
-                    if self._stream is not None:
-                        arrivals.append(self._stream.record_event())
-                self._reader.fetched[id(source)] = source, target, arrivals
+                self._reader.fill(target, source.detach(), non_blocking=True)
+            arrived = None if self._stream is None else self._stream.record_event()
+        for source, target in group:
+            self._reader.fetched[id(source)] = source, target, arrived
 
     def end(self) -> None:
         """Wait for copies that nobody waits for, after the last weight or an early end. Idempotent."""

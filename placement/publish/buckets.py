@@ -39,22 +39,31 @@ def published(
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
     one of adapters alone under each name that PEFT saves. Reads no value, moves nothing and calls no collective. The order is the same on
     all ranks of a sharded module. ValueError: the module has no such adapters or names, or they cannot be published so."""
-    skeleton = Skeleton(Shown(root, frameworks))
-    bare, weights = skeleton.copy(root), skeleton.weights
-    if adapters != "separate" and "peft" in sys.modules:
-        unload = lora.Unload(skeleton, adapters)
-        bare = unload.of(bare)
-        weights = weights | unload.merged()
+    shown, bare = Shown(root, frameworks), None
+    if adapters == "separate" or names == "checkpoint" or _has_adapters(root):
+        skeleton = Skeleton(shown)
+        bare, weights = skeleton.copy(root), skeleton.weights
+        if adapters != "separate" and "peft" in sys.modules:
+            unload = lora.Unload(skeleton, adapters)
+            bare = unload.of(bare)
+            weights = weights | unload.merged()
+        places = lora.separate(skeleton, bare) if adapters == "separate" else named_places(bare)
+        named = ((name, weights[key_of(place)], not isinstance(place, torch.nn.Parameter)) for name, place in places)
+    else:
+        named = shown.named(root)  # no library needs a copy that it can change
     pairs, buffers, seen = [], set[str](), set[int]()
-    for name, place in lora.separate(skeleton, bare) if adapters == "separate" else named_places(bare):
-        key = key_of(place)
-        if adapters == "separate" or key not in seen:
-            pairs.append((name, weights[key]))
-            if not isinstance(place, torch.nn.Parameter):
+    for name, weight, is_buffer in named:
+        if adapters == "separate" or id(weight) not in seen:
+            pairs.append((name, weight))
+            if is_buffer:
                 buffers.add(name)
-        seen.add(key)
+        seen.add(id(weight))
     _keep_dtypes(pairs, buffers | _kept_in_float32(root, [name for name, _ in pairs]))
     return in_checkpoint(bare, pairs) if names == "checkpoint" else pairs
+
+
+def _has_adapters(root: torch.nn.Module) -> bool:
+    return "peft" in sys.modules and any(lora.has_adapters(part) for part in root.modules())
 
 
 def _kept_in_float32(root: torch.nn.Module, names: Iterable[str]) -> set[str]:
@@ -81,7 +90,7 @@ def writable(root: torch.nn.Module, frameworks: Sequence[Framework]) -> dict[str
     skeleton = Skeleton(Shown(root, frameworks))
     bare = skeleton.copy(root)
     places = dict(named_places(bare))
-    if "peft" in sys.modules and any(lora.has_adapters(part) for part in root.modules()):
+    if _has_adapters(root):
         with suppress(ValueError):  # with several active adapters there are no published names for adapters alone
             places.update(lora.separate(skeleton, bare))
         places.update(named_places(lora.Unload(skeleton, "base").of(bare)))
@@ -267,7 +276,7 @@ def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> Weigh
         if is_wrapper or is_scaled(each) or not each.is_floating_point:
             how = "stands for values only with its scales" if is_wrapper or is_scaled(each) else "is not floating-point"
             raise ValueError(f"dtype of {info.name!r}: {info.dtype} is not cast to {dtype}, because {each} {how}; write None to keep it")
-    return replace(info, dtype=dtype)
+    return info if dtype is info.dtype else replace(info, dtype=dtype)
 
 
 def _buckets(

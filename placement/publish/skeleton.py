@@ -37,8 +37,7 @@ class Copier(abc.ABC):
 
     def copy(self, module: torch.nn.Module) -> torch.nn.Module:
         """A copy of a module and its submodules, without wrappers; the same one for the same module."""
-        while (inner := next((name for cls, name in self.shown.wrappers if isinstance(module, cls)), None)) is not None:
-            module = module._modules[inner]  # type: ignore[assignment]
+        module = self.shown.unwrapped(module)
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy: torch.nn.Module = object.__new__(type(module))
@@ -68,7 +67,7 @@ class Shown:
     """The weights behind the tensors that a module tree shows, one object for each."""
 
     def __init__(self, root: torch.nn.Module, frameworks: Sequence[Framework]) -> None:
-        self.wrappers = wrappers()
+        self._wrappers = wrappers()
         self._instead = {shown: own for each in frameworks for shown, own in each.own_tensors().items()}
         instead_of: dict[int, Mapping[str, Weight | None]] = {}
         for each in frameworks:
@@ -92,6 +91,30 @@ class Shown:
     def parameters(self, module: torch.nn.Module) -> list[tuple[str, Weight | None]]:
         """A module's own parameters by name, including those that a framework hides at the moment."""
         return self._of[id(module)]
+
+    def unwrapped(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module that wrappers are around."""
+        while (inner := next((name for cls, name in self._wrappers if isinstance(module, cls)), None)) is not None:
+            module = module._modules[inner]  # type: ignore[assignment]
+        return module
+
+    def named(self, root: torch.nn.Module) -> Iterator[tuple[str, Weight, bool]]:
+        """Name and weight of each parameter, then of each persistent buffer, as `named_places` finds them in a copy; and whether it is a
+        buffer."""
+        modules = list(self._modules(root, ""))
+        for prefix, part in modules:
+            yield from ((prefix + name, weight, False) for name, weight in self.parameters(part) if weight is not None)
+        for prefix, part in modules:
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    yield prefix + name, self.weight(buffer), True
+
+    def _modules(self, module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+        module = self.unwrapped(module)
+        yield prefix, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from self._modules(child, f"{prefix}{name}.")
 
 
 class Skeleton(Copier):

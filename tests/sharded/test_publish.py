@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from placement import EngineError, GroupError, Manager, PhaseError, RegistrationError, TorchEngine
-from placement.frameworks import weights
 from placement.group import StoreGroup
 from placement.publish import VllmWeightSource
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
@@ -36,23 +35,6 @@ from tests.support.ranks import Ranks, on_ranks
 def test_the_full_weights_of_the_plain_model(two_ranks: Ranks, build: str, streams: bool) -> None:
     found = two_ranks.run(worker.publish, build, streams)
     assert [each["external"] for each in found] == [build == "fsdp2_external"] * 2
-
-
-def _in_pieces(streams: bool) -> int:
-    """Publish with pieces of a few rows. Returns the most pieces of one part."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "PIECE_BYTES", 512)
-        worker.publish("fsdp2", streams)
-        manager, actor = placed(BUILDS["fsdp2"](worker.Model()), streams=streams)
-        for bucket_bytes, count in ((1, 2), (1, 40)):  # the ranks end at different weights: the rest is gathered as by the others
-            with manager.phase("weight_sync"):
-                list(itertools.islice(actor.weights(bucket_bytes=bucket_bytes), count * (1 + dist.get_rank())))
-        return max(len(weights.pieces(parameter.to_local())) for parameter in actor.object.parameters())
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
-def test_the_large_part_of_a_rank_is_gathered_in_pieces(two_ranks: Ranks, streams: bool) -> None:
-    assert min(two_ranks.run(_in_pieces, streams)) > 2
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_flat"])
