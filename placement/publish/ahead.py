@@ -44,11 +44,8 @@ class ReadAhead:
 
     def fetch(self) -> None:
         """Start the copies of the coming bucket, if none did, and of the one after it. Called before a bucket is filled."""
-        groups = list[list[_Target]]()
         while self._wanted and len(self._groups) < 2:
-            groups.append(self._take_group())  # all memory before any copy: the driver may let an allocation wait for copies
-        for group in groups:
-            self._start(group)
+            self._start(self._take_group())
 
     def used(self, nbytes: int) -> None:
         while self._groups and nbytes:
