@@ -229,8 +229,8 @@ class ExpertWeight(Weight):
     def problem(self) -> str | None:
         return self._part.problem
 
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        return self._part.sources(dtype)
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self._part.targets(reader, dtype)
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         from torch.distributed.tensor import DTensor

@@ -89,8 +89,8 @@ class Weight(abc.ABC):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
 
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        """The plain tensors of this rank that `whole` reads, and the dtypes in which it does. They can be read before, without `whole`.
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The plain tensors of this rank that `whole` reads, and memory on the device for their values, so that these can come before.
 
         None where a kind of weight does not say: then `whole` reads them itself.
         """
@@ -124,8 +124,8 @@ class LocalWeight(Weight):
             return None
         return f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes; for LoRA, adapters='separate' leaves it out"
 
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        yield from parts_read(self._tensor, dtype)
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from parts_read(reader, self._tensor, dtype)
 
     def part(self) -> Part | None:
         return None if self.is_wrapper or self.dtype.is_complex else Part(self._tensor, (0,) * len(self.shape))
@@ -150,6 +150,7 @@ class ShardedWeight(Weight):
     def __init__(self, tensor: Any) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self._tensor = tensor
+        self._all_rows: torch.Tensor | None = None
         self.is_wrapper = type(tensor._local_tensor) not in PLAIN_TYPES
 
     @property
@@ -166,8 +167,18 @@ class ShardedWeight(Weight):
         is_sum = any(placement.is_partial() for placement in self._tensor.placements)
         return self.dtype if is_sum else dtype
 
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        yield from parts_read(self._tensor._local_tensor, self._read_as(dtype))
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        local = self._tensor._local_tensor
+        if self._even_rows() is None:
+            yield from parts_read(reader, local, self._read_as(dtype))
+        else:
+            yield local, self._own_rows(reader, dtype)
+
+    def _own_rows(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+        """New memory for this rank's rows, inside that for all rows, into which the other ranks' are gathered."""
+        group = self._even_rows()
+        self._all_rows = torch.empty(self.shape, dtype=dtype, device=reader.device)
+        return self._all_rows.chunk(group.size())[group.rank()]
 
     def part(self) -> Part | None:
         sharded, torch_sharding = self._tensor, sys.modules["torch.distributed.tensor"]
@@ -182,12 +193,10 @@ class ShardedWeight(Weight):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         # The DTensor itself is not copied or moved. Its local part is read, and gathered, or wrapped in a new DTensor.
         sharded = self._tensor
-        (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
-        group = self._even_rows()
-        if group is not None:  # in one call: DTensor's own way takes several times as long for a small weight
-            full = local.new_empty(sharded.shape)
-            torch.distributed.all_gather_into_tensor(full, local.contiguous(), group)
+        if (group := self._even_rows()) is not None:  # DTensor's own way takes several times as long for a small weight
+            full = self._gathered(reader, dtype, group)
         else:
+            (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
             full = (
                 type(sharded)
                 .from_local(local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride())
@@ -196,6 +205,18 @@ class ShardedWeight(Weight):
         if full.dtype is torch.uint8:
             return full.view(dtype)
         return full if full.dtype is dtype else full.to(dtype)
+
+    def _gathered(self, reader: Reader, dtype: torch.dtype, group: Any) -> torch.Tensor:
+        local = self._tensor._local_tensor
+        read = reader.read(local, dtype) if id(local) in reader.fetched else reader.fill(self._own_rows(reader, dtype), local.detach())
+        full, self._all_rows = self._all_rows, None
+        assert full is not None
+        rows = full.chunk(group.size())[group.rank()]
+        if read.data_ptr() != rows.data_ptr():  # the same weight was fetched for another name
+            rows.copy_(read)
+        full, rows = _copyable(full, rows)
+        torch.distributed.all_gather_into_tensor(full, rows, group)
+        return full
 
     def _even_rows(self) -> Any:
         """The process group over which each rank has as many rows as the others, if that is how the weight is cut."""
@@ -224,9 +245,9 @@ def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torc
     return rewrapped(wrapper, lambda part: reader.read(part, part.dtype))
 
 
-def parts_read(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-    """The plain tensors that `read_parts` reads, and the dtypes in which it does."""
-    return ((part, dtype if part is tensor else part.dtype) for _, part in parts_of(tensor, ""))
+def parts_read(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The plain tensors that `read_parts` reads, and memory for their values."""
+    return ((part, reader.target(part, dtype if part is tensor else part.dtype)) for _, part in parts_of(tensor, ""))
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:
@@ -270,9 +291,9 @@ class ComputedWeight(Weight):
     def problem(self) -> str | None:
         return next((problem for weight in self._computation.inputs() if (problem := weight.problem) is not None), None)
 
-    def sources(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for weight in self._computation.inputs():
-            yield from weight.sources(weight.dtype)
+            yield from weight.targets(reader, weight.dtype)
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         return self._computation.value(self._name, reader).to(dtype).contiguous()

@@ -64,10 +64,10 @@ class ReadAhead:
                 break
             self._wanted.popleft()
             nbytes += size
-            for source, its_dtype in weight.sources(dtype):
+            for source, target in weight.targets(self._reader, dtype):
                 if id(source) not in self._seen:
                     self._seen.add(id(source))
-                    group.append((source, self._reader.target(source, its_dtype)))
+                    group.append((source, target))
         self._groups.append(nbytes)
         return group
 
