@@ -12,11 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from placement.core.errors import PhaseError, PlacementError
+from placement.core.interrupts import WeakIdSet, is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRole
 from placement.core.snapshot import Audit, Snapshot, summary
-from placement.core.weak_set import WeakIdSet
-from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit

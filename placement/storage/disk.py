@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from placement.core import interrupts
 from placement.core.errors import HostMemoryError, IntegrityError
+from placement.core.interrupts import BackgroundThread, WeakIdSet
 from placement.core.journal import HandleCounters, logger
-from placement.core.weak_set import WeakIdSet
-from placement.devices.background import BackgroundThread
 from placement.devices.host.disk_file import DiskFile, GoesOn, release, renew
 from placement.devices.host.slab import Slab
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from placement.core.interrupts import WeakIdSet
 from placement.core.journal import Journal
-from placement.core.weak_set import WeakIdSet
 from placement.devices.host.reserve import Reservation, promised_bytes
 
 

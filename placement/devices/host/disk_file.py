@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.background import BackgroundThread
+from placement.core.interrupts import BackgroundThread
 from placement.devices.host.reserve import promised_bytes
 from placement.devices.host.slab import MADV_DONTNEED, PAGE, Slab, available_bytes, libc, round_up
 

@@ -25,8 +25,8 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.interrupts import WeakIdSet
 from placement.core.settings import bytes_of
-from placement.core.weak_set import WeakIdSet
 from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
 from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
