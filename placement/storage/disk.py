@@ -22,7 +22,7 @@ from placement.core import interrupts
 from placement.core.errors import HostMemoryError, IntegrityError
 from placement.core.interrupts import BackgroundThread, WeakIdSet
 from placement.core.journal import HandleCounters, logger
-from placement.devices.host.disk_file import DiskFile, GoesOn, release, renew
+from placement.devices.host.disk_file import DiskFile, GoesOn
 from placement.devices.host.slab import Slab
 
 _NAN = 0xFF
@@ -147,10 +147,10 @@ class Spill:
     # A forecast has no memory and no file, and overrides these three.
 
     def _release(self, slab: Slab) -> None:
-        release(slab)
+        slab.release()
 
     def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
-        return renew(slab, fill)
+        return slab.renew(fill)
 
     def _new_file(self, slab: Slab) -> DiskFile:
         assert self._directory is not None

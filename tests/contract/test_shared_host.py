@@ -12,7 +12,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.base import Device
-from placement.devices.host import shared_slab
+from placement.devices.host import slab as slab_module
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy
@@ -80,7 +80,7 @@ def test_a_forked_child_does_not_have_it(device: Device, in_child: Callable[[Cal
 
 
 def test_lack_of_memory_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_slab, "available_bytes", lambda: PAGE)
+    monkeypatch.setattr(slab_module, "available_bytes", lambda: PAGE)
     with new_file(4 * PAGE) as (file, _), pytest.raises(HostMemoryError, match="shared copy"):
         SimulatedDevice(1 << 20).shared_host(file, 4 * PAGE, [(0, 2 * PAGE)], 0)
 

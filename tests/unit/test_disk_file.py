@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
 from placement.devices.host import disk_file
-from placement.devices.host.disk_file import DiskFile, release, renew
+from placement.devices.host import slab as slab_module
+from placement.devices.host.disk_file import DiskFile
 from placement.devices.host.reserve import promised_bytes
 from placement.devices.host.slab import PAGE, Slab, libc
 
@@ -166,9 +167,9 @@ def test_the_pages_are_really_freed_and_come_back_at_the_same_addresses() -> Non
     slab = slab_of(MIB)
     view = slab.view(8, 8)
     assert resident_bytes(slab) == slab.nbytes == slab.held_bytes
-    release(slab)
+    slab.release()
     assert resident_bytes(slab) == slab.held_bytes == 0
-    assert renew(slab, lambda: bool(slab.view(0, MIB).fill_(3).numel()))
+    assert slab.renew(lambda: bool(slab.view(0, MIB).fill_(3).numel()))
     assert resident_bytes(slab) == slab.nbytes == slab.held_bytes
     assert view.tolist() == [3] * 8
 
@@ -186,12 +187,12 @@ def test_it_is_unpinned_before_it_goes_and_pinned_again_when_it_is_back() -> Non
     slab.ready.wait()
     promised = promised_bytes()
     for fill in (None, lambda: True):
-        release(slab)
+        slab.release()
         assert pinned == {}
         assert (slab.pinned, slab.pageable_bytes) == (False, 0)
         assert promised_bytes() == promised  # to nobody
         may_pin.clear()
-        renew(slab, fill)
+        slab.renew(fill)
         assert not slab.ready.is_set()  # device copies wait for that
         may_pin.set()
         assert slab.ready.wait(10)
@@ -210,16 +211,16 @@ def test_what_cannot_come_back_stays_released_and_pins_nothing(monkeypatch: pyte
     pinned: dict[int, int] = {}
     slab = Slab(MIB, pinned.__setitem__, pinned.pop)
     slab.ready.wait()
-    release(slab)
+    slab.release()
     with pytest.raises(ValueError, match="broken"):
-        renew(slab, broken)
-    assert not renew(slab, lambda: False)
+        slab.renew(broken)
+    assert not slab.renew(lambda: False)
     with monkeypatch.context() as patched:
-        patched.setattr(disk_file, "available_bytes", lambda: MIB - 1)
+        patched.setattr(slab_module, "available_bytes", lambda: MIB - 1)
         with pytest.raises(HostMemoryError, match=r"asked for 1,048,576 bytes of a host copy that had left it, 1,048,575 available"):
-            renew(slab)
+            slab.renew()
     assert (slab.held_bytes, resident_bytes(slab), pinned) == (0, 0, {})
-    renew(slab, lambda: True)
+    slab.renew(lambda: True)
     assert slab.ready.wait(10)
     assert slab.pinned
     assert sum(pinned.values()) == slab.nbytes

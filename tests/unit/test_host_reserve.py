@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from placement.core.errors import HostMemoryError
-from placement.devices.cuda.pinning import Pinning
+from placement.devices.cuda.driver import Pinning
 from placement.devices.host import reserve
 from placement.devices.host import slab as host
 from placement.devices.host.reserve import promised_bytes, wait_until_ready

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.devices.host import numa
+from placement.devices.host import slab as numa
 from placement.devices.host.shared_slab import MappedSlab, new_file
 from placement.devices.host.slab import PAGE, Slab
 

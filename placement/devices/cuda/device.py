@@ -16,14 +16,12 @@ from placement.devices.base import Adopter, Device
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
 from placement.devices.cuda.communicators import SharedTensors
-from placement.devices.cuda.driver import Driver, Life, Lives
+from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.mapping import DriverChunk, Extent
-from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
-from placement.devices.host import numa
 from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, check_span, round_up
+from placement.devices.host.slab import Slab, check_span, placing, round_up
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20
@@ -50,15 +48,13 @@ class CudaDevice(Device):
     Args:
         index: the device's index in torch.
         chunk_bytes: the size of a full chunk, rounded up to the driver's granularity (2 MiB). See `CHUNK_BYTES`.
-        peers: other GPUs whose kernels and copies may access memory of this one. None: the GPUs that this process uses already, which
-            are none for a process with one of many GPUs. Rights for a GPU that this process does not use cost that GPU memory and time.
 
     Raises:
-        PlacementError: CUDA virtual memory is not available, and the message says what to install; or a peer cannot reach this GPU.
+        PlacementError: CUDA virtual memory is not available, and the message says what to install.
     """
 
-    def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES, peers: Sequence[int] | None = None) -> None:
-        self._driver = Driver(index, peers)
+    def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._driver = Driver(index)
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self.granularity = self._driver.granularity
@@ -70,7 +66,7 @@ class CudaDevice(Device):
         self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
         self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
-        self._place = numa.placing(self.name, self.pci_address)
+        self._place = placing(self.name, self.pci_address)
         self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
         self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
         self._following = torch.cuda.Stream(self.torch_device)  # for work that follows copies, chunk by chunk, beside later copies
@@ -98,7 +94,7 @@ class CudaDevice(Device):
 
     def _words(self, nbytes: int) -> HostWords:
         """A few words of host memory for answers of kernels."""
-        slab = Slab(nbytes, register=self._pinning.pin_uncounted, unregister=self._pinning.unpin)
+        slab = Slab(nbytes, register=functools.partial(self._pinning.pin, counts=False), unregister=self._pinning.unpin)
         return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
 
     @property
@@ -209,7 +205,7 @@ class CudaDevice(Device):
             function, calls = "cuMemcpyDtoHAsync", [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with self._driver:
-            self._driver.batch(function, calls)
+            self._driver.check(function, self._driver.outcomes(function, calls))
 
     def order(self, direction: Direction | None = None) -> None:
         current = torch.cuda.current_stream(self.torch_device)
