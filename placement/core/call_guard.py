@@ -53,7 +53,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placement.core.errors import PhaseError
-from placement.core.interrupts import reference
+from placement.core.interrupts import looks, reference
 
 _FORWARD = ("forward",)
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")  # the functions that run while a module is called
@@ -154,28 +154,27 @@ class CallGuard:
                 "the rest of the call needs it as it is. Change phases after the call has returned"
             )
         pending = _threads_that_call(self._is_one) if self._parts else set()
-        while pending and threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
-            if (waited := time.monotonic() - since_seconds) >= self._deadline_seconds:
-                names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
-                raise PhaseError(
-                    f"{self._name!r} is still being called in thread {', '.join(names) or pending} after {waited:.1f} s, so it stays on "
-                    "the device as it is. Wait for that thread before (join(), result()). For calls that take longer, raise "
-                    f"call_deadline_seconds (now {self._deadline_seconds:g})"
-                )
-            time.sleep(_GLANCE_SECONDS)
+        for _ in looks(since_seconds + self._deadline_seconds - time.monotonic(), _GLANCE_SECONDS, _GLANCE_SECONDS):
+            if not pending or not threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
+                return
             pending &= _threads_that_call(self._is_one)  # one that was seen outside has ended the call that was meant
+        names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
+        raise PhaseError(
+            f"{self._name!r} is still being called in thread {', '.join(names) or pending} after "
+            f"{time.monotonic() - since_seconds:.1f} s, so it stays on the device as it is. Wait for that thread before (join(), "
+            f"result()). For calls that take longer, raise call_deadline_seconds (now {self._deadline_seconds:g})"
+        )
 
     def wait_for_saves(self, is_meant: Callable[[torch.UntypedStorage], bool]) -> None:
         """Wait until no other thread is in a `torch.save` that still has to write a storage that is meant. Raises PhaseError: it takes
         longer than the deadline."""
-        end = time.monotonic() + self._deadline_seconds
-        while any(map(is_meant, _saved_by_others())) and threading.main_thread().is_alive():
-            if time.monotonic() >= end:
-                raise PhaseError(
-                    f"a torch.save in another thread still reads {self._name!r} on the device, so it stays there. Wait for that thread "
-                    f"before (join(), result()), or raise call_deadline_seconds (now {self._deadline_seconds:g})"
-                )
-            time.sleep(_GLANCE_SECONDS)
+        for _ in looks(self._deadline_seconds, _GLANCE_SECONDS, _GLANCE_SECONDS):
+            if not any(map(is_meant, _saved_by_others())) or not threading.main_thread().is_alive():
+                return
+        raise PhaseError(
+            f"a torch.save in another thread still reads {self._name!r} on the device, so it stays there. Wait for that thread "
+            f"before (join(), result()), or raise call_deadline_seconds (now {self._deadline_seconds:g})"
+        )
 
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
