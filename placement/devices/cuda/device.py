@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
+from torch.multiprocessing import reductions
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.base import Adopter, Device
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
-from placement.devices.cuda.communicators import SharedTensors
 from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
@@ -65,7 +65,7 @@ class CudaDevice(Device):
         self._answers: Answers | None = None
         self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
-        self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
+        self.ipc_collected_bytes = 0  # about: another thread that frees a tensor at the same moment is counted, too
         self._place = placing(self.name, self.pci_address)
         self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
         self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
@@ -251,7 +251,7 @@ class CudaDevice(Device):
         return values.cpu if self._large_answers is None else self._large_answers.ask(values)
 
     def memory(self) -> DeviceMemory:
-        self._shared_tensors.collect()
+        self._collect_shared()
         pool.reap()
         self._collect()
         poison = self._poison.nbytes if self._poison else 0
@@ -293,9 +293,20 @@ class CudaDevice(Device):
     def heal_poison(self, wait: bool = True) -> bool:
         return self._poison is not None and self._poison.heal(wait)
 
-    @property
-    def ipc_collected_bytes(self) -> int:
-        return self._shared_tensors.collected_bytes
+    def _collect_shared(self) -> None:
+        """Take back memory of tensors that other processes have opened by CUDA IPC and dropped. When such a tensor dies here while another
+        process still has it, torch puts its memory aside, and looks there only when another shared tensor dies, or when its allocator finds
+        no free block. Until then it counts as allocated: after a weight sync in buckets, the last buckets would stay for the whole next
+        phase. Never fails, waits for nothing, and does nothing while a graph is being captured. Costs a look at an empty list in a process
+        that never shared a tensor. Bytes are only counted where one was shared through pickling: measuring costs more than the rest."""
+        was_shared = bool(reductions.shared_cache)
+        with contextlib.suppress(RuntimeError):  # the device reports an error of earlier work, which is not this method's to raise
+            if self.is_capturing():
+                return
+            before = self._torch_bytes("allocated_bytes") if was_shared else 0
+            torch._C._cuda_ipc_collect()
+            if was_shared:
+                self.ipc_collected_bytes += max(0, before - self._torch_bytes("allocated_bytes"))
 
     def communicators(self) -> Sequence[Communicator]:
         return communicators.of_device(self.torch_device)
@@ -312,7 +323,7 @@ class CudaDevice(Device):
             attach(observe)
 
     def trim(self) -> None:
-        self._shared_tensors.collect()
+        self._collect_shared()
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
 

@@ -305,11 +305,7 @@ class Slab(ReservedSlab):
                     libc.madvise(self.address, self._size, _MADV_HUGEPAGE)
                 if place is not None:
                     place(self.address, self._size)
-            # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
-            is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
-            if is_touched:
-                populate(self.address, self._size)
-            self.pin(None if is_touched else _touch)
+            self._prepare()
         except Exception as exc:
             self._memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
             if isinstance(exc, OSError):
@@ -341,7 +337,7 @@ class Slab(ReservedSlab):
         self._memory.unpin()
         if not self._drop():
             number = ctypes.get_errno()
-            self._pin_again(is_touched=True)
+            self._prepare(is_touched=True)
             raise OSError(number, os.strerror(number))
         self.is_released = True
 
@@ -359,15 +355,18 @@ class Slab(ReservedSlab):
             if not is_filled:
                 self.is_released = self._drop()
         if is_filled:
-            self._pin_again(is_touched=fill is not None)
+            self._prepare(is_touched=fill is not None)
         return is_filled
 
     def _drop(self) -> bool:
         return not self.nbytes or libc.madvise(self.address, self._size, MADV_DONTNEED) == 0
 
-    def _pin_again(self, *, is_touched: bool) -> None:
-        if self._register is None and not is_touched:
+    def _prepare(self, *, is_touched: bool = False) -> None:
+        """Touch all of the memory, now or in the background, unless it `is_touched`, and have it pinned."""
+        # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
+        if not is_touched and (self._register is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
             populate(self.address, self._size)
+            is_touched = True
         self.pin(None if is_touched else _touch)
 
 
