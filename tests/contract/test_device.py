@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import POISON_WORD, Device, poison_bytes
-from placement.devices.memory import Copy, Mark
+from placement.devices.memory import Copy
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, whole
 from tests.support.poison import reads_poison
 
@@ -346,11 +346,6 @@ def test_an_answer_comes_beside_copies_to_the_host(device: Device) -> None:
         assert device.ask(words[700:701])().equal(content.view(torch.int64)[700:701])
         device.wait(device.mark("to_host"))
         assert all(slab.view(place * addresses.nbytes, addresses.nbytes).equal(content) for place in range(4))
-
-
-def test_a_mark_of_something_else_is_refused(device: Device) -> None:
-    with pytest.raises(TypeError, match="not of this device"):
-        device.wait(Mark())
 
 
 def test_slabs_are_zero_and_live_as_long_as_their_views(device: Device) -> None:
