@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from placement.storage.shared.copy import SharedCopy, Shares
 from placement.storage.shared.ranges import SharedRange, spans_of
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
+from tests.support.forked import exit_code
 
 EXTRA = 64
 
@@ -71,11 +71,11 @@ def test_it_is_there_as_long_as_anybody_looks_at_it_and_then_gone(device: Device
     assert mapped(words) == []
 
 
-def test_a_forked_child_does_not_have_it(device: Device, in_child: Callable[[Callable[[], int]], int]) -> None:
+def test_a_forked_child_does_not_have_it(device: Device) -> None:
     with new_file(PAGE + EXTRA) as (file, _):
         slab = device.shared_host(file, PAGE, [(0, PAGE)], EXTRA)
     view = slab.view(0, PAGE)
-    assert in_child(lambda: int(view.sum())) == -signal.SIGSEGV
+    assert exit_code(lambda: int(view.sum())) == -signal.SIGSEGV
     assert (view == 0).all()
 
 

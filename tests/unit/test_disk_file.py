@@ -109,19 +109,6 @@ def test_without_direct_io_the_cache_is_used_and_said_once(
     assert [record.getMessage().count("no direct IO here") for record in caplog.records] == [1]
 
 
-def test_without_nameless_files_the_name_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def open_(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", open_)
-    round_trip(tmp_path, 2 * BLOCK)
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_a_full_disk_shows_before_a_byte_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is checked below
         DiskFile(tmp_path, "a", 1 << 60)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from placement.core.errors import HostMemoryError
-from placement.devices.cuda.driver import Pinning
 from placement.devices.host import reserve
 from placement.devices.host import slab as host
 from placement.devices.host.reserve import promised_bytes, wait_until_ready
@@ -208,62 +206,6 @@ def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: 
     waiting.join(LONG)
     assert all(slab.ready.wait(LONG) for slab in slabs)
     assert driver.calls == [slabs[0].address, slabs[2].address, slabs[1].address], "the first was being registered already"
-
-
-class PaperDriver:
-    """What `Pinning` needs of a driver: contexts that are entered and left, and registrations by address."""
-
-    usable = True
-
-    api = SimpleNamespace(CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"))
-
-    def __init__(self) -> None:
-        self.mode = threading.local()
-        self.depth = threading.local()
-        self.registered: dict[int, int] = {}
-
-    def __enter__(self) -> None:
-        self.depth.value = getattr(self.depth, "value", 0) + 1
-
-    def __exit__(self, *exc: object) -> None:
-        self.depth.value -= 1
-
-    def call(self, function: str, mode: str) -> str:
-        assert function == "cuThreadExchangeStreamCaptureMode"
-        before, self.mode.value = getattr(self.mode, "value", "global"), mode
-        return before
-
-    def failed(self, function: str, address: int, *rest: int) -> str | None:
-        assert (self.depth.value, self.mode.value) == (1, "relaxed")
-        if function == "cuMemHostUnregister":
-            return None if self.registered.pop(address, None) else "not registered"
-        self.registered[address] = rest[0]
-        return None
-
-
-@pytest.mark.usefixtures("small")
-def test_pinning_keeps_the_limit_and_gives_it_back() -> None:
-    driver = PaperDriver()
-    pinning = Pinning(driver)  # type: ignore[arg-type]
-
-    def slab() -> Slab:
-        return Slab(12 * PAGE, lambda address, nbytes: pinning.pin(address, nbytes, 12 * PAGE), pinning.unpin)
-
-    first = slab()
-    assert first.ready.wait(LONG)
-    assert first.pinned
-    assert pinning.pinned_bytes == sum(driver.registered.values()) == 12 * PAGE
-    second = slab()
-    assert second.ready.wait(LONG)
-    assert second.pageable_bytes == 12 * PAGE
-    assert second.pageable_reason is not None
-    assert f"pinned_limit_bytes is {12 * PAGE:,}: {12 * PAGE:,} bytes are pinned" in second.pageable_reason
-    del first
-    assert (pinning.pinned_bytes, driver.registered) == (0, {})
-    third = slab()
-    assert third.ready.wait(LONG)
-    assert third.pinned
-    assert getattr(driver.mode, "value", "global") == "global"
 
 
 @pytest.mark.parametrize("ending", ["", "signal.raise_signal(signal.SIGTERM)"])
