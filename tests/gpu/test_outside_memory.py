@@ -13,7 +13,6 @@ from torch import nn
 
 import placement
 from placement.testing import assert_nothing_resident
-from tests.gpu.on_gpus import gpus
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
@@ -138,13 +137,8 @@ def growth() -> tuple[int, int | None, int, str]:
     return after.unaccounted_bytes - before.unaccounted_bytes, after.communicator_bytes, len(made), report
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    yield from gpus(2)
-
-
-def test_the_communicator_of_two_gpus_is_what_unaccounted_memory_grew_by(ranks: Ranks) -> None:
-    for grown, counted, num_made, report in ranks.run(growth):
+def test_the_communicator_of_two_gpus_is_what_unaccounted_memory_grew_by(two_gpus: Ranks) -> None:
+    for grown, counted, num_made, report in two_gpus.run(growth):
         assert grown > 0
         assert num_made == 1, report
         if counted is None:

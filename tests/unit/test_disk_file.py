@@ -21,7 +21,7 @@ from placement.devices.host import disk_file
 from placement.devices.host import slab as slab_module
 from placement.devices.host.disk_file import DiskFile
 from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import PAGE, Slab, libc
+from placement.devices.host.slab import PAGE, Slab, libc, round_up
 
 BLOCK = 8192
 MIB = 1 << 20
@@ -39,14 +39,10 @@ def slab_of(nbytes: int) -> Slab:
     return slab
 
 
-def rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
 def round_trip(folder: Path, nbytes: int) -> None:
     source, target = slab_of(nbytes), Slab(nbytes)
     file = DiskFile(folder, "a", nbytes)
-    assert file.write(source.address) == (rounded(nbytes), True)
+    assert file.write(source.address) == (round_up(nbytes, PAGE), True)
     assert file.read(target.address) == []
     assert torch.equal(source.view(0, nbytes), target.view(0, nbytes))
 
@@ -198,6 +194,12 @@ def test_what_cannot_come_back_stays_released_and_pins_nothing(monkeypatch: pyte
     pinned: dict[int, int] = {}
     slab = Slab(MIB, pinned.__setitem__, pinned.pop)
     slab.ready.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(Slab, "_drop", lambda self: False)
+        with pytest.raises(OSError, match="Errno"):
+            slab.release()
+    assert slab.ready.wait(10)
+    assert (slab.held_bytes, slab.pinned) == (MIB, True)
     slab.release()
     with pytest.raises(ValueError, match="broken"):
         slab.renew(broken)

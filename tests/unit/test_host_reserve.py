@@ -25,8 +25,8 @@ def wait_for_threads() -> None:
             thread.join(LONG)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a page, so that a few pages are a large slab."""
     monkeypatch.setattr(reserve, "PIECE_BYTES", PAGE)
 
@@ -73,7 +73,6 @@ class Driver:
         return Slab(nbytes, self.register, self.unregister)
 
 
-@pytest.mark.usefixtures("small")
 def test_a_slab_is_one_registration_whatever_its_size() -> None:
     """The driver refuses a copy across two, and anybody may copy any part of a slab."""
     driver = Driver()
@@ -105,7 +104,7 @@ def reached(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> threading
     return reached
 
 
-@pytest.mark.usefixtures("small", "reached")
+@pytest.mark.usefixtures("reached")
 def test_touching_changes_no_byte_that_was_written_before(gate: threading.Event) -> None:
     slab = Driver().slab(9 * PAGE)
     assert (slab.ready.is_set(), slab.pinned, slab.pageable_bytes, slab.pageable_reason) == (False, False, 0, None)
@@ -136,7 +135,6 @@ def test_a_slab_that_is_refused_stays_pageable_and_says_why(raises: bool) -> Non
     assert undone == ([address] if raises else []), "one that raised may have happened"
 
 
-@pytest.mark.usefixtures("small")
 def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([1 << 40])
     monkeypatch.setattr(host, "available_bytes", lambda: next(numbers, 100))
@@ -148,7 +146,6 @@ def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.Mon
     slab.view(0, slab.nbytes).fill_(1)
 
 
-@pytest.mark.usefixtures("small")
 def test_what_is_promised_and_not_touched_is_nobody_elses(
     monkeypatch: pytest.MonkeyPatch, gate: threading.Event, reached: threading.Event
 ) -> None:
@@ -168,7 +165,6 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(
     assert set(reserve._alive) <= before
 
 
-@pytest.mark.usefixtures("small")
 def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threading.Event) -> None:
     driver = Driver(gate)
     slab = driver.slab(40 * PAGE)
@@ -184,7 +180,6 @@ def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threadi
     assert len(driver.calls) < 10, "what was not begun is not begun any more"
 
 
-@pytest.mark.usefixtures("small")
 def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
     monkeypatch.setattr(reserve, "_MOST_THREADS", 1)
     driver = Driver(gate)
