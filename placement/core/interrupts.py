@@ -1,4 +1,4 @@
-"""What may come in the middle of a phase transition: Ctrl-C, a collection of garbage, another thread.
+"""Interruptions of a phase transition: Ctrl-C, a collection of garbage, another thread.
 
 Ctrl-C is deferred: it is noted when it comes, and raised where the transition waits (`looks` and `BoundedCalls` are such waits), or at its
 end. So code of a transition that does not wait cannot be cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the
