@@ -197,7 +197,7 @@ def test_ctrl_c_ends_the_wait_for_a_call(manager: Manager) -> None:
     expected = gated(X).detach()
     scored = manager.register("scored", gated, role="reward")
     manager.enter("reward")
-    call = InThread(gated, lambda: gated(X))
+    call = InThread(gated, lambda: gated(X).detach())
     call.when_awaited(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt) as caught:
         manager.switch("train")
