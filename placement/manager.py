@@ -12,11 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from placement.core.errors import PhaseError, PlacementError
+from placement.core.interrupts import WeakIdSet, is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRole
 from placement.core.snapshot import Audit, Snapshot, summary
-from placement.core.weak_set import WeakIdSet
-from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
@@ -413,15 +412,12 @@ class Manager:
             PlacementError: the address or port cannot be bound, the folder cannot be written, or the manager is closed.
         """
         from placement.observe.discovery import Identity
-        from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
         self._stack.lock.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
-        outside = self._stack.reconciler.outside
-        if not outside.is_watched:
-            outside.watch(OtherProcesses(self.device.uuid))
+        self._stack.reconciler.outside.watch(self.device.uuid)
         snapshots, stack = self._snapshots, self._stack  # not the manager: the server would keep it alive
         server = MetricsServer(snapshots.take, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
@@ -59,12 +59,6 @@ _PassingOn: Any = type(
 )
 
 
-class _Fault(NamedTuple):
-    operation: str
-    first_call: int
-    forever: bool
-
-
 class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every method is made by the lines above
     """A device that passes every call on to another device, except for the calls that it was told to fail.
 
@@ -84,7 +78,7 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
         self.device = device
         self.calls = dict.fromkeys(_ERRORS, 0)
         self.fired = 0
-        self._faults: list[_Fault] = []
+        self._faults: list[tuple[str, int, bool]] = []  # the operation, the first call that fails, and whether all later ones do
 
     def fail(self, operation: str, *, at: int = 1, forever: bool = False) -> None:
         """Let a later call of an operation fail. Several faults may be set at the same time.
@@ -102,7 +96,7 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
             raise ValueError(f"unknown operation {operation!r}: one of {', '.join(_ERRORS)}")
         if at < 1:
             raise ValueError(f"at={at}, but it must be at least 1, which is the next call")
-        self._faults.append(_Fault(operation, self.calls[operation] + at, forever))
+        self._faults.append((operation, self.calls[operation] + at, forever))
 
     def clear(self) -> None:
         """Remove all faults, so that no further call fails. `calls` and `fired` stay as they are."""
@@ -111,8 +105,8 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
     def _count(self, operation: str) -> None:
         self.calls[operation] += 1
         call = self.calls[operation]
-        for fault in self._faults:
-            if fault.operation == operation and (call == fault.first_call or (fault.forever and call > fault.first_call)):
+        for failing, first, forever in self._faults:
+            if failing == operation and (call == first or (forever and call > first)):
                 self.fired += 1
                 raise _ERRORS[operation](f"injected fault: {operation}, call {call}")
 

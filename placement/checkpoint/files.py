@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from placement.checkpoint.optimizer import Optimizer
 from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, under
+from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.journal import logger
-from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
 from placement.storage.state_dicts import are_only_read

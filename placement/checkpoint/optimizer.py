@@ -33,8 +33,8 @@ from placement.checkpoint.parts import (
     write,
 )
 from placement.core import is_a
+from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError
-from placement.core.torch_modes import without_modes
 from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import parameters_of

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
 from placement.core.states import State
-from placement.core.torch_modes import without_modes
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_off
 from placement.tensors.plain import SEQUENCES, local_device, parts_of, rewrapped, with_fields, with_parts

@@ -1,5 +1,7 @@
 """Guards in front of calls of somebody else's objects: of modules (`CallGuard`), and of any other method (`MethodCall`).
 
+`without_modes` is for placement's own calls of torch, which the modes that the caller is in would change.
+
 A call of a module whose bytes are on the host is refused, however the call is made.
 
 While the bytes are away, each guarded module has a `forward` attribute of its own that raises. A pre-hook would not be enough:
@@ -37,13 +39,21 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+# `_disable_current_modes` imports these two when it is called. A manager that is collected is closed by a finalizer, and a collection can
+# happen while another import is half done, this very one included: an import by the finalizer would then raise ImportError.
+import torch._subclasses.functional_tensor
+import torch._subclasses.schema_check_mode
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
 from placement.core.errors import PhaseError
-from placement.core.weak_set import reference
+from placement.core.interrupts import looks, reference
 
 _FORWARD = ("forward",)
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")  # the functions that run while a module is called
@@ -144,28 +154,27 @@ class CallGuard:
                 "the rest of the call needs it as it is. Change phases after the call has returned"
             )
         pending = _threads_that_call(self._is_one) if self._parts else set()
-        while pending and threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
-            if (waited := time.monotonic() - since_seconds) >= self._deadline_seconds:
-                names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
-                raise PhaseError(
-                    f"{self._name!r} is still being called in thread {', '.join(names) or pending} after {waited:.1f} s, so it stays on "
-                    "the device as it is. Wait for that thread before (join(), result()). For calls that take longer, raise "
-                    f"call_deadline_seconds (now {self._deadline_seconds:g})"
-                )
-            time.sleep(_GLANCE_SECONDS)
+        for _ in looks(since_seconds + self._deadline_seconds - time.monotonic(), _GLANCE_SECONDS, _GLANCE_SECONDS):
+            if not pending or not threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
+                return
             pending &= _threads_that_call(self._is_one)  # one that was seen outside has ended the call that was meant
+        names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
+        raise PhaseError(
+            f"{self._name!r} is still being called in thread {', '.join(names) or pending} after "
+            f"{time.monotonic() - since_seconds:.1f} s, so it stays on the device as it is. Wait for that thread before (join(), "
+            f"result()). For calls that take longer, raise call_deadline_seconds (now {self._deadline_seconds:g})"
+        )
 
     def wait_for_saves(self, is_meant: Callable[[torch.UntypedStorage], bool]) -> None:
         """Wait until no other thread is in a `torch.save` that still has to write a storage that is meant. Raises PhaseError: it takes
         longer than the deadline."""
-        end = time.monotonic() + self._deadline_seconds
-        while any(map(is_meant, _saved_by_others())) and threading.main_thread().is_alive():
-            if time.monotonic() >= end:
-                raise PhaseError(
-                    f"a torch.save in another thread still reads {self._name!r} on the device, so it stays there. Wait for that thread "
-                    f"before (join(), result()), or raise call_deadline_seconds (now {self._deadline_seconds:g})"
-                )
-            time.sleep(_GLANCE_SECONDS)
+        for _ in looks(self._deadline_seconds, _GLANCE_SECONDS, _GLANCE_SECONDS):
+            if not any(map(is_meant, _saved_by_others())) or not threading.main_thread().is_alive():
+                return
+        raise PhaseError(
+            f"a torch.save in another thread still reads {self._name!r} on the device, so it stays there. Wait for that thread "
+            f"before (join(), result()), or raise call_deadline_seconds (now {self._deadline_seconds:g})"
+        )
 
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
@@ -359,3 +368,66 @@ class _Bound:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+# --- calls of torch
+
+
+class _Left(threading.local):
+    modes: tuple[Any, ...] = ()  # the function modes that this thread has left, innermost first
+
+
+_LEFT = _Left()
+_NOTHING = nullcontext()
+_num_function_modes = torch._C._len_torch_function_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_any_autocast_on = torch._C._is_any_autocast_enabled
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Context manager in which no default device, mode, autocast or transform is active. Costs a microsecond where none was.
+
+    `torch.device("meta")`, autocast, a `TorchFunctionMode` or `TorchDispatchMode` (such as `FakeTensorMode`) and the transforms of
+    `torch.func` change every torch call on their thread, including calls made by placement. A fingerprint would become a meta or fake
+    tensor. So code of placement that computes with tensors leaves these modes first and restores them afterwards.
+
+    Gradient mode and inference mode stay as the caller set them, because what they should be differs from place to place.
+    """
+    if _num_function_modes() or _num_dispatch_modes() or _is_any_autocast_on() or _innermost_transform() is not None:
+        return _left()
+    return _NOTHING
+
+
+@contextmanager
+def _left() -> Iterator[None]:
+    before = _LEFT.modes
+    modes: list[Any] = []
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast():
+            while _num_function_modes():
+                modes.append(torch._C._pop_torch_function_stack())
+            _LEFT.modes = tuple(modes)
+            yield
+    finally:
+        _LEFT.modes = before
+        _push(modes)
+
+
+@contextmanager
+def callers_function_modes() -> Iterator[None]:
+    """Inside `without_modes`: the caller's default device and function modes again, for user code that makes tensors."""
+    left = _LEFT.modes
+    _LEFT.modes = ()
+    _push(left)
+    try:
+        yield
+    finally:
+        for _ in left:
+            torch._C._pop_torch_function_stack()
+        _LEFT.modes = left
+
+
+def _push(modes: Sequence[Any]) -> None:
+    for mode in reversed(modes):
+        torch._C._push_on_torch_function_stack(mode)

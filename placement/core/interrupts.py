@@ -1,28 +1,34 @@
-"""Defer Ctrl-C during a phase transition: it is noted when it comes, and raised where the transition waits, or at its end.
+"""Interruptions of a phase transition: Ctrl-C, a collection of garbage, another thread.
 
-So code of a transition that does not wait cannot be cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the main
-thread receives signals, and only a handler that Python installed (such as its own, which raises KeyboardInterrupt) is deferred.
+Ctrl-C is deferred: it is noted when it comes, and raised where the transition waits (`looks` and `BoundedCalls` are such waits), or at its
+end. So code of a transition that does not wait cannot be cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the
+main thread receives signals, and only a handler that Python installed (such as its own, which raises KeyboardInterrupt) is deferred.
 
-`looks` and `BoundedCalls` are waits at which it is raised.
+A `WeakIdSet` may be iterated while a collection or another thread changes it. What a collection drops on a `BackgroundThread` begins no
+phase transition there.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` wraps its functions to return enums, which takes four times as long
+import functools
+import itertools
 import math
+import operator
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 _SIGINT: int = _signal.SIGINT
 _NOTHING = nullcontext()
+_T = TypeVar("_T")
 
 
 class _Deferral:
@@ -111,7 +117,6 @@ def looks(seconds: float, first_pause: float, longest_pause: float) -> Iterator[
 
 
 _LEAST_SLICES, _LONGEST_SLICE_SECONDS = 60, 0.5
-_T = TypeVar("_T")
 
 
 class BoundedCalls:
@@ -162,3 +167,66 @@ def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         except BaseException as error:
             answer.set_exception(error)
         del each, call, answer  # what is finished must not live on until the next call comes
+
+
+# --- threads and weak references
+
+
+class BackgroundThread(threading.Thread):
+    """A daemon thread that phase transitions may wait for: what a garbage collection drops on it must not begin one there."""
+
+    def __init__(self, name: str, target: Callable[[], object]) -> None:
+        super().__init__(name=name, target=target, daemon=True)
+
+
+def is_background() -> bool:
+    """Whether the calling thread is one of these."""
+    return isinstance(threading.current_thread(), BackgroundThread)
+
+
+_ALIVE: Any = weakref.ref.__call__
+_IS_GONE = functools.partial(operator.is_, None)
+
+
+def reference(obj: Any) -> Callable[[], Any]:
+    """A weak reference, so that the holder does not keep the object alive; a strong one where the class allows no weak references."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
+
+
+class WeakIdSet(Generic[_T]):
+    """A set of objects by identity. It does not keep them alive.
+
+    `weakref.WeakSet` raises when an object is added during an iteration. Another thread's manager may add one, and so may a garbage
+    collection that drops a manager, whose tensors then get ordinary memory. Here each change is one dictionary operation, and an
+    iteration walks a copy. A lock would not help: the collection may come on the thread that holds it.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[_T]] = {}
+
+    def add(self, value: _T) -> None:
+        key, references = id(value), self._references
+        references[key] = weakref.ref(value, lambda _: references.pop(key, None))
+
+    def update(self, values: Iterable[_T]) -> None:
+        for value in values:
+            self.add(value)
+
+    def discard(self, value: _T) -> None:
+        self._references.pop(id(value), None)
+
+    def clear(self) -> None:
+        self._references.clear()
+
+    def __contains__(self, value: _T) -> bool:
+        return id(value) in self._references
+
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
+    def __iter__(self) -> Iterator[_T]:
+        alive = map(_ALIVE, list(self._references.values()))  # there may be tens of thousands, so C does the work
+        return iter(list(itertools.filterfalse(_IS_GONE, alive)))

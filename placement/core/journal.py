@@ -73,8 +73,7 @@ class Failure:
 class HandleCounters:
     """The counters of one handle. They only grow."""
 
-    state: State = State.CPU_OFFLOADED
-    """The last recorded state."""
+    state: State = State.CPU_OFFLOADED  # the last recorded one
     since_seconds: float = field(default_factory=time.monotonic)
     state_seconds: dict[State, float] = field(default_factory=dict.fromkeys(State, 0.0).copy)
     transitions: Counter[Trigger] = field(default_factory=Counter)

@@ -93,6 +93,9 @@ class Device(abc.ABC):
     """The size of a full chunk, a multiple of the granularity."""
     pinned_limit_bytes: int | None = None
     """The most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
+    ipc_collected_bytes: int = 0
+    """Bytes of tensors shared with other processes that this device has taken back so far, once those processes had dropped them.
+    `memory` looks for them before it measures, because torch keeps such a tensor's memory until somebody looks."""
 
     @property
     def uuid(self) -> str:
@@ -292,14 +295,6 @@ class Device(abc.ABC):
     def written_poison(self) -> Sequence[WrittenPoison]:
         """The places of the damage that the last `heal_poison` reported; empty where ranges share their poison."""
         return ()
-
-    @property
-    def ipc_collected_bytes(self) -> int:
-        """Bytes of tensors shared with other processes that this device has taken back so far, once those processes had dropped them.
-
-        `memory` looks for them before it measures, because torch keeps such a tensor's memory until somebody looks.
-        """
-        return 0
 
     def communicators(self) -> Sequence[Communicator]:
         """The communicators that hold memory of this device in this process, as far as they can be found, for phase transitions that move

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from placement.core import __version__
-from placement.core.snapshot import Frozen, LinkRates, TransitionSeconds
+from placement.core.snapshot import Frozen, LinkRates, TransitionSeconds, readable
 from placement.devices.base import Device
-from placement.devices.host import numa
+from placement.devices.host import slab
 from placement.devices.host.slab import available_bytes
-from placement.devices.memory import Copy, Direction, HostSlab
+from placement.devices.memory import Copy, Direction
 
 MEASURED_BYTES = 1 << 30  # the size of the buffers whose copies are timed, where the device and the host have room for two of them
 _TIMES = 5
@@ -49,19 +49,19 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
     Raises HostMemoryError: there is not enough host memory for the buffers."""
     memory, available = device.memory(), available_bytes()
     room = min(nbytes, memory.free_bytes // 4, available // 4)
-    buffers = _Buffers(device, max(device.chunk_bytes, room // device.chunk_bytes * device.chunk_bytes))
+    buffers = _Buffers(device, max(1, room // device.chunk_bytes) * device.chunk_bytes)
     try:
         pageable = buffers.pin()
         ways: dict[str, Sequence[Direction]] = {"to_device": ["to_device"], "to_host": ["to_host"], "both": _BOTH}
         link = LinkRates(**{f"{name}_bytes_per_second": buffers.rate(directions) for name, directions in ways.items()})
     finally:
         buffers.release()
-    nodes, node = numa.nodes(), numa.node_of(device.pci_address)
+    nodes, node = slab.nodes(), slab.node_of(device.pci_address)
     found = [] if pageable is None else [f"host memory is not page-locked, so copies are slow: {pageable}"]
     if nodes > 1 and node is None and device.pci_address:
         found.append(f"the kernel does not say on which of {nodes} NUMA nodes the device is: copies from the other ones are slower")
     if available < memory.total_bytes:
-        sizes = f"the host has {_gib(available)} left, and the device has {_gib(memory.total_bytes)}"
+        sizes = f"the host has {readable(available)} left, and the device has {readable(memory.total_bytes)}"
         found.append(f"{sizes}: models that fill the device do not fit into host memory together")
     versions = {"placement": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
@@ -98,28 +98,21 @@ def settled(measure: Callable[[], Sequence[float]], spread: float = 0.02) -> lis
 
 
 class _Buffers:
-    """For each direction device memory and host memory of the same size."""
+    """Device memory and host memory of the same size, one half for each direction. What fails meanwhile leaves its chunks to their end."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
         self._nbytes = nbytes
-        self._slabs: dict[Direction, HostSlab] = {direction: device.host(nbytes) for direction in _BOTH}
-        self._addresses = {direction: device.reserve(nbytes) for direction in _BOTH}
-        self._chunks = {}
-        try:
-            for direction in _BOTH:
-                self._chunks[direction] = [device.create(device.chunk_bytes) for _ in range(nbytes // device.chunk_bytes)]
-                device.map(self._addresses[direction], self._chunks[direction])
-        except Exception:
-            self.release()
-            raise
+        self._slab = device.host(2 * nbytes)
+        self._addresses = device.reserve(2 * nbytes)
+        self._chunks = [device.create(device.chunk_bytes) for _ in range(2 * nbytes // device.chunk_bytes)]
+        device.map(self._addresses, self._chunks)
 
     def pin(self) -> str | None:
         """Wait until the host memory is page-locked. Returns the reason why it is not, or None."""
-        for slab in self._slabs.values():
-            if not slab.ready.wait(_SECONDS_TO_PIN):
-                return f"it took more than {_SECONDS_TO_PIN:g} s"
-        return next((reason for slab in self._slabs.values() if (reason := slab.pageable_reason) is not None), None)
+        if not self._slab.ready.wait(_SECONDS_TO_PIN):
+            return f"it took more than {_SECONDS_TO_PIN:g} s"
+        return self._slab.pageable_reason
 
     def rate(self, directions: Sequence[Direction]) -> float:
         """The rate of copies in these directions at once, in bytes a second, all directions added up."""
@@ -128,7 +121,8 @@ class _Buffers:
             self._device.sync()
             began = time.perf_counter()
             for direction in directions:
-                self._device.copy([Copy(self._addresses[direction].base, self._slabs[direction].address, self._nbytes)], direction)
+                start = self._nbytes * _BOTH.index(direction)
+                self._device.copy([Copy(self._addresses.base + start, self._slab.address + start, self._nbytes)], direction)
             self._device.sync()
             return [time.perf_counter() - began]
 
@@ -137,11 +131,5 @@ class _Buffers:
 
     def release(self) -> None:
         self._device.sync()
-        for addresses in self._addresses.values():
-            self._device.unmap(addresses, addresses.nbytes)
-        for chunks in self._chunks.values():
-            self._device.release(*chunks)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"
+        self._device.unmap(self._addresses, self._addresses.nbytes)
+        self._device.release(*self._chunks)

@@ -42,14 +42,11 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 class Note(Frozen):
     """A process's entry about its claim. Times are on the monotonic clock, which all processes of a node share."""
 
-    token: str = Field(max_length=32)
-    """Identifies the claim. The process number would not do, because the kernel reuses it."""
-    pid: int
-    """The process number inside the process's own container."""
+    token: str = Field(max_length=32)  # identifies the claim; the process number would not do, because the kernel reuses it
+    pid: int  # the process number inside the process's own container
     name: str = Field(max_length=80)
     priority: int = 0
-    wanted_bytes: int = 0
-    """Bytes that the process waits for; 0 when it does not wait."""
+    wanted_bytes: int = 0  # bytes that the process waits for; 0 when it does not wait
     since_seconds: float = 0.0
     seen_seconds: float = 0.0
     """When it began to wait, and when it last checked whether its turn has come."""

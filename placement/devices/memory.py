@@ -147,14 +147,9 @@ class Outside:
         self._own_bytes: int | None = None
         self._told = threading.Event()
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether somebody measures other processes."""
-        return self._others is not None
-
-    def watch(self, others: OtherProcesses) -> None:
-        """From now on `others` tells what other processes hold."""
-        self._others = others
+    def watch(self, uuid: str) -> None:
+        """From now on know what other processes hold of the GPU of this UUID. Idempotent."""
+        self._others = OtherProcesses(uuid) if self._others is None else self._others
         self._ask()
 
     def measure(self, memory: DeviceMemory) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from placement.core.errors import HostMemoryError
+from placement.core.interrupts import BackgroundThread, is_background
 from placement.core.states import IDLE, WEIGHTS
-from placement.devices.background import BackgroundThread, is_background
 from placement.devices.base import Device, check_slots
 from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.host.disk_file import BLOCK_BYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.disk_file import BLOCK_BYTES, DiskFile, GoesOn, always
+from placement.devices.host.disk_file import DiskFile, GoesOn, always
 from placement.devices.host.slab import PAGE, Slab, round_up
 from placement.forecasting.device import SizedSlab
 from placement.manager import Manager
@@ -22,7 +22,7 @@ class _File(DiskFile):
     """A file without bytes. It knows which of a slab's blocks were copied to since it took them."""
 
     def __init__(self, slab: SizedSlab) -> None:
-        self.nbytes, self.num_blocks, self._block_bytes = round_up(slab.nbytes, PAGE), len(slab.writes), BLOCK_BYTES
+        self.nbytes, self.num_blocks = round_up(slab.nbytes, PAGE), len(slab.writes)
         self._slab = slab
         self.forget()
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.core.errors import PlacementError
-from placement.core.weak_set import WeakIdSet
+from placement.core.interrupts import WeakIdSet
 
 _HOST = "__meta_placement_host"  # the label for the machine of a file's worker. Prometheus drops labels that begin with two underscores.
 REAP_SECONDS = 300.0  # how many seconds the file of a killed worker stays

@@ -24,7 +24,7 @@ import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
-from placement.core.weak_set import reference
+from placement.core.interrupts import reference
 from placement.frameworks.base import Framework
 from placement.tensors.plain import OBJECT_LEVELS, Owned, is_leaf, nested_tensors, version_of
 

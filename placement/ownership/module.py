@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.weak_set import WeakIdSet, reference
+from placement.core.interrupts import WeakIdSet, reference
 from placement.frameworks.base import Advised
 from placement.frameworks.known import answering, frameworks_of
 from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Seen, Steady, refusal

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from placement.core.weak_set import reference
+from placement.core.interrupts import reference
 from placement.frameworks.known import asked, own_state
 from placement.tensors.plain import nested_tensors, parts_of
 

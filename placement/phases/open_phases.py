@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from placement.core.call_guard import without_modes
 from placement.core.errors import PhaseError, PlacementError, PolicyError
 from placement.core.interrupts import deferred
 from placement.core.states import IDLE, Plan, State
-from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.group.vote import GroupVote
 from placement.planning.planner import Planner, still_meant, with_kept

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, PhaseError
+from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
-from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote, describe
 from placement.phases.open_phases import OpenPhase, OpenPhases, TransitionLock, innermost

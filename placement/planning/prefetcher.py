@@ -20,9 +20,9 @@ from functools import partial
 from typing import NamedTuple
 
 from placement.core.errors import DeviceMemoryError
+from placement.core.interrupts import BackgroundThread
 from placement.core.journal import logger
 from placement.core.states import Plan
-from placement.devices.background import BackgroundThread
 from placement.devices.base import Device
 from placement.devices.memory import Mark
 from placement.planning.planner import Planner

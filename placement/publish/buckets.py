@@ -17,10 +17,10 @@ from typing import Any, get_args
 
 import torch
 
+from placement.core.call_guard import without_modes
 from placement.core.errors import PhaseError, RegistrationError
 from placement.core.settings import bytes_of
 from placement.core.states import State, Trigger
-from placement.core.torch_modes import without_modes
 from placement.frameworks.base import Framework
 from placement.frameworks.known import answering
 from placement.frameworks.weights import Reader, Weight, weight_of

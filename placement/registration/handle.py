@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transitions import Machine, MachineError
 
+from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError, PhaseError
 from placement.core.journal import HandleCounters
 from placement.core.states import TRANSITIONS, HandleView, State, Trigger
-from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.tagged import Residency
 from placement.ownership.adapter import Adapter

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from placement.core.call_guard import callers_function_modes
 from placement.core.errors import HostMemoryError, RegistrationError
 from placement.core.journal import logger
 from placement.core.settings import Settings
 from placement.core.states import KINDS, ROLES
-from placement.core.torch_modes import callers_function_modes
 from placement.devices.base import Device
 from placement.engines.base import Engine, EngineAdapter
 from placement.engines.tagged import TaggedAdapter, TaggedEngine

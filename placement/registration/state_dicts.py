@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from placement.core.call_guard import MethodCall
+from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import BrokenHandleError, NotResidentError, PlacementError
-from placement.core.torch_modes import without_modes
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import has_nan
 from placement.storage.range import RANGES

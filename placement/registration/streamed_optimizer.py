@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placement.core.call_guard import MethodCall
+from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import PhaseError
-from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.devices.host.slab import round_up
 from placement.ownership.optimizer import OptimizerAdapter

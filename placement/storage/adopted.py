@@ -17,9 +17,9 @@ import torch
 from placement.core import interrupts
 from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
+from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
 from placement.core.states import State
-from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import round_up
 from placement.ownership.adapter import Adapter

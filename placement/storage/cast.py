@@ -25,7 +25,6 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.journal import logger
 from placement.devices.base import Device
-from placement.devices.host.disk_file import release, renew
 from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -80,7 +79,7 @@ class CastRange(Range):
         """From now on have a host copy, until an offload finds the weights to be a cast. Any thread. If it raises, no value is lost."""
         with self.lock:
             if isinstance(self.host, Slab) and self.host.is_released:
-                renew(self.host)
+                self.host.renew()
             if self.is_cast:
                 self.cast_into(self.host.view(0, self.nbytes))
             self.is_cast = False
@@ -236,7 +235,7 @@ class CastStorage(ManagedStorage):
                 for r in self._cast_ranges():
                     if r.is_cast and isinstance(r.host, Slab) and not r.host.is_released and not r.host.has_views:
                         with suppress(OSError):  # the memory stays until the next offload
-                            release(r.host)
+                            r.host.release()
         finally:
             while self._locked:
                 self._locked.pop().lock.release()

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 from placement.core import interrupts
 from placement.core.errors import HostMemoryError, IntegrityError
+from placement.core.interrupts import BackgroundThread, WeakIdSet
 from placement.core.journal import HandleCounters, logger
-from placement.core.weak_set import WeakIdSet
-from placement.devices.background import BackgroundThread
-from placement.devices.host.disk_file import DiskFile, GoesOn, release, renew
+from placement.devices.host.disk_file import DiskFile, GoesOn
 from placement.devices.host.slab import Slab
 
 _NAN = 0xFF
@@ -148,10 +147,10 @@ class Spill:
     # A forecast has no memory and no file, and overrides these three.
 
     def _release(self, slab: Slab) -> None:
-        release(slab)
+        slab.release()
 
     def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
-        return renew(slab, fill)
+        return slab.renew(fill)
 
     def _new_file(self, slab: Slab) -> DiskFile:
         assert self._directory is not None

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from placement.core.call_guard import without_modes
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
 from placement.core.journal import logger
-from placement.core.torch_modes import without_modes
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range

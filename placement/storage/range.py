@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.weak_set import WeakIdSet
+from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill

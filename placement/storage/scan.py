@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
-from placement.core.weak_set import WeakIdSet
+from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab

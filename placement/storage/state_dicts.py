@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import IntegrityError, PlacementError
-from placement.core.weak_set import WeakIdSet
+from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over

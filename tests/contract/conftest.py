@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,21 +51,3 @@ def shares_poison(device: Device) -> bool:
 def mappings() -> Callable[[], int]:
     """Counts this process's memory mappings."""
     return lambda: len(Path("/proc/self/maps").read_text().splitlines())
-
-
-@pytest.fixture
-def in_child() -> Callable[[Callable[[], int]], int]:
-    """Runs a function in a forked child; returns its exit code, or minus the signal that killed it."""
-
-    def run(body: Callable[[], int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            code = 99
-            faulthandler.disable()
-            try:
-                code = body()
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    return run

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import POISON_WORD, Device, poison_bytes
-from placement.devices.memory import Copy, Mark
-from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, whole
-from tests.support.poison import reads_poison
+from placement.devices.memory import Copy
+from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, read, whole
+from tests.support.poison import poison, reads_poison
+from tests.support.threads import in_threads
 
 
 def test_addresses_are_aligned_and_rounded_up(device: Device) -> None:
@@ -53,39 +54,6 @@ def test_the_poison_of_an_offset_is_the_word_over_and_over(offset: int, nbytes: 
     assert list(poison_bytes(offset, nbytes)) == expected
 
 
-def test_a_chunk_keeps_its_bytes_while_it_is_behind_no_address_and_behind_another(device: Device) -> None:
-    nbytes, chunks = full_and_tail(device)
-    first, second = poisoned(device, nbytes), poisoned(device, nbytes)
-    content = random_bytes(nbytes)
-    device.map(first, chunks)
-    whole(device, first).copy_(content)
-    device.sync()
-    device.unmap(first, nbytes)
-    assert reads_poison(whole(device, first))
-    device.map(second, chunks)
-    assert torch.equal(whole(device, second).cpu(), content)
-    device.sync()
-    device.unmap(second, nbytes)
-    device.map(first, [chunks[1], chunks[0], chunks[2]])
-    size = device.chunk_bytes
-    assert torch.equal(whole(device, first).cpu(), torch.cat([content[size : 2 * size], content[:size], content[2 * size :]]))
-
-
-def test_an_old_view_sees_what_is_behind_its_addresses_now(device: Device) -> None:
-    addresses = poisoned(device, device.chunk_bytes)
-    view = whole(device, addresses)
-    pointer = view.data_ptr()
-    chunk = device.create(device.chunk_bytes)
-    for value in range(3):
-        device.map(addresses, [chunk])
-        view.fill_(value)
-        assert (view == value).all()
-        device.sync()
-        device.unmap(addresses, addresses.nbytes)
-        assert reads_poison(view)
-        assert view.data_ptr() == pointer
-
-
 def test_unmap_is_idempotent_and_covers_the_rounded_start(device: Device) -> None:
     nbytes, chunks = full_and_tail(device)
     addresses = poisoned(device, nbytes)
@@ -107,51 +75,36 @@ def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None
     assert device.memory().chunk_bytes == before.chunk_bytes
 
 
-def test_ledger_follows_chunks(device: Device) -> None:
-    before = device.memory()
+def test_the_ledger_follows_chunks_and_none_is_released_twice(device: Device) -> None:
+    before, small = device.memory(), device.granularity
     _, chunks = full_and_tail(device)
     held = device.memory()
-    assert held.chunk_bytes - before.chunk_bytes == 2 * device.chunk_bytes + device.granularity
+    assert held.chunk_bytes - before.chunk_bytes == 2 * device.chunk_bytes + small
     assert held.used_bytes + held.free_bytes == held.total_bytes
     assert held.poison_bytes > 0
     assert held.free_bytes < before.free_bytes
-    device.release(chunks[0])
-    device.release(chunks[0])
-    assert device.memory().chunk_bytes - before.chunk_bytes == device.chunk_bytes + device.granularity
-    chunks.clear()
-    assert device.memory().chunk_bytes == before.chunk_bytes
 
+    def more_bytes() -> int:
+        return device.memory().chunk_bytes - before.chunk_bytes
 
-def test_several_chunks_are_released_in_one_call(device: Device) -> None:
-    before = device.memory().chunk_bytes
-    _, chunks = full_and_tail(device)
     device.release()
-    assert device.memory().chunk_bytes - before == 2 * device.chunk_bytes + device.granularity
     device.release(chunks[2], chunks[2])
-    assert device.memory().chunk_bytes - before == 2 * device.chunk_bytes
+    assert more_bytes() == 2 * device.chunk_bytes
     device.release(*chunks)
-    assert device.memory().chunk_bytes == before
-    others = [device.create(device.granularity) for _ in chunks]  # the driver may call them by the same numbers
+    assert more_bytes() == 0
+    others = [device.create(small) for _ in range(4)]  # the driver may call them by the same numbers
     device.release(*chunks)
-    device.release(*chunks[:1], *chunks[:1])
-    assert device.memory().chunk_bytes - before == 3 * device.granularity
+    assert more_bytes() == 4 * small
     chunks.clear()
-    assert device.memory().chunk_bytes - before == 3 * device.granularity
+    assert more_bytes() == 4 * small
+    others.pop()
+    assert more_bytes() == 3 * small
     device.release(others[1], others[0])
-    assert device.memory().chunk_bytes - before == device.granularity
-    addresses = poisoned(device, device.granularity)
+    assert more_bytes() == small
+    addresses = poisoned(device, small)
     device.map(addresses, others[2:])
     whole(device, addresses).fill_(3)
     assert (whole(device, addresses) == 3).all(), "what was not released is there"
-
-
-def test_chunks_and_poison_are_not_unaccounted(device: Device) -> None:
-    device.release(device.create(device.granularity))  # whatever the first chunk brings with it
-    before = device.memory().unaccounted_bytes
-    chunks = [device.create(device.chunk_bytes) for _ in range(2)]
-    assert abs(device.memory().unaccounted_bytes - before) < device.chunk_bytes
-    device.release(*chunks)
-    assert abs(device.memory().unaccounted_bytes - before) < device.chunk_bytes
 
 
 def test_who_holds_memory_outside_can_always_be_asked(device: Device) -> None:
@@ -307,31 +260,6 @@ def test_a_mark_waits_for_the_copies_before_it(device: Device) -> None:
     assert (back.view(0, nbytes) == 7).all()
 
 
-LENGTHS = (0, 1, 114, 1024, 1025, 5000)
-
-
-def asked(device: Device, count: int, seed: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Random words, and what brings them from the device."""
-    values = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed))
-    return values, device.ask(values.to(device.torch_device))
-
-
-def test_answers_are_kept_until_they_are_read_in_any_order(device: Device) -> None:
-    draw = random.Random(0)
-    for first in range(0, 300, 100):
-        waiting = [asked(device, LENGTHS[seed % len(LENGTHS)], seed) for seed in range(first, first + 40)]
-        draw.shuffle(waiting)
-        for seed in range(20):  # new ones come between
-            values, read = waiting.pop()
-            assert read().equal(values)
-            waiting.append(asked(device, 114, first + 40 + seed))
-        kept = [(values, read()) for values, read in reversed(waiting)]
-        for seed in range(20):
-            values, read = asked(device, 1024, first + 60 + seed)
-            assert read().equal(values)
-        assert all(answer.equal(values) for values, answer in kept), "an answer that was read belongs to the caller"
-
-
 def test_an_answer_comes_beside_copies_to_the_host(device: Device) -> None:
     addresses, _, content = loaded(device)
     slab = device.host(4 * addresses.nbytes)
@@ -346,11 +274,6 @@ def test_an_answer_comes_beside_copies_to_the_host(device: Device) -> None:
         assert device.ask(words[700:701])().equal(content.view(torch.int64)[700:701])
         device.wait(device.mark("to_host"))
         assert all(slab.view(place * addresses.nbytes, addresses.nbytes).equal(content) for place in range(4))
-
-
-def test_a_mark_of_something_else_is_refused(device: Device) -> None:
-    with pytest.raises(TypeError, match="not of this device"):
-        device.wait(Mark())
 
 
 def test_slabs_are_zero_and_live_as_long_as_their_views(device: Device) -> None:
@@ -404,3 +327,137 @@ def test_close_is_idempotent_and_waits_for_the_last_addresses(device: Device) ->
     del view, addresses
     device.close()
     device.close()
+
+
+# --- parts of a range get memory and give it up
+
+
+def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
+    size, short = device.chunk_bytes, device.granularity
+    addresses = poisoned(device, 2 * size + short)
+    view = whole(device, addresses)
+    for start in (0, size, 2 * size):
+        device.map(addresses, [device.create(short)], start)
+        device.view(addresses, start, short).zero_()
+        device.sync()
+    expected = poison(0, addresses.nbytes)
+    for start in (0, size, 2 * size):
+        expected[start : start + short] = 0
+    assert torch.equal(view.cpu(), expected)
+    device.unmap(addresses, short, size)
+    expected[size : size + short] = poison(size, short)
+    assert torch.equal(view.cpu(), expected)
+    full = device.create(size)
+    device.map(addresses, [full], size)
+    device.view(addresses, size, size).fill_(1)
+    device.sync()
+    expected[size : 2 * size] = 1
+    assert torch.equal(view.cpu(), expected)
+    device.unmap(addresses, addresses.nbytes)
+    assert reads_poison(view)
+    assert not device.heal_poison()
+
+
+def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:
+    addresses, _, content = loaded(device)
+    size, step = device.chunk_bytes, device.granularity
+    elsewhere = poisoned(device, addresses.nbytes)
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: device.unmap(addresses, size, step), "not a multiple"),
+        (lambda: device.unmap(addresses, size, -size), "not a multiple"),
+        (lambda: device.unmap(addresses, size, 2 * size), "not within"),
+        (lambda: device.unmap(addresses, step), "in two"),
+        (lambda: device.unmap(addresses, size + step), "in two"),
+        (lambda: device.map(addresses, [device.create(step)], size), "in two"),
+        (lambda: device.map(addresses, [device.create(size)]), "other memory is behind .* already: unmap it first"),
+        (lambda: device.map(elsewhere, [device.create(size)], step), "not a multiple"),
+        (lambda: device.map(elsewhere, [device.create(size)], 2 * size), "not within"),
+        (lambda: device.map(elsewhere, [device.create(step), device.create(size)]), "each but the last"),
+        (lambda: device.map(elsewhere, [device.create(size + step)]), "and the last at most that"),
+    ]
+    for call, why in refused:
+        with pytest.raises(ValueError, match=why):
+            call()
+    assert torch.equal(whole(device, addresses).cpu(), content)
+    assert is_poison(device, elsewhere, 0, elsewhere.nbytes)
+
+
+def test_random_parts_match_a_model(device: Device) -> None:
+    rng = random.Random(2)
+    size, step = device.chunk_bytes, device.granularity
+    ranges = [poisoned(device, 3 * size + step), poisoned(device, 3 * size + step)]
+    chunks = [*(device.create(size) for _ in range(4)), device.create(step)]
+    contents = [random_bytes(chunk.nbytes) for chunk in chunks]
+    for chunk, content in zip(chunks, contents, strict=True):
+        device.map(ranges[0], [chunk], 0)
+        device.view(ranges[0], 0, chunk.nbytes).copy_(content)
+        device.sync()
+        device.unmap(ranges[0], chunk.nbytes)
+    free, places = set(range(len(chunks))), [dict[int, int](), dict[int, int]()]
+    for _ in range(60):
+        which, slot, count = rng.randrange(2), rng.randrange(4), rng.randrange(1, 4)
+        if rng.random() < 0.5:
+            last = min(slot + count, 4)
+            nbytes = min(last * size, ranges[which].nbytes) - slot * size
+            device.unmap(ranges[which], nbytes, slot * size)
+            free |= {places[which].pop(index) for index in range(slot, last) if index in places[which]}
+        else:
+            room = [index for index in range(slot, min(slot + count, 3)) if index not in places[which]]
+            taken = sorted(free - {4})[: len(room)] if room == [*range(slot, slot + len(room))] else []
+            if slot == 3 and 4 in free and slot not in places[which]:
+                taken = [4]
+            device.map(ranges[which], [chunks[index] for index in taken], slot * size)
+            places[which].update({slot + i: index for i, index in enumerate(taken)})
+            free -= set(taken)
+        for addresses, held in zip(ranges, places, strict=True):
+            expected = poison(0, addresses.nbytes)
+            for index, chunk_index in held.items():
+                content = contents[chunk_index]
+                expected[index * size : index * size + len(content)] = content
+            assert torch.equal(whole(device, addresses).cpu(), expected)
+    assert not device.heal_poison()
+
+
+# --- the order of copies and kernels in which a streamed step relies
+
+
+def test_what_is_enqueued_after_a_mark_sees_work_from_before_the_order(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    device.map(addresses, [device.create(device.chunk_bytes)])
+    slab = device.host(device.chunk_bytes)
+    whole(device, addresses).fill_(5)
+    device.order()
+    with device.after(device.mark("to_device")):
+        whole(device, addresses).mul_(2)
+        device.copy([Copy(addresses.base, slab.address, device.chunk_bytes)], "to_host")
+        mark = device.mark("to_host")
+    device.wait(mark)
+    assert (slab.view(0, slab.nbytes) == 10).all()
+    device.order()
+
+
+def test_two_threads_hand_chunks_from_range_to_range(device: Device) -> None:
+    """Each between two ranges of its own, with the bytes in the chunk, as the thread of a prefetch does beside a streamed step."""
+    nbytes, turns = device.chunk_bytes, 20
+    contents = [random_bytes(nbytes) for _ in range(2)]
+    chunks = [device.create(nbytes) for _ in range(2)]
+    ranges = [[poisoned(device, 2 * nbytes) for _ in range(2)] for _ in range(2)]
+    slabs = [device.host(nbytes) for _ in range(2)]
+
+    def hand_on(mine: int) -> None:
+        slabs[mine].view(0, nbytes).copy_(contents[mine])
+        here, there = ranges[mine]
+        device.map(here, [chunks[mine]])
+        device.copy([Copy(here.base, slabs[mine].address, nbytes)], "to_device")
+        device.wait(device.mark("to_device"))
+        for turn in range(turns):
+            device.unmap(here, nbytes, turn % 2 * nbytes)
+            device.map(there, [chunks[mine]], (turn + 1) % 2 * nbytes)
+            here, there = there, here
+
+    assert in_threads(lambda: hand_on(0), lambda: hand_on(1)) == [None, None]
+    for mine, (first, second) in enumerate(ranges):
+        assert read(device, first, 0, nbytes).equal(contents[mine])
+        assert is_poison(device, first, nbytes, nbytes)
+        assert is_poison(device, second, 0, 2 * nbytes)
+    assert not device.heal_poison()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.base import Device
-from placement.devices.host import shared_slab
+from placement.devices.host import slab as slab_module
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy
@@ -21,6 +20,7 @@ from placement.storage.shared.copy import SharedCopy, Shares
 from placement.storage.shared.ranges import SharedRange, spans_of
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
+from tests.support.forked import exit_code
 
 EXTRA = 64
 
@@ -71,16 +71,16 @@ def test_it_is_there_as_long_as_anybody_looks_at_it_and_then_gone(device: Device
     assert mapped(words) == []
 
 
-def test_a_forked_child_does_not_have_it(device: Device, in_child: Callable[[Callable[[], int]], int]) -> None:
+def test_a_forked_child_does_not_have_it(device: Device) -> None:
     with new_file(PAGE + EXTRA) as (file, _):
         slab = device.shared_host(file, PAGE, [(0, PAGE)], EXTRA)
     view = slab.view(0, PAGE)
-    assert in_child(lambda: int(view.sum())) == -signal.SIGSEGV
+    assert exit_code(lambda: int(view.sum())) == -signal.SIGSEGV
     assert (view == 0).all()
 
 
 def test_lack_of_memory_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_slab, "available_bytes", lambda: PAGE)
+    monkeypatch.setattr(slab_module, "available_bytes", lambda: PAGE)
     with new_file(4 * PAGE) as (file, _), pytest.raises(HostMemoryError, match="shared copy"):
         SimulatedDevice(1 << 20).shared_host(file, 4 * PAGE, [(0, 2 * PAGE)], 0)
 

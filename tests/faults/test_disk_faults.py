@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 import placement
 from placement.devices.host import disk_file
+from placement.devices.host.slab import Slab
 from placement.planning.host_tier import UseHistory
 from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values
@@ -63,13 +65,16 @@ _preadv = os.preadv
 
 
 class Failing:
-    """A function that fails at one of its calls, or from there on. Several threads call it."""
+    """A function or a method that fails at one of its calls, or from there on. Several threads call it."""
 
     def __init__(self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[[], Any]) -> None:
         self._real, self._at, self._forever, self._fail = real, at, forever, fail
         self._lock = threading.Lock()
         self.calls = 0
         self.fired = 0
+
+    def __get__(self, owner: Any, _: Any) -> Callable[..., Any]:
+        return functools.partial(self, owner)
 
     def __call__(self, *arguments: Any, **_: Any) -> Any:
         if self._real is _preadv and isinstance(arguments[1][0], bytearray):  # the simulated device reads which pages it has
@@ -88,6 +93,10 @@ def raises(number: int) -> Callable[[], Any]:
     return fail
 
 
+def has_no_room() -> bool:
+    raise placement.HostMemoryError("no room")
+
+
 def refuses() -> int:
     ctypes.set_errno(errno.ENOSPC)
     return -1
@@ -98,8 +107,8 @@ OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "sync": (os, "fdatasync", raises(errno.EIO)),
     "allocate": (disk_file.libc, "fallocate", refuses),
     "open": (disk, "DiskFile", raises(errno.EMFILE)),
-    "release": (disk_file, "_drop", lambda: False),
-    "memory": (disk_file, "available_bytes", lambda: 0),
+    "release": (Slab, "_drop", lambda: False),
+    "memory": (Slab, "renew", has_no_room),
     "read": (os, "preadv", raises(errno.EIO)),
 }
 

@@ -9,7 +9,9 @@ import torch
 
 import placement
 from placement.testing import assert_nothing_resident
+from tests.gpu.on_gpus import gpus
 from tests.gpu.vllm.apart import Apart
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture
@@ -19,6 +21,16 @@ def manager() -> Iterator[placement.Manager]:
     yield manager
     assert_nothing_resident(manager)
     manager.close()
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[Ranks]:
+    yield from gpus(1)
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[Ranks]:
+    yield from gpus(2)
 
 
 @pytest.fixture(scope="module")

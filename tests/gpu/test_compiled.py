@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import placement
-from placement.testing import assert_nothing_resident
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,14 +57,10 @@ FORMS: dict[str, Callable[[Stack, dict[str, Any]], Callable[..., Any]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"fullgraph": True}, "reduce-overhead": {"fullgraph": True, "mode": "reduce-overhead"}}
 
 
-@pytest.fixture
-def manager() -> Iterator[placement.Manager]:
+@pytest.fixture(autouse=True)
+def _dynamo() -> Iterator[None]:
     torch._dynamo.reset()
-    torch.cuda.empty_cache()
-    manager = placement.Manager(device="cuda:0")
-    yield manager
-    assert_nothing_resident(manager)
-    manager.close()
+    yield
     torch._dynamo.reset()
 
 

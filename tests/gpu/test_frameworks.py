@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.on_gpus import gpus, measure
+from tests.gpu.on_gpus import measure
 from tests.sharded import deepspeed_worker, megatron_fsdp_worker, megatron_worker, test_quantized, training, veomni_worker
 from tests.sharded.training import Program
 from tests.support.ranks import Ranks
@@ -49,16 +49,6 @@ PLAIN, PRECISION_AWARE = f"megatron {megatron_worker.KINDS[0]}", f"megatron {meg
 ON_ONE = (PLAIN, PRECISION_AWARE, "megatron_fsdp optim_grads_params", "deepspeed zero 0", *WHOLE)
 MEASURED = (PLAIN, PRECISION_AWARE, "megatron_fsdp optim_grads_params", "deepspeed zero 0", "deepspeed zero 3", "veomni 2")
 MEASURED_ON_ONE = ("torchao int8", "torchao AdamW8bit", "bitsandbytes nested", "bitsandbytes AdamW8bit")
-
-
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[Ranks]:
-    yield from gpus(1)
-
-
-@pytest.fixture(scope="module")
-def two_gpus() -> Iterator[Ranks]:
-    yield from gpus(2)
 
 
 def _program(name: str) -> Callable[[], Program]:

@@ -61,15 +61,6 @@ def test_a_slab_becomes_pinned_in_the_background_and_copies_are_exact_at_every_m
     assert round_trip(device, slab.address, source.flip(0))
 
 
-def test_two_slabs_at_once_and_the_later_one_is_copied_first(device: CudaDevice) -> None:
-    slabs = [device.host(2 * GIB), device.host(GIB // 2)]
-    source = pattern(GIB // 2, 2)
-    assert round_trip(device, slabs[1].address, source)
-    assert slabs[1].pinned
-    assert all(slab.ready.wait(LONG) and slab.pinned for slab in slabs)
-    assert device._pinning.pinned_bytes == 5 * GIB // 2
-
-
 def test_a_dead_slab_leaves_addresses_that_can_be_registered_again(device: CudaDevice) -> None:
     nbytes = GIB + 64 * MIB
     slab = device.host(nbytes)

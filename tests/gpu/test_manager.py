@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 import placement
+from placement.devices.cuda.device import CudaDevice
 from placement.policies import Resident
 from placement.testing import assert_nothing_resident
+from tests.contract.growing import SIDES, Scene, sizes
 from tests.support.masters import MasterAdam
 
 pytestmark = pytest.mark.gpu
@@ -241,3 +244,22 @@ def test_weights_are_cast_to_the_same_bits_everywhere(manager: placement.Manager
     wanted.view(dtype)[0, 0] = 0.5
     with manager.phase("log_prob"):
         assert torch.equal(model.weight.data.view(torch.int16), wanted)
+
+
+def test_many_handles_that_grow_swap_every_bit() -> None:
+    torch.cuda.empty_cache()
+    device = CudaDevice(0, chunk_bytes=4 * MIB)
+    chance, drawn = random.Random(0), sizes(device.granularity // 8, device.chunk_bytes // 2)
+    names = [f"{side}.{index}" for side in SIDES for index in range(40)]
+    scene = Scene(device, {name: chance.choices(drawn, k=2) for name in names}, names[::3])
+    for _ in range(3):
+        with scene.manager.phase(SIDES[0]) as phase:
+            scene.check(SIDES[0])
+            scene.grow(SIDES[0], chance, drawn)
+            phase.switch(SIDES[1])
+            scene.check(SIDES[1])
+            scene.grow(SIDES[1], chance, drawn)
+        scene.check(None)
+    assert sum(each.num_ranges for each in scene.all.values()) > 200
+    scene.leave()
+    assert device.memory().chunk_bytes == 0

@@ -13,7 +13,6 @@ from torch import nn
 
 import placement
 from placement.testing import assert_nothing_resident
-from tests.gpu.on_gpus import gpus
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
@@ -91,25 +90,6 @@ def test_what_another_process_dropped_comes_back_at_the_next_phase_transition(ma
     assert device.memory().torch_reserved_bytes == reserved
 
 
-def test_buckets_that_an_engine_opened_are_gone_after_the_weight_sync(manager: placement.Manager, consumer: Consumer) -> None:
-    net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
-    expected = sum(float(parameter.detach().double().sum()) for parameter in net.parameters())
-    actor = manager.register("actor", net, role="actor")
-    with manager.phase("weight_sync"):
-        pass
-    empty = manager.device.torch_allocated_bytes()
-    for _ in range(2):
-        total = 0.0
-        with manager.phase("weight_sync"):
-            for bucket in actor.weights(bucket_bytes=8 * MIB):
-                total += consumer.hold([tensor for _, tensor in bucket])
-            bucket = []
-            consumer.hold(None)
-        assert total == pytest.approx(expected)
-        assert manager.device.torch_allocated_bytes() == empty
-    assert manager.snapshot().ipc_collected_bytes > 0
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
     if not dist.is_nccl_available():
@@ -157,13 +137,8 @@ def growth() -> tuple[int, int | None, int, str]:
     return after.unaccounted_bytes - before.unaccounted_bytes, after.communicator_bytes, len(made), report
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    yield from gpus(2)
-
-
-def test_the_communicator_of_two_gpus_is_what_unaccounted_memory_grew_by(ranks: Ranks) -> None:
-    for grown, counted, num_made, report in ranks.run(growth):
+def test_the_communicator_of_two_gpus_is_what_unaccounted_memory_grew_by(two_gpus: Ranks) -> None:
+    for grown, counted, num_made, report in two_gpus.run(growth):
         assert grown > 0
         assert num_made == 1, report
         if counted is None:

@@ -27,18 +27,12 @@ ANY: dict[str, Write] = {
     "mul_": lambda t, other: t.mul_(3),
     "add_ a number": lambda t, other: t.add_(1),
     "add_ a tensor": lambda t, other: t.add_(other),
-    "sub_": lambda t, other: t.sub_(other),
     "neg_": lambda t, other: t.neg_(),
     "copy_": lambda t, other: t.copy_(other),
-    "fill_": lambda t, other: t.fill_(1),
     "zero_": lambda t, other: t.zero_(),
     "index_fill_ of one element": lambda t, other: t.index_fill_(0, torch.tensor([7], device="cuda"), 1),
     "out=": lambda t, other: torch.mul(t, 3, out=t),
     "_foreach_mul_": lambda t, other: torch._foreach_mul_([t], 3),
-    "_foreach_add_": lambda t, other: torch._foreach_add_([t], [other]),
-    "_foreach_neg_": lambda t, other: torch._foreach_neg_([t]),
-    "_foreach_copy_": lambda t, other: torch._foreach_copy_([t], [other]),
-    "_foreach_zero_": lambda t, other: torch._foreach_zero_([t]),
 }
 INEXACT: dict[str, Write] = {
     "EMA": lambda t, other: t.mul_(0.4).add_(other, alpha=0.6),
@@ -46,11 +40,9 @@ INEXACT: dict[str, Write] = {
     "div_": lambda t, other: t.div_(2),
     "addcmul_": lambda t, other: t.addcmul_(other, other, value=0.5),
     "_foreach_lerp_": lambda t, other: torch._foreach_lerp_([t], [other], 0.1),
-    "_foreach_addcdiv_": lambda t, other: torch._foreach_addcdiv_([t], [other], [other], value=0.1),
 }
 ORDERED: dict[str, Write] = {
     "clamp_": lambda t, other: t.clamp_(0, 5),
-    "clamp_ from below": lambda t, other: t.clamp_(min=0),
     "_foreach_clamp_min_": lambda t, other: torch._foreach_clamp_min_([t], 0),
 }
 REAL: dict[str, Write] = {

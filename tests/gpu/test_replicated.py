@@ -46,11 +46,6 @@ def test_the_host_does_not_wait_for_the_gpu(ranks: Ranks) -> None:
     assert all(ranks.run(worker.loads_behind_work, next(_generations), deadline_seconds=DEADLINE_SECONDS))
 
 
-@pytest.fixture(scope="module")
-def two_gpus() -> Iterator[Ranks]:
-    yield from gpus(2)
-
-
 @pytest.mark.parametrize("switches", [False, True])
 def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(two_gpus: Ranks, switches: bool) -> None:
     together = two_gpus.run(trained.trains, next(_generations), 20, True, True, {}, switches, deadline_seconds=DEADLINE_SECONDS)

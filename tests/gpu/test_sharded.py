@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import matrix_worker
 from tests.gpu.on_gpus import gpus, measure
 from tests.sharded.one_of_each import PROGRAMS, SAVED, check_moved, check_published, compare, needed, publish, save_and_load
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_gpu", "two_gpus"])
@@ -47,3 +48,16 @@ def test_published_weights_equal_the_full_state_dict(ranks: Ranks, name: str, st
 @pytest.mark.parametrize("name", SAVED)
 def test_a_checkpoint_of_what_is_offloaded_takes_no_device_memory_and_resumes_exactly(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks.run(save_and_load, needed(name), "cuda", str(tmp_path), deadline_seconds=DEADLINE_SECONDS)
+
+
+# --- `TorchEngine` around modules of torch's own frameworks: the cases of tests/engines/test_frameworks.py
+
+
+@pytest.mark.parametrize("engine", matrix_worker.MADE)
+def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(ranks: Ranks, engine: str) -> None:
+    ranks.run(matrix_worker.roll_out, needed(engine), needed(engine), "cuda", deadline_seconds=DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2", "cpu_offload", "fsdp1_flat", "tensor_parallel"])
+def test_and_by_an_actor_that_is_whole_on_each_rank(ranks: Ranks, engine: str) -> None:
+    ranks.run(matrix_worker.roll_out, engine, "ddp_apart", "cuda", deadline_seconds=DEADLINE_SECONDS)

@@ -11,6 +11,7 @@ from torch import nn
 
 import placement
 from placement.testing import assert_nothing_resident
+from tests.support.worker import assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +36,6 @@ def on_host(value: Any) -> Any:
     return [on_host(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    return all(map(same, one, other)) and len(one) == len(other) if isinstance(one, list) else bool(one == other)
-
-
 def test_what_hooks_compute_is_the_same_in_every_state(manager: placement.Manager) -> None:
     model = nn.Sequential(nn.Linear(300, 200), Extra(200, 300), nn.Linear(300, 8)).cuda()
     model[0]._register_state_dict_hook(lambda _, found, prefix, __: found.update({prefix + "weight": found[prefix + "weight"].bfloat16()}))
@@ -64,7 +57,7 @@ def test_what_hooks_compute_is_the_same_in_every_state(manager: placement.Manage
             wanted = on_host([dict(model.state_dict()), dict(model[1].state_dict()), optimizer.state_dict()["state"]])
             places = [(id(each), each.data_ptr(), each.device, each._version) for each in model.parameters()]
         found = [dict(actor.state_dict()), dict(model[1].state_dict()), adam.state_dict()["state"]]
-        assert same(on_host(found), wanted)
+        assert_same(on_host(found), wanted)
         assert [(id(each), each.data_ptr(), each.device, each._version) for each in model.parameters()] == places
         assert_nothing_resident(manager)
         del found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -39,6 +39,18 @@ def build(layers: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).cuda()
 
 
+def assert_equal_to(manager: placement.Manager, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def on_host(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: value.cpu() for key, value in values.items()}
+
+    actor, adam = (manager.handles[name].state_dict() for name in ("actor", "adam"))
+    assert_same(on_host(actor), on_host(plain.state_dict()))
+    for index, entry in optimizer.state_dict()["state"].items():
+        assert_same(on_host(adam["state"][index]), on_host(entry))
+    assert_nothing_resident(manager)
+    manager.close()
+
+
 @pytest.mark.parametrize("name", STEPPED)
 def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     net = build()
@@ -46,7 +58,7 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     optimizers = STEPPED[name](net.parameters()), STEPPED[name](plain.parameters())
     manager = placement.Manager(device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
     manager.register("actor", net, role="actor")
-    handle = manager.register("adam", optimizers[0])
+    manager.register("adam", optimizers[0])
     for step in range(5):
         batch = torch.randn(8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
         with manager.phase("train"):
@@ -56,15 +68,7 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
                     model(batch).square().mean().backward()
                     optimizer.step()
                 batch = batch + 1
-    assert_same(
-        {key: value.cpu() for key, value in manager.handles["actor"].state_dict().items()},
-        {key: value.cpu() for key, value in plain.state_dict().items()},
-    )
-    found, wanted = handle.state_dict()["state"], optimizers[1].state_dict()["state"]
-    for index, entry in wanted.items():
-        assert_same({k: v.cpu() for k, v in found[index].items()}, {k: v.cpu() for k, v in entry.items()})
-    assert_nothing_resident(manager)
-    manager.close()
+    assert_equal_to(manager, plain, optimizers[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,7 +83,7 @@ def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.
     optimizers = [STEPPED[name](net.parameters()) for net in nets]
     device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 4)
     manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES // 2)
-    actor = manager.register("actor", nets[0], role="actor")
+    manager.register("actor", nets[0], role="actor")
     handle = manager.register("adam", optimizers[0])
     for step in range(4):
         with manager.phase("train"):
@@ -93,12 +97,7 @@ def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.
     assert handle.streamed is not None
     assert len(handle.streamed._parts.of(optimizers[0], nets[0][1])) > 2
     assert handle.streamed.window_bytes < 3 * BUCKET_BYTES
-    assert_same({key: value.cpu() for key, value in actor.state_dict().items()}, {k: v.cpu() for k, v in nets[1].state_dict().items()})
-    found, wanted = handle.state_dict()["state"], optimizers[1].state_dict()["state"]
-    for index, entry in wanted.items():
-        assert_same({k: v.cpu() for k, v in found[index].items()}, {k: v.cpu() for k, v in entry.items()})
-    assert_nothing_resident(manager)
-    manager.close()
+    assert_equal_to(manager, nets[1], optimizers[1])
 
 
 def test_the_first_step_and_the_next_stay_within_the_window() -> None:

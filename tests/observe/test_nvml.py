@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from placement.devices.memory import Outside
+from placement.devices import memory
 from placement.observe import nvml
 from placement.observe.nvml import OtherProcesses
 from placement.testing import SimulatedDevice
@@ -87,7 +87,7 @@ def test_what_is_not_known_is_not_said(library: Library) -> None:
     assert others.nbytes is None
 
 
-def test_what_others_hold_is_not_shown_before_it_is_subtracted() -> None:
+def test_what_others_hold_is_not_shown_before_it_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that measures may have its first number before anybody asks."""
 
     class Others:
@@ -98,8 +98,9 @@ def test_what_others_hold_is_not_shown_before_it_is_subtracted() -> None:
             self.asked.append(then)
 
     device = SimulatedDevice(1 << 20, chunk_bytes=4096)
-    outside = Outside(device.communicators, device.memory())
-    outside.watch(Others())  # type: ignore[arg-type]
+    monkeypatch.setattr(memory, "OtherProcesses", lambda uuid: Others())
+    outside = memory.Outside(device.communicators, device.memory())
+    outside.watch("GPU-1")
     assert (outside.others_bytes, outside.own_bytes) == (None, None)
     Others.asked[0](3000)
     assert (outside.others_bytes, outside.own_bytes) == (3000, outside.nbytes - 3000)

@@ -6,7 +6,10 @@ one was started.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+from collections.abc import Callable
 
 processes = multiprocessing.get_context("forkserver")
 _IMPORTED = ("tests.support.warm", "tests.group.fault_worker", "tests.group.lease_processes")
@@ -16,3 +19,16 @@ processes.set_forkserver_preload([*_IMPORTED])
 def import_before(*modules: str) -> None:
     """What the next tests import besides, each of their processes: once instead, where no process has been forked yet."""
     processes.set_forkserver_preload([*modules, *_IMPORTED])  # before those, which freeze what there is for the collector
+
+
+def exit_code(body: Callable[[], int]) -> int:
+    """Run a function in a child that is forked from here. Returns its exit code, or minus the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        faulthandler.disable()
+        try:
+            code = body()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement.core import torch_modes
+from placement.core import call_guard
 from placement.devices.memory import Addresses, Copy, Direction, HostSlab, Mark
 from placement.devices.simulated.device import SimulatedRange
 from tests.support.late_device import LateDevice
@@ -194,7 +194,7 @@ class _Operations(TorchDispatchMode):
 def kernels_noted() -> Iterator[None]:
     """Have every `KernelDevice` note the operations of this thread, also those of placement itself, which leaves the caller's modes."""
     with pytest.MonkeyPatch.context() as patch, _Operations():
-        patch.setattr(torch_modes, "_num_dispatch_modes", lambda: 0)
+        patch.setattr(call_guard, "_num_dispatch_modes", lambda: 0)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,6 +39,9 @@ class FakeDriver(ModuleType):
         self.errors = 0
         self.refused = ""
         self.has_virtual_memory = True
+        self.pinned: dict[int, int] = {}
+        """Bytes of host memory by address."""
+        self.capture_mode = threading.local()
         self.in_use = {0}
         """Devices with a context."""
         self._next = 1 << 40
@@ -57,6 +61,7 @@ class FakeDriver(ModuleType):
         )
         for name in ("Type", "Granularity_flags"):
             setattr(self, f"CUmemAllocation{name}", anything)
+        self.CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
         self.CUmemAccess_flags = self.CUmemLocationType = self.CUdevice_attribute = anything
 
     def _answer(self, name: str, is_right: bool, value: Any = None) -> tuple[Any, ...]:
@@ -142,6 +147,17 @@ class FakeDriver(ModuleType):
         found = self._whole(address, nbytes)
         self.accessible.update(dict.fromkeys(found, len({each.location.id for each in access}) if len(access) == count else 0))
         return self._answer("cuMemSetAccess", bool(found))
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Any, ...]:
+        before, self.capture_mode.value = getattr(self.capture_mode, "value", "global"), mode
+        return self._answer("cuThreadExchangeStreamCaptureMode", True, before)
+
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any, ...]:
+        self.pinned[address] = nbytes
+        return self._answer("cuMemHostRegister", self.capture_mode.value == "relaxed")
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        return self._answer("cuMemHostUnregister", self.pinned.pop(address, 0) > 0 and self.capture_mode.value == "relaxed")
 
     def fill_with_poison(self, addresses: Addresses) -> None:
         """A kernel of torch has filled what is behind a range."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,13 +74,16 @@ class InThread:
             self.result = error
 
     def open_when_awaited(self) -> None:
-        """Open the gate once this thread is inside `CallGuard.wait`."""
+        self.when_awaited(self.gate.opened.set)
+
+    def when_awaited(self, do: Callable[[], object]) -> None:
+        """Do something in another thread once this thread is inside `CallGuard.wait`."""
         ident, wait = threading.get_ident(), CallGuard.wait.__code__
 
         def watch() -> None:
             while not any(frame.f_code is wait for other, stack in _stacks_of_others() if other == ident for frame in stack):
                 time.sleep(1e-3)
-            self.gate.opened.set()
+            do()
 
         threading.Thread(target=watch, daemon=True).start()
 
@@ -185,6 +190,22 @@ def test_a_call_that_does_not_end_stops_the_transition_and_loses_nothing() -> No
             gated.gate = None
             assert torch.equal(gated(X), expected)
         assert not scored.resident_bytes
+
+
+def test_ctrl_c_ends_the_wait_for_a_call(manager: Manager) -> None:
+    gated = Gated()
+    expected = gated(X).detach()
+    scored = manager.register("scored", gated, role="reward")
+    manager.enter("reward")
+    call = InThread(gated, lambda: gated(X).detach())
+    call.when_awaited(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        manager.switch("train")
+    assert not isinstance(caught.value.__context__, PhaseError), "it came when the wait was over"
+    assert (bool(scored.resident_bytes), scored.phase_now()) == (True, "reward")
+    assert torch.equal(call.end(), expected)
+    manager.leave()
+    assert not scored.resident_bytes
 
 
 def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,7 +394,7 @@ def test_a_device_that_fails_in_an_offload_and_on_the_way_back(*, forever: bool,
 
 def test_no_host_memory_for_a_copy_of_their_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.train()
-    monkeypatch.setattr("placement.devices.host.disk_file.available_bytes", lambda: 0)
+    monkeypatch.setattr("placement.devices.host.slab.available_bytes", lambda: 0)
     job.manager.enter("train")
     job.write(lambda model: model[0].bias.data.add_(1.0))
     with pytest.raises(HostMemoryError):
@@ -408,7 +408,7 @@ def test_masters_that_are_loaded_without_the_weights_and_no_host_memory_for_thes
     job = Job(policy=Scripted(eval=optimizer_alone))
     job.train()
     with monkeypatch.context() as patched:
-        patched.setattr("placement.devices.host.disk_file.available_bytes", lambda: 0)
+        patched.setattr("placement.devices.host.slab.available_bytes", lambda: 0)
         with pytest.raises(HostMemoryError):
             job.manager.enter("eval")
         with pytest.raises(HostMemoryError):

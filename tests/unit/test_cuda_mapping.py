@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from placement import Manager
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.devices.cuda import device as cuda
 from placement.devices.cuda import pool
+from placement.devices.cuda.answers import NUM_BYTES, Answers
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.driver import Driver
-from placement.devices.memory import Addresses, Chunk
+from placement.devices.host.slab import PAGE
+from placement.devices.memory import Addresses, Chunk, HostSlab
 from placement.devices.select import select_device
 from placement.testing import SimulatedDevice
 from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
@@ -137,42 +140,14 @@ def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, d
     device.unmap(addresses, STEP)
     device.map(addresses, [full])
     assert driver.behind(addresses) == [(SIZE, full.handle), (SIZE, POISON)]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="in two"):
-        device.unmap(addresses, STEP)
+    assert addresses.nbytes == SIZE + STEP, "nobody is told of addresses that nobody asked for"
+    for nbytes, why in ((STEP, "in two"), (SIZE + 2 * STEP, "not within")):
+        with pytest.raises(ValueError, match=why):
+            device.unmap(addresses, nbytes)
+    device.unmap(addresses, SIZE)
+    device.release(full, full)
+    device.release(full)
     assert driver.errors == 0
-
-
-@pytest.mark.parametrize(("fulls", "steps"), [(0, 63), (1, 1), (3, 37)])
-def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int, steps: int) -> None:
-    device, size, tail = CudaDevice(0, chunk_bytes=64 * STEP), 64 * STEP, steps * STEP
-    addresses = device.reserve(fulls * size + tail)
-    assert addresses.nbytes == fulls * size + tail, "nobody is told of addresses that nobody asked for"
-    device.unmap(addresses, addresses.nbytes)
-    poison = [(size, POISON)] * (fulls + 1)
-    assert driver.behind(addresses) == poison
-    held = sum(driver.memory.values())
-    chunks: list[Chunk] = [device.create(size) for _ in range(fulls)]
-    last = device.create(tail)
-    for _ in range(2):
-        device.map(addresses, [*chunks, last])
-        assert driver.behind(addresses) == [(chunk.nbytes, chunk.handle) for chunk in (*chunks, last)]  # type: ignore[attr-defined]
-        driver.calls.clear()
-        device.unmap(addresses, tail, fulls * size)
-        assert driver.calls["cuMemMap"] == driver.calls["cuMemUnmap"] == driver.calls["cuMemSetAccess"] == 1
-        assert driver.behind(addresses)[fulls:] == [(size, POISON)]
-        device.map(addresses, [last], fulls * size)
-        device.unmap(addresses, addresses.nbytes)
-        assert driver.behind(addresses) == poison
-        assert sum(driver.memory.values()) == held + addresses.nbytes
-    for nbytes in (size, tail + STEP):
-        with pytest.raises(ValueError, match="not within"):
-            device.unmap(addresses, nbytes, fulls * size)
-    device.release(*chunks, last)
-    assert sum(driver.memory.values()) == held
-    assert driver.errors == 0
-    del addresses, chunks, last
-    device.close()
-    assert (driver.mapped, driver.memory, driver.reserved, driver.errors) == ({}, {}, {}, 0)
 
 
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])
@@ -193,16 +168,11 @@ def test_peers_may_access_what_is_mapped(driver: FakeDriver, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda peer, index: (peer, index) in {(0, 1), (2, 1), (1, 3)})
     driver.in_use = {0, 1, 3}
-    device = CudaDevice(1, chunk_bytes=SIZE, peers=[0, 2])
+    device = CudaDevice(1, chunk_bytes=SIZE)
     addresses = poisoned(device, SIZE + STEP)
     device.map(addresses, [device.create(SIZE)])
-    assert len(driver.behind(addresses, devices=3)) == 2
-    assert [each.location.id for each in device._driver.access] == [1, 0, 2]
-    in_use = CudaDevice(1)
-    assert [each.location.id for each in in_use._driver.access] == [1, 0], "not 2, which nobody uses; not 3, which cannot reach it"
-    for peer in (1, 3):
-        with pytest.raises(PlacementError, match=f"cuda:{peer} cannot be a peer of cuda:1"):
-            CudaDevice(1, peers=[peer])
+    assert len(driver.behind(addresses, devices=2)) == 2
+    assert [each.location.id for each in device._driver.access] == [1, 0], "not 2, which nobody uses; not 3, which cannot reach it"
 
 
 def test_a_range_that_dies_during_a_capture_goes_later(driver: FakeDriver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +185,25 @@ def test_a_range_that_dies_during_a_capture_goes_later(driver: FakeDriver, devic
     monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
     device.create(STEP)
     assert base not in driver.reserved
+
+
+def test_pinning_keeps_the_limit_and_gives_it_back(device: CudaDevice, driver: FakeDriver) -> None:
+    nbytes = 12 * PAGE
+    device.pinned_limit_bytes = nbytes
+
+    def slab() -> HostSlab:
+        made = device.host(nbytes)
+        assert made.ready.wait(60)
+        return made
+
+    first, second = slab(), slab()
+    assert (first.pinned, driver.pinned) == (True, {first.address: nbytes})
+    assert second.pageable_bytes == nbytes
+    assert f"pinned_limit_bytes is {nbytes:,}: {nbytes:,} bytes are pinned" in str(second.pageable_reason)
+    del first
+    assert driver.pinned == {}
+    assert slab().pinned
+    assert (driver.pinned, getattr(driver.capture_mode, "value", "global"), driver.errors) == ({}, "global", 0)
 
 
 @pytest.mark.parametrize(("is_tight", "chunk_bytes"), [(False, 256 << 20), (True, 128 << 20)])
@@ -311,3 +300,78 @@ def test_two_threads_never_give_the_same_thing_back(
     assert kept.nbytes == STEP
     assert (driver.calls["cuMemAddressFree"], driver.calls["cuMemRelease"]) == (before[0] + 1, before[1] + 1)
     assert driver.errors == 0
+
+
+# --- which part of host memory carries which answer; what kernels wrote shows when the event is waited for
+
+NUM = NUM_BYTES // 8
+
+
+class Words:
+    """What the device wrote and what the host sees of it by now."""
+
+    def __init__(self) -> None:
+        self.host = torch.zeros(NUM_BYTES // 8, dtype=torch.int64)
+        self.device: torch.Tensor | None = self.host.clone()
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: self.host.copy_(written(self)))
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Words]:
+    made = Words()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made)
+    return made
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def written(words: Words) -> torch.Tensor:
+    assert words.device is not None
+    return words.device
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_answers_are_right_in_any_order_while_their_memory_is_used_again(words: Words, dtype: torch.dtype) -> None:
+    answers, draw = Answers(words, dtype), random.Random(0)  # type: ignore[arg-type]
+    waiting: list[Any] = []
+    read_again = []
+    for seed in range(500):
+        values = numbers(draw.choice([1, 114, 1024]), seed).to(dtype)
+        waiting.append((values, answers.ask(values)))
+        draw.shuffle(waiting)
+        while len(waiting) > draw.randrange(60):
+            values, read = waiting.pop()
+            answer = read()
+            assert answer.equal(values)
+            read_again.append((values, answer))
+    assert all(answer.equal(values) for values, answer in read_again), "an answer that was read belongs to the caller"
+
+
+def test_an_answer_that_nobody_reads_leaves_its_place(words: Words) -> None:
+    answers = Answers(words, torch.int64)  # type: ignore[arg-type]
+    for seed in range(3):
+        answers.ask(numbers(NUM, seed))
+    values = numbers(7, 99)
+    assert answers.ask(values)().equal(values)
+    assert written(words)[:7].equal(values)
+
+
+@pytest.mark.parametrize("count", [0, NUM + 1])
+def test_what_does_not_fit_goes_another_way(words: Words, count: int) -> None:
+    answers, values = Answers(words, torch.int64), numbers(count, 0)  # type: ignore[arg-type]
+    assert answers.ask(values)().equal(values)
+    assert not written(words).any()
+    full = numbers(NUM, 99)
+    assert answers.ask(full)().equal(full)
+    assert words.host.equal(full), "all of the memory is there"
+
+
+def test_memory_that_kernels_cannot_write_is_not_used(words: Words) -> None:
+    words.device = None
+    answers, values = Answers(words, torch.int64), numbers(114, 0)  # type: ignore[arg-type]
+    assert answers.ask(values)().equal(values)
+    assert not words.host.any()

@@ -14,7 +14,7 @@ import torch
 
 import placement
 from placement import IntegrityError, Manager, State
-from placement.devices.background import BackgroundThread
+from placement.core.interrupts import BackgroundThread
 from placement.planning.host_tier import DiskTier
 from placement.storage.disk import Place
 from placement.testing import SimulatedDevice, assert_nothing_resident

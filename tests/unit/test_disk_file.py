@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
 from placement.devices.host import disk_file
-from placement.devices.host.disk_file import DiskFile, release, renew
+from placement.devices.host import slab as slab_module
+from placement.devices.host.disk_file import DiskFile
 from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import PAGE, Slab, libc
+from placement.devices.host.slab import PAGE, Slab, libc, round_up
 
 BLOCK = 8192
 MIB = 1 << 20
@@ -38,14 +39,10 @@ def slab_of(nbytes: int) -> Slab:
     return slab
 
 
-def rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
 def round_trip(folder: Path, nbytes: int) -> None:
     source, target = slab_of(nbytes), Slab(nbytes)
     file = DiskFile(folder, "a", nbytes)
-    assert file.write(source.address) == (rounded(nbytes), True)
+    assert file.write(source.address) == (round_up(nbytes, PAGE), True)
     assert file.read(target.address) == []
     assert torch.equal(source.view(0, nbytes), target.view(0, nbytes))
 
@@ -108,19 +105,6 @@ def test_without_direct_io_the_cache_is_used_and_said_once(
     assert [record.getMessage().count("no direct IO here") for record in caplog.records] == [1]
 
 
-def test_without_nameless_files_the_name_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def open_(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", open_)
-    round_trip(tmp_path, 2 * BLOCK)
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_a_full_disk_shows_before_a_byte_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is checked below
         DiskFile(tmp_path, "a", 1 << 60)
@@ -166,9 +150,9 @@ def test_the_pages_are_really_freed_and_come_back_at_the_same_addresses() -> Non
     slab = slab_of(MIB)
     view = slab.view(8, 8)
     assert resident_bytes(slab) == slab.nbytes == slab.held_bytes
-    release(slab)
+    slab.release()
     assert resident_bytes(slab) == slab.held_bytes == 0
-    assert renew(slab, lambda: bool(slab.view(0, MIB).fill_(3).numel()))
+    assert slab.renew(lambda: bool(slab.view(0, MIB).fill_(3).numel()))
     assert resident_bytes(slab) == slab.nbytes == slab.held_bytes
     assert view.tolist() == [3] * 8
 
@@ -186,12 +170,12 @@ def test_it_is_unpinned_before_it_goes_and_pinned_again_when_it_is_back() -> Non
     slab.ready.wait()
     promised = promised_bytes()
     for fill in (None, lambda: True):
-        release(slab)
+        slab.release()
         assert pinned == {}
         assert (slab.pinned, slab.pageable_bytes) == (False, 0)
         assert promised_bytes() == promised  # to nobody
         may_pin.clear()
-        renew(slab, fill)
+        slab.renew(fill)
         assert not slab.ready.is_set()  # device copies wait for that
         may_pin.set()
         assert slab.ready.wait(10)
@@ -210,16 +194,22 @@ def test_what_cannot_come_back_stays_released_and_pins_nothing(monkeypatch: pyte
     pinned: dict[int, int] = {}
     slab = Slab(MIB, pinned.__setitem__, pinned.pop)
     slab.ready.wait()
-    release(slab)
-    with pytest.raises(ValueError, match="broken"):
-        renew(slab, broken)
-    assert not renew(slab, lambda: False)
     with monkeypatch.context() as patched:
-        patched.setattr(disk_file, "available_bytes", lambda: MIB - 1)
+        patched.setattr(Slab, "_drop", lambda self: False)
+        with pytest.raises(OSError, match="Errno"):
+            slab.release()
+    assert slab.ready.wait(10)
+    assert (slab.held_bytes, slab.pinned) == (MIB, True)
+    slab.release()
+    with pytest.raises(ValueError, match="broken"):
+        slab.renew(broken)
+    assert not slab.renew(lambda: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(slab_module, "available_bytes", lambda: MIB - 1)
         with pytest.raises(HostMemoryError, match=r"asked for 1,048,576 bytes of a host copy that had left it, 1,048,575 available"):
-            renew(slab)
+            slab.renew()
     assert (slab.held_bytes, resident_bytes(slab), pinned) == (0, 0, {})
-    renew(slab, lambda: True)
+    slab.renew(lambda: True)
     assert slab.ready.wait(10)
     assert slab.pinned
     assert sum(pinned.values()) == slab.nbytes

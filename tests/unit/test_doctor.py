@@ -13,17 +13,22 @@ from placement import PlacementError
 from placement.cli import main
 from placement.cli.doctor import examine, table
 from placement.devices import inspection
-from placement.devices.host import numa
+from placement.devices.host import slab
 from placement.devices.host.slab import Slab
 from placement.devices.inspection import Inspection, inspect, settled
 from placement.testing import Faults, InjectedFault, SimulatedDevice
-from tests.unit.test_numa import GPU, machine
+from tests.unit.test_host import GPU, machine
 
 CHUNK = 64 << 10
 
 
 def device(capacity_bytes: int = 64 * CHUNK, **keywords: object) -> SimulatedDevice:
     return SimulatedDevice(capacity_bytes=capacity_bytes, chunk_bytes=CHUNK, **keywords)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "_MOST_SECONDS", 0.0)  # whoever looks at figures waits until they have settled
 
 
 def test_a_healthy_device() -> None:
@@ -49,7 +54,7 @@ def test_the_rate_is_that_of_the_link_with_buffers_for_the_room_that_there_is() 
 
 
 @pytest.mark.parametrize(
-    ("operation", "at"), [*((each, 2) for each in ("host", "reserve", "create", "map", "copy", "sync")), ("create", 14), ("copy", 28)]
+    ("operation", "at"), [*((each, 2) for each in ("host", "reserve", "create", "copy", "sync")), ("map", 1), ("create", 14), ("copy", 28)]
 )
 def test_a_failure_leaves_nothing_on_the_device(operation: str, at: int) -> None:
     looked_at = device()
@@ -70,7 +75,8 @@ def test_a_failure_leaves_nothing_on_the_device(operation: str, at: int) -> None
         pytest.param([*range(1, 27), 100, 101, 104, 103, 102], 102, id="never settled"),
     ],
 )
-def test_figures_are_taken_once_they_have_settled(seconds: list[float], median: float) -> None:
+def test_figures_are_taken_once_they_have_settled(seconds: list[float], median: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "_MOST_SECONDS", 60.0)
     left = [[each, 0.0] for each in seconds]
     assert settled(lambda: left.pop(0)) == [median, 0.0]
     assert left == []
@@ -98,7 +104,7 @@ def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
             return Slab(nbytes, register=lambda *_: "over the limit of locked memory")
 
     looked_at = OnTheBus(capacity_bytes=1 << 50, chunk_bytes=CHUNK)
-    monkeypatch.setattr(numa, "nodes", lambda: 2)
+    monkeypatch.setattr(slab, "nodes", lambda: 2)
     found = inspect(looked_at, CHUNK)
     assert found.pageable_reason == "over the limit of locked memory"
     assert len(found.findings) == 3
@@ -110,10 +116,10 @@ def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("node", "shown"), [("1", "from node 1 of 2"), ("-1", "2 nodes, the device's is not known"), (None, "one node")])
 def test_the_numa_node_of_the_device(node: str | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(tmp_path, 1 if node is None else 2, node)
-    nodes, node_of = numa.nodes(tmp_path), numa.node_of(GPU, tmp_path)
+    nodes, node_of = slab.nodes(tmp_path), slab.node_of(GPU, tmp_path)
     assert (nodes, node_of) == ((2, 1) if node == "1" else (2, None) if node else (1, None))
-    monkeypatch.setattr(inspection.numa, "nodes", lambda: nodes)
-    monkeypatch.setattr(inspection.numa, "node_of", lambda _: node_of)
+    monkeypatch.setattr(slab, "nodes", lambda: nodes)
+    monkeypatch.setattr(slab, "node_of", lambda _: node_of)
     assert shown in table(inspect(device(), CHUNK))
 
 

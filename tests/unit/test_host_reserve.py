@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from placement.core.errors import HostMemoryError
-from placement.devices.cuda.pinning import Pinning
 from placement.devices.host import reserve
 from placement.devices.host import slab as host
 from placement.devices.host.reserve import promised_bytes, wait_until_ready
@@ -27,8 +25,8 @@ def wait_for_threads() -> None:
             thread.join(LONG)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a page, so that a few pages are a large slab."""
     monkeypatch.setattr(reserve, "PIECE_BYTES", PAGE)
 
@@ -75,7 +73,6 @@ class Driver:
         return Slab(nbytes, self.register, self.unregister)
 
 
-@pytest.mark.usefixtures("small")
 def test_a_slab_is_one_registration_whatever_its_size() -> None:
     """The driver refuses a copy across two, and anybody may copy any part of a slab."""
     driver = Driver()
@@ -107,7 +104,7 @@ def reached(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> threading
     return reached
 
 
-@pytest.mark.usefixtures("small", "reached")
+@pytest.mark.usefixtures("reached")
 def test_touching_changes_no_byte_that_was_written_before(gate: threading.Event) -> None:
     slab = Driver().slab(9 * PAGE)
     assert (slab.ready.is_set(), slab.pinned, slab.pageable_bytes, slab.pageable_reason) == (False, False, 0, None)
@@ -138,7 +135,6 @@ def test_a_slab_that_is_refused_stays_pageable_and_says_why(raises: bool) -> Non
     assert undone == ([address] if raises else []), "one that raised may have happened"
 
 
-@pytest.mark.usefixtures("small")
 def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([1 << 40])
     monkeypatch.setattr(host, "available_bytes", lambda: next(numbers, 100))
@@ -150,7 +146,6 @@ def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.Mon
     slab.view(0, slab.nbytes).fill_(1)
 
 
-@pytest.mark.usefixtures("small")
 def test_what_is_promised_and_not_touched_is_nobody_elses(
     monkeypatch: pytest.MonkeyPatch, gate: threading.Event, reached: threading.Event
 ) -> None:
@@ -170,7 +165,6 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(
     assert set(reserve._alive) <= before
 
 
-@pytest.mark.usefixtures("small")
 def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threading.Event) -> None:
     driver = Driver(gate)
     slab = driver.slab(40 * PAGE)
@@ -186,7 +180,6 @@ def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threadi
     assert len(driver.calls) < 10, "what was not begun is not begun any more"
 
 
-@pytest.mark.usefixtures("small")
 def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
     monkeypatch.setattr(reserve, "_MOST_THREADS", 1)
     driver = Driver(gate)
@@ -208,62 +201,6 @@ def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: 
     waiting.join(LONG)
     assert all(slab.ready.wait(LONG) for slab in slabs)
     assert driver.calls == [slabs[0].address, slabs[2].address, slabs[1].address], "the first was being registered already"
-
-
-class PaperDriver:
-    """What `Pinning` needs of a driver: contexts that are entered and left, and registrations by address."""
-
-    usable = True
-
-    api = SimpleNamespace(CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"))
-
-    def __init__(self) -> None:
-        self.mode = threading.local()
-        self.depth = threading.local()
-        self.registered: dict[int, int] = {}
-
-    def __enter__(self) -> None:
-        self.depth.value = getattr(self.depth, "value", 0) + 1
-
-    def __exit__(self, *exc: object) -> None:
-        self.depth.value -= 1
-
-    def call(self, function: str, mode: str) -> str:
-        assert function == "cuThreadExchangeStreamCaptureMode"
-        before, self.mode.value = getattr(self.mode, "value", "global"), mode
-        return before
-
-    def failed(self, function: str, address: int, *rest: int) -> str | None:
-        assert (self.depth.value, self.mode.value) == (1, "relaxed")
-        if function == "cuMemHostUnregister":
-            return None if self.registered.pop(address, None) else "not registered"
-        self.registered[address] = rest[0]
-        return None
-
-
-@pytest.mark.usefixtures("small")
-def test_pinning_keeps_the_limit_and_gives_it_back() -> None:
-    driver = PaperDriver()
-    pinning = Pinning(driver)  # type: ignore[arg-type]
-
-    def slab() -> Slab:
-        return Slab(12 * PAGE, lambda address, nbytes: pinning.pin(address, nbytes, 12 * PAGE), pinning.unpin)
-
-    first = slab()
-    assert first.ready.wait(LONG)
-    assert first.pinned
-    assert pinning.pinned_bytes == sum(driver.registered.values()) == 12 * PAGE
-    second = slab()
-    assert second.ready.wait(LONG)
-    assert second.pageable_bytes == 12 * PAGE
-    assert second.pageable_reason is not None
-    assert f"pinned_limit_bytes is {12 * PAGE:,}: {12 * PAGE:,} bytes are pinned" in second.pageable_reason
-    del first
-    assert (pinning.pinned_bytes, driver.registered) == (0, {})
-    third = slab()
-    assert third.ready.wait(LONG)
-    assert third.pinned
-    assert getattr(driver.mode, "value", "global") == "global"
 
 
 @pytest.mark.parametrize("ending", ["", "signal.raise_signal(signal.SIGTERM)"])

@@ -1,15 +1,22 @@
-"""Ctrl-C is noted inside `deferred()`, and raised by `check()`, by a second one, or at the end."""
+"""What comes in the middle: Ctrl-C, which is noted inside `deferred()`, and collections of garbage."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from placement.core.interrupts import check, deferred
+from placement.core.interrupts import WeakIdSet, check, deferred
+from placement.core.journal import Journal
+from placement.devices.host.reserve import Reservation, promised_bytes
 from tests.support.threads import in_a_thread
 
 
@@ -115,3 +122,117 @@ def test_a_child_that_another_thread_has_forked_defers_nothing() -> None:
         with pytest.raises(KeyboardInterrupt):
             check()
     assert codes == [1]
+
+
+# --- collections that may change while they are walked: a collection of garbage can come anywhere
+
+
+class Thing:
+    """Something that is added."""
+
+
+class Loop:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def of_a_weak_set(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    found: WeakIdSet[Thing] = WeakIdSet()
+
+    def add() -> None:
+        kept.append(Thing())
+        found.add(kept[-1])
+
+    return add, lambda: found
+
+
+def of_a_journal(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    journal = Journal(1000)
+    return lambda: journal._records.append(Thing()), lambda: journal  # type: ignore[arg-type]
+
+
+def of_reservations(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    return lambda: kept.append(Reservation(Loop(), 0)), lambda: [promised_bytes()]
+
+
+@pytest.mark.parametrize("make", [of_a_weak_set, of_a_journal, of_reservations], ids=lambda make: make.__name__)
+def test_a_collection_anywhere_in_a_walk_may_add_to_it(make: Callable[[list[Any]], Any]) -> None:
+    add, walk = make([])
+    thresholds = gc.get_threshold()
+    added = []
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at a hundred times
+    try:
+        for number in range(1, 60):  # of containers made before the collection comes
+            add()
+            gc.set_threshold(0)
+            weakref.finalize(Loop(), lambda: added.append(add()))
+            gc.set_threshold(number)
+            list(walk())
+            gc.set_threshold(0)
+            gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(added) == 59
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import contextlib, gc, os, sys
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from placement import Manager, testing
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        asked.append(name)
+        raise ImportError(f"{name} is imported by the finalizer of a manager")
+
+modes = {
+    "no mode": contextlib.nullcontext,
+    "dispatch mode": Operations,
+}
+asked, failed = [], []
+
+def collected(mode, entered):
+    model = nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    manager = Manager(device=testing.SimulatedDevice(1 << 24))
+    manager.register("actor", model)
+    phase = manager.phase("train")
+    if entered:
+        phase.__enter__()
+    with modes[mode]():
+        sys.meta_path.insert(0, Refusing())
+        sys.unraisablehook = failed.append
+        gc.disable()
+        del manager, phase
+        gc.collect()
+        sys.meta_path.pop(0)
+    assert not failed, [one.exc_value for one in failed]
+    assert not asked, asked
+    assert torch.equal(model.weight, before)
+
+gc.collect()
+gc.freeze()
+for mode in modes:
+    for entered in False, True:
+        child = os.fork()  # each in a process of its own, because an import that succeeds once is not made again
+        if not child:
+            collected(mode, entered)
+            os._exit(0)  # without the end of an interpreter
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{mode}, {'in a phase' if entered else 'offloaded'}: see above")
+"""
+
+
+def test_a_collected_manager_is_closed_without_an_import() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

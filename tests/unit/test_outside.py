@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from placement.devices.cuda import communicators
-from placement.devices.cuda.communicators import SharedTensors
+from placement.devices.cuda.device import CudaDevice
 from placement.devices.memory import Communicator
 from placement.testing import Faults, SimulatedDevice
 from tests.support.worker import CAPACITY, Worker
@@ -171,38 +171,43 @@ def test_without_nccl_there_are_none() -> None:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def limbo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """torch's allocator with memory that other processes have dropped."""
-    state: dict[str, Any] = {"allocated": 1000, "dropped": 300, "calls": 0, "capturing": False, "error": None}
+class Shared(CudaDevice):
+    """A device of which there are only the tensors that other processes have dropped."""
 
-    def collect() -> None:
-        state["calls"] += 1
-        if state["error"]:
-            raise state["error"]
-        state["allocated"] -= state["dropped"]
-        state["dropped"] = 0
+    def __init__(self, **changes: Any) -> None:
+        self.ipc_collected_bytes = self.calls = 0
+        self.allocated, self.dropped, self.is_measured = 1000, 300, False
+        self.captures, self.error = False, None
+        vars(self).update(changes)
 
-    monkeypatch.setattr(torch._C, "_cuda_ipc_collect", collect, raising=False)
-    monkeypatch.setattr(reductions, "shared_cache", {"handle": None})
-    return state
+    def collect(self) -> None:
+        self.calls += 1
+        if self.error:
+            raise self.error
+        self.allocated, self.dropped = self.allocated - self.dropped, 0
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+    def _torch_bytes(self, what: str) -> int:
+        self.is_measured = True
+        return self.allocated
 
 
 @pytest.mark.parametrize(
     ("changes", "collected_bytes", "calls"),
-    [({}, 300, 2), ({"capturing": True}, 0, 0), ({"error": RuntimeError("CUDA error: an illegal memory access was encountered")}, 0, 2)],
+    [({}, 300, 2), ({"captures": True}, 0, 0), ({"error": RuntimeError("CUDA error: an illegal memory access was encountered")}, 0, 2)],
     ids=["counted once", "not during a capture", "an error is left to others"],
 )
-def test_dropped_memory_is_taken_back(limbo: dict[str, Any], changes: dict[str, Any], collected_bytes: int, calls: int) -> None:
-    limbo |= changes
-    tensors = SharedTensors(lambda: limbo["capturing"], lambda: limbo["allocated"])
-    tensors.collect()
-    tensors.collect()
-    assert (tensors.collected_bytes, limbo["calls"], limbo["allocated"]) == (collected_bytes, calls, 1000 - collected_bytes)
-
-
-def test_where_nothing_was_shared_nothing_is_measured(limbo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reductions, "shared_cache", {})
-    tensors = SharedTensors(lambda: False, lambda: pytest.fail("measured"))
-    tensors.collect()
-    assert limbo["calls"] == 1
+@pytest.mark.parametrize("was_shared", [True, False])
+def test_dropped_memory_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, was_shared: bool, changes: dict[str, Any], collected_bytes: int, calls: int
+) -> None:
+    device = Shared(**changes)
+    monkeypatch.setattr(torch._C, "_cuda_ipc_collect", device.collect, raising=False)
+    monkeypatch.setattr(reductions, "shared_cache", {"handle": None} if was_shared else {})
+    for _ in range(2):
+        device._collect_shared()
+    assert (device.ipc_collected_bytes, device.calls) == (collected_bytes if was_shared else 0, calls)
+    assert device.allocated == 1000 - collected_bytes
+    assert not device.is_measured or was_shared, "it costs more than the rest"

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from placement import PlacementError
+from tests.support.forked import exit_code
 from tests.support.programs import Programs
 from tests.support.worker import Worker, assert_same, batch, in_a_range, learn, net
 
@@ -59,15 +60,13 @@ def refused(work: Callable[[], object]) -> None:
 def test_a_forked_child_does_not_have_the_memory_of_handles(worker: Worker, what: str, phase: str | None) -> None:
     """As docs/worker.md says: better a crash than old bytes."""
     tensor = {"parameter": worker.net[0].weight.detach(), "clone": worker.net.state_dict()["0.weight"].clone()}[what]
+
+    def read() -> int:
+        torch.set_num_threads(1)
+        return int(tensor[0, 0].item() * 0)
+
     with contextlib.nullcontext() if phase is None else worker.manager.phase(phase):
-        pid = os.fork()
-        if pid == 0:
-            faulthandler.disable()  # the crash is expected
-            torch.set_num_threads(1)
-            tensor[0, 0].item()
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == (0 if what == "clone" else -signal.SIGSEGV)
+        assert exit_code(read) == (0 if what == "clone" else -signal.SIGSEGV)
 
 
 @pytest.mark.parametrize(("taken_in", "forked_in"), [(None, None), (None, "train"), ("train", None)])

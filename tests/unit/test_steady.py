@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn, optim
 
 from placement import Manager, RegistrationError
+from placement.core.call_guard import CallGuard
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -265,3 +270,108 @@ def test_another_storage_over_the_same_clean_memory_is_taken_in() -> None:
         with manager.phase("reward"):
             assert torch.equal(model.weight, before)
     assert_nothing_resident(manager)
+
+
+# --- quick looks beside walks, over random changes
+
+
+def look_after(changes: list[Callable[[Any], object]], target: Any, anew: Callable[[], Adapter]) -> int:
+    """Walk, change something, and look quickly, again and again. Where a quick look finds nothing changed, a walk finds what the last one
+    has found. Returns how often that was so. `anew`: an adapter that has never looked."""
+    adapter, times = anew(), 0
+    for change in changes:
+        try:
+            before = [(owned.name, owned.tensor, owned.transient) for owned in adapter.owned()]
+        except RegistrationError:
+            break
+        with contextlib.suppress(Exception):  # what it changes is gone or part of a graph, or a step cannot take what was done to the state
+            change(target)
+        if (seen := adapter.unchanged()) is not None:
+            now = [(owned.name, owned.tensor, owned.transient) for owned in anew().owned()]
+            assert [(name, id(tensor), comes) for name, tensor, comes in now] == [
+                (name, id(tensor), comes) for name, tensor, comes in before
+            ]
+            assert [*map(id, seen.tensors)] == [id(tensor) for _, tensor, _ in now]
+            assert seen.versions == [tensor._version for _, tensor, _ in now]
+            assert seen.addresses == [tensor.data_ptr() for _, tensor, _ in now]
+            times += 1
+    return times
+
+
+class Mine(nn.Parameter):
+    """Of a class that placement does not know, and so cannot move."""
+
+
+def become_mine(tensor: torch.Tensor) -> None:
+    torch.utils.swap_tensors(tensor, Mine(torch.randn(tensor.shape)))
+
+
+def zero_grad(net: Net) -> None:
+    net.zero_grad()
+    net.mean = net.mean.detach()
+    net.empty = net.empty.detach()
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*CHANGES.values(), zero_grad, lambda net: become_mine(net.body[1].weight)]), max_size=12))
+def test_a_quick_look_at_a_module_misses_no_change(changes: list[Callable[[Net], object]]) -> None:
+    net = Net()
+    look_after(changes, net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*MUTATIONS.values(), lambda scene: become_mine(scene.tensor)]), max_size=12))
+def test_a_quick_look_at_the_state_misses_no_change(mutations: list[Callable[[Scene], object]]) -> None:
+    scene = Scene()
+    scene.step()
+    look_after(mutations, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU))
+
+
+def test_where_nothing_was_changed_a_quick_look_is_enough() -> None:
+    net, scene = Net(), Scene()
+    scene.step()
+    assert look_after([CHANGES["nothing"]] * 3, net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU)) == 3
+    changes = [MUTATIONS["nothing"], MUTATIONS["a_step"], MUTATIONS["a_tensor_more"], MUTATIONS["nothing"]]
+    assert look_after(changes, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU)) == 3
+
+
+class Refused(Exception):
+    pass
+
+
+class Refuse:
+    """A check that refuses every call."""
+
+    def __call__(self, *_: object) -> None:
+        raise Refused
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["refuse", "allow", "patch", "restore", "hook"]), st.integers(0, 3)), max_size=20))
+def test_guarded_modules_get_back_what_a_framework_has_put_there(steps: list[tuple[str, int]]) -> None:
+    """Whenever it was put there: before the modules are guarded, meanwhile, or between two times."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    parts = [net, net[0], net[1], net[1][0]]
+    guard = CallGuard(Refuse(), [net], "net", 1.0)
+    forwards: list[Callable[..., Any] | None] = [None] * len(parts)
+    hooks = [0] * len(parts)
+    for what, index in [*steps, ("refuse", 0), ("allow", 0)]:
+        own = vars(parts[index])
+        if what == "refuse":
+            guard.refuse()
+            for part in parts:
+                for call in (part, part.forward):
+                    with pytest.raises(Refused):
+                        call(torch.ones(2))
+        elif what == "allow":
+            guard.allow()
+            assert [vars(part).get("forward") for part in parts] == forwards
+            assert [len(part._forward_pre_hooks) for part in parts] == hooks
+        elif what == "patch":
+            own["forward"] = forwards[index] = partial(type(parts[index]).forward, parts[index])
+        elif what == "restore":
+            own.pop("forward", None)
+            forwards[index] = None
+        else:
+            parts[index].register_forward_pre_hook(lambda *_: None)
+            hooks[index] += 1

@@ -19,7 +19,7 @@ from placement.frameworks import known
 from placement.frameworks.base import Framework, Named
 from placement.testing import SimulatedDevice
 
-SIZES = (1, 300, 10_000)
+SIZES = (1, 300, 2_000)
 OWN = str(Path(placement.__file__).parent)
 
 
@@ -95,17 +95,16 @@ class Cost:
             self.calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}: {getattr(called, '__qualname__', called)}"] += 1
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _plain_counting() -> Iterator[None]:
     known.add(Carrying)
     yield
     known.remove(Carrying)
 
 
-@pytest.fixture(scope="module")
-def costs(_plain_counting: None) -> dict[int, dict[str, Cost]]:
-    """The cost of each switch, by the number of parameters."""
-    found: dict[int, dict[str, Cost]] = {}
+def test_a_switch_of_two_handles_that_stay_costs_the_same_for_many_tensors_as_for_few() -> None:
+    """And a training's end asks a few parameters for their gradient, and whether each is a leaf, which torch wants to be asked first."""
+    costs: dict[str, list[Cost]] = {"begin": [], "end": [], "none": []}
     for size in SIZES:
         trained = Trained(size)
         with trained.manager.phase("log_prob") as phase:
@@ -119,31 +118,15 @@ def costs(_plain_counting: None) -> dict[int, dict[str, Cost]]:
                     phase.switch("eval")
                 phase.switch("log_prob")
                 assert trained.actor.state is State.GPU_RESIDENT
-        found[size] = {"begin": begin, "end": end, "none": none}
+        for name, cost in (("begin", begin), ("end", end), ("none", none)):
+            costs[name].append(cost)
         trained.manager.close()
-    return found
-
-
-@pytest.mark.parametrize("switch", ["begin", "end", "none"])
-def test_the_number_of_python_calls_is_constant(costs: dict[int, dict[str, Cost]], switch: str) -> None:
-    one, *others = (costs[size][switch].calls for size in SIZES)
-    assert one
-    assert all(each == one for each in others), [(each - one, one - each) for each in others]
-
-
-@pytest.mark.parametrize("switch", ["begin", "none"])
-def test_no_tensor_is_looked_at_if_no_training_ends(costs: dict[int, dict[str, Cost]], switch: str) -> None:
-    assert [costs[size][switch].num_questions for size in SIZES] == [0, 0, 0]
-
-
-def test_the_end_of_a_training_asks_a_few_parameters_for_their_gradient(costs: dict[int, dict[str, Cost]]) -> None:
-    """And whether each is a leaf, which torch wants to be asked first."""
-    assert [costs[size]["end"].num_questions for size in SIZES] == [2, 16, 16]
-
-
-@pytest.mark.parametrize(("switch", "most"), [("begin", 380), ("end", 440), ("none", 290)])
-def test_a_switch_of_two_handles_that_stay_makes_few_calls(costs: dict[int, dict[str, Cost]], switch: str, most: int) -> None:
-    assert costs[300][switch].num_own_calls <= most
+    for name, most, questions in (("begin", 380, [0, 0, 0]), ("end", 440, [2, 16, 16]), ("none", 290, [0, 0, 0])):
+        one, *others = (cost.calls for cost in costs[name])
+        assert one
+        assert all(each == one for each in others), [(each - one, one - each) for each in others]
+        assert costs[name][0].num_own_calls <= most
+        assert [cost.num_questions for cost in costs[name]] == questions
 
 
 def test_a_phase_in_which_six_handles_stay_makes_few_calls() -> None:
@@ -158,10 +141,9 @@ def test_a_phase_in_which_six_handles_stay_makes_few_calls() -> None:
     assert cost.num_own_calls <= 500
 
 
-@pytest.fixture(scope="module")
-def moves(_plain_counting: None) -> dict[int, tuple[Cost, Cost]]:
-    """The cost of entering and of leaving a training whose model and AdamW are offloaded outside of it, by the number of parameters."""
-    found: dict[int, tuple[Cost, Cost]] = {}
+def test_a_move_asks_each_parameter_once_for_its_version_its_address_and_its_gradient_in_few_calls() -> None:
+    """And, where it was written, whether it is a leaf. A model has one parameter in each module; AdamW's state does not count here."""
+    moves: list[tuple[Cost, Cost]] = []
     for size in (50, 500):
         trained = Trained(size, "colocated")
         for _ in range(3):  # state is made, and gets its places
@@ -171,17 +153,8 @@ def moves(_plain_counting: None) -> dict[int, tuple[Cost, Cost]]:
             with Cost() as leave:
                 trained.manager.leave()
             assert trained.actor.state is State.CPU_OFFLOADED
-        found[size] = enter, leave
+        assert (enter.num_questions, leave.num_questions) == (3 * size, 4 * size)
+        moves.append((enter, leave))
         trained.manager.close()
-    return found
-
-
-def test_a_move_asks_each_parameter_once_for_its_version_its_address_and_its_gradient(moves: dict[int, tuple[Cost, Cost]]) -> None:
-    """And, where it was written, whether it is a leaf. A model has one parameter in each module; AdamW's state does not count here."""
-    assert [[cost.num_questions for cost in moves[size]] for size in moves] == [[3 * size, 4 * size] for size in moves]
-
-
-@pytest.mark.parametrize("way", [0, 1])
-def test_a_move_makes_few_calls_of_python_functions_for_many_tensors(moves: dict[int, tuple[Cost, Cost]], way: int) -> None:
-    few, many = (moves[size][way].num_own_calls for size in moves)
-    assert many - few < (500 - 50) / 20
+    for few, many in zip(*moves, strict=True):
+        assert many.num_own_calls - few.num_own_calls < (500 - 50) / 20

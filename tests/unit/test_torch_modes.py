@@ -20,7 +20,6 @@ from placement import checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import assert_same, learn, net
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # inside torch.func.jvp
 Result = TypeVar("Result")
 Inside = Callable[[Callable[[], Result]], Result]
 """Calls a function in a mode."""
@@ -38,15 +37,6 @@ class RefusesOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was called in the caller's mode")
-
-
-@contextmanager
-def default_device(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 @contextmanager
@@ -92,15 +82,12 @@ def transformed(transform: Callable[..., Any], *, rows: int = 1) -> Callable[[Ca
 MODES: dict[str, Inside[Any]] = {
     "inference_mode": under(torch.inference_mode),
     "default device": under(lambda: torch.device("meta")),
-    "set_default_device": under(lambda: default_device("meta")),
     "default dtype bfloat16": under(lambda: default_dtype(torch.bfloat16)),
     "autocast": under(lambda: torch.autocast("cpu", torch.bfloat16)),
     "function mode": under(RefusesFunctions),
     "dispatch mode": under(RefusesOperations),
     "fake tensors": under(FakeTensorMode),
     "vmap": transformed(torch.func.vmap, rows=3),
-    "grad": transformed(torch.func.grad),
-    "jvp": transformed(lambda function: lambda x: torch.func.jvp(function, (x,), (x,))),
     "functionalize": transformed(torch.func.functionalize),
     "all at once": under(all_at_once),
 }

@@ -67,7 +67,6 @@ class Answers:
         self._used = 0
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `Device.ask` and `Device.send`."""
         count = values.numel()
         if self._device is None or not 0 < count <= len(self._host):
             return values.cpu

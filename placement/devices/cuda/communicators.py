@@ -3,10 +3,6 @@
 A process group makes its communicator at the first collective, or with `init_process_group(device_id=...)`. It may hold hundreds of
 megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend and
 resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
-
-`SharedTensors` takes back memory of tensors that other processes have opened by CUDA IPC and dropped. When such a tensor dies here while
-another process still has it, torch puts its memory aside, and looks there only when another shared tensor dies, or when its allocator finds
-no free block. Until then it counts as allocated: after a weight sync in buckets, the last buckets would stay for the whole next phase.
 """
 
 from __future__ import annotations
@@ -14,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import reductions
 
 from placement.devices.memory import Communicator
 
@@ -73,29 +68,3 @@ def _has_statistics() -> bool:
     except OSError:  # NCCL is a part of torch
         return True
     return hasattr(library, "ncclCommMemStats")
-
-
-class SharedTensors:
-    """Takes back what other processes have dropped, and counts its bytes.
-    `is_capturing`: whether the current stream is capturing a graph.
-    `allocated_bytes`: measures the bytes that torch's allocator has given out."""
-
-    def __init__(self, is_capturing: Callable[[], bool], allocated_bytes: Callable[[], int]) -> None:
-        self._is_capturing = is_capturing
-        self._allocated_bytes = allocated_bytes
-        self.collected_bytes = 0  # about the bytes taken back so far: another thread that frees a tensor at the same moment is counted, too
-
-    def collect(self) -> None:
-        """Take back what can be taken back. Never fails, waits for nothing, and does nothing while a graph is being captured. Costs a look
-        at an empty list in a process that never shared a tensor. Bytes are only counted where one was shared through pickling, because
-        measuring them costs more than the rest."""
-        was_shared = bool(reductions.shared_cache)
-        try:
-            if self._is_capturing():
-                return
-            before = self._allocated_bytes() if was_shared else 0
-            torch._C._cuda_ipc_collect()
-            if was_shared:
-                self.collected_bytes += max(0, before - self._allocated_bytes())
-        except RuntimeError:  # the device reports an error of earlier work, which is not this method's to raise
-            return

@@ -6,24 +6,22 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, cast, get_args
 
 import torch
+from torch.multiprocessing import reductions
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.base import Adopter, Device
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
-from placement.devices.cuda.communicators import SharedTensors
-from placement.devices.cuda.driver import Driver, Life, Lives
+from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.mapping import DriverChunk, Extent
-from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
-from placement.devices.host import numa
 from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, check_span, round_up
+from placement.devices.host.slab import Slab, check_span, placing, round_up
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20
@@ -50,15 +48,13 @@ class CudaDevice(Device):
     Args:
         index: the device's index in torch.
         chunk_bytes: the size of a full chunk, rounded up to the driver's granularity (2 MiB). See `CHUNK_BYTES`.
-        peers: other GPUs whose kernels and copies may access memory of this one. None: the GPUs that this process uses already, which
-            are none for a process with one of many GPUs. Rights for a GPU that this process does not use cost that GPU memory and time.
 
     Raises:
-        PlacementError: CUDA virtual memory is not available, and the message says what to install; or a peer cannot reach this GPU.
+        PlacementError: CUDA virtual memory is not available, and the message says what to install.
     """
 
-    def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES, peers: Sequence[int] | None = None) -> None:
-        self._driver = Driver(index, peers)
+    def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._driver = Driver(index)
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self.granularity = self._driver.granularity
@@ -69,8 +65,8 @@ class CudaDevice(Device):
         self._answers: Answers | None = None
         self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
-        self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
-        self._place = numa.placing(self.name, self.pci_address)
+        self.ipc_collected_bytes = 0  # about: another thread that frees a tensor at the same moment is counted, too
+        self._place = placing(self.name, self.pci_address)
         self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
         self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
         self._following = torch.cuda.Stream(self.torch_device)  # for work that follows copies, chunk by chunk, beside later copies
@@ -98,7 +94,7 @@ class CudaDevice(Device):
 
     def _words(self, nbytes: int) -> HostWords:
         """A few words of host memory for answers of kernels."""
-        slab = Slab(nbytes, register=self._pinning.pin_uncounted, unregister=self._pinning.unpin)
+        slab = Slab(nbytes, register=functools.partial(self._pinning.pin, counts=False), unregister=self._pinning.unpin)
         return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
 
     @property
@@ -152,7 +148,7 @@ class CudaDevice(Device):
         return chunk
 
     def release(self, *chunks: Chunk) -> None:
-        self._release({weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)})
+        self._release({weakref.ref(chunk): chunk.handle for chunk in (cast(DriverChunk, each) for each in chunks)})
 
     def _release(self, handles: Mapping[Life, int]) -> bool:
         if self._driver.usable:
@@ -164,7 +160,7 @@ class CudaDevice(Device):
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
         """See `Device.wipe`. A chunk has addresses while it is filled: alone that costs 0.4 ms, among others 0.2 ms (256 MiB, H100)."""
-        new = [_ours(chunk, DriverChunk) for chunk in chunks]
+        new = [cast(DriverChunk, chunk) for chunk in chunks]
         full = [chunk for chunk in new if chunk.nbytes == self.chunk_bytes]
         together = [full[start : start + _WIPED_TOGETHER] for start in range(0, len(full), _WIPED_TOGETHER)]
         if self._wiping is None:
@@ -182,8 +178,8 @@ class CudaDevice(Device):
                     extent.end()
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
-        extent = _ours(addresses, _Addresses).extent
-        new = [_ours(chunk, DriverChunk) for chunk in chunks]
+        extent = cast(_Addresses, addresses).extent
+        new = [cast(DriverChunk, chunk) for chunk in chunks]
         if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
             raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
         nbytes = sum(chunk.nbytes for chunk in new)
@@ -195,7 +191,7 @@ class CudaDevice(Device):
             raise
 
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
-        extent = _ours(addresses, _Addresses).extent
+        extent = cast(_Addresses, addresses).extent
         extent.apply(extent.plan(start, self._rounded(nbytes), (), self._poisoned().chunks))
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
@@ -209,7 +205,7 @@ class CudaDevice(Device):
             function, calls = "cuMemcpyDtoHAsync", [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with self._driver:
-            self._driver.batch(function, calls)
+            self._driver.check(function, self._driver.outcomes(function, calls))
 
     def order(self, direction: Direction | None = None) -> None:
         current = torch.cuda.current_stream(self.torch_device)
@@ -219,7 +215,7 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        self._following.wait_event(_ours(mark, _Event).event)
+        self._following.wait_event(cast(_Event, mark).event)
         with torch.cuda.stream(self._following):
             yield
 
@@ -227,7 +223,7 @@ class CudaDevice(Device):
         return _Event(self._streams[direction].record_event())
 
     def wait(self, mark: Mark) -> None:
-        _ours(mark, _Event).event.synchronize()
+        cast(_Event, mark).event.synchronize()
         interrupts.check()
 
     def wait_for_work(self) -> None:
@@ -255,7 +251,7 @@ class CudaDevice(Device):
         return values.cpu if self._large_answers is None else self._large_answers.ask(values)
 
     def memory(self) -> DeviceMemory:
-        self._shared_tensors.collect()
+        self._collect_shared()
         pool.reap()
         self._collect()
         poison = self._poison.nbytes if self._poison else 0
@@ -297,9 +293,20 @@ class CudaDevice(Device):
     def heal_poison(self, wait: bool = True) -> bool:
         return self._poison is not None and self._poison.heal(wait)
 
-    @property
-    def ipc_collected_bytes(self) -> int:
-        return self._shared_tensors.collected_bytes
+    def _collect_shared(self) -> None:
+        """Take back memory of tensors that other processes have opened by CUDA IPC and dropped. When such a tensor dies here while another
+        process still has it, torch puts its memory aside, and looks there only when another shared tensor dies, or when its allocator finds
+        no free block. Until then it counts as allocated: after a weight sync in buckets, the last buckets would stay for the whole next
+        phase. Never fails, waits for nothing, and does nothing while a graph is being captured. Costs a look at an empty list in a process
+        that never shared a tensor. Bytes are only counted where one was shared through pickling: measuring costs more than the rest."""
+        was_shared = bool(reductions.shared_cache)
+        with contextlib.suppress(RuntimeError):  # the device reports an error of earlier work, which is not this method's to raise
+            if self.is_capturing():
+                return
+            before = self._torch_bytes("allocated_bytes") if was_shared else 0
+            torch._C._cuda_ipc_collect()
+            if was_shared:
+                self.ipc_collected_bytes += max(0, before - self._torch_bytes("allocated_bytes"))
 
     def communicators(self) -> Sequence[Communicator]:
         return communicators.of_device(self.torch_device)
@@ -316,7 +323,7 @@ class CudaDevice(Device):
             attach(observe)
 
     def trim(self) -> None:
-        self._shared_tensors.collect()
+        self._collect_shared()
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
 
@@ -332,12 +339,3 @@ class CudaDevice(Device):
         if len(self._ranges.owned) <= 1 + (self._wiping is not None):  # only the poison's own range, and that of `wipe`
             self._poison = self._answers = self._large_answers = self._wiping = None
             self._collect()
-
-
-_Ours = TypeVar("_Ours")
-
-
-def _ours(given: object, kind: type[_Ours]) -> _Ours:
-    if not isinstance(given, kind):
-        raise TypeError(f"not of this device: {given!r}")
-    return given

@@ -1,14 +1,15 @@
-"""Calls of the CUDA driver: when they may be made, how errors become exceptions, and when resources are released."""
+"""Calls of the CUDA driver: when they may be made, how errors become exceptions, when resources are released, how host memory is pinned."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ def refuse_rocm(name: str) -> None:
 
 class Driver:
     """The driver for one device, with torch's (the primary) context, which `with driver:` makes current on the calling thread. Reentrant.
-    For `peers` and what is raised see `CudaDevice`."""
+    What is raised: see `CudaDevice`."""
 
-    def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
+    def __init__(self, index: int) -> None:
         refuse_rocm(f"cuda:{index}")
         if not 0 <= index < torch.cuda.device_count():
             raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
@@ -70,7 +71,11 @@ class Driver:
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
-        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]  # this device and its peers may read and write
+        # This device may read and write its memory, and so may those GPUs that this process uses already, which are none for a process with
+        # one of many GPUs. Rights for a GPU that this process does not use cost that GPU memory and time.
+        others = (other for other in range(torch.cuda.device_count()) if other != index and self._is_in_use(other))
+        peers = [other for other in others if torch.cuda.can_device_access_peer(other, index)]
+        self.access = [self._access(each) for each in (index, *peers)]
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 
@@ -91,15 +96,6 @@ class Driver:
         access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._locate(access.location, index)
         return access
-
-    def _peers(self, index: int, wanted: Sequence[int] | None) -> list[int]:
-        if wanted is None:
-            others = [other for other in range(torch.cuda.device_count()) if other != index]
-            return [other for other in others if self._is_in_use(other) and torch.cuda.can_device_access_peer(other, index)]
-        for other in wanted:
-            if other == index or not torch.cuda.can_device_access_peer(other, index):
-                raise PlacementError(f"cuda:{other} cannot be a peer of cuda:{index}: it cannot access that GPU's memory")
-        return list(wanted)
 
     def _is_in_use(self, index: int) -> bool:
         """Whether this process has a context on a device. Does not create one."""
@@ -122,21 +118,17 @@ class Driver:
         """Call a driver function once. Returns its value, or None if it has none.
         Raises DeviceMemoryError: out of memory in a function that takes device memory or addresses.
         Raises RuntimeError: any other error; the message names it."""
-        return self.batch(function, [arguments])[0]
-
-    def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Call a driver function once for each tuple of arguments. All calls are made; then the first error is raised as in `call`."""
-        return [self.value(function, outcome) for outcome in self.outcomes(function, calls)]
+        return self.value(function, getattr(self.api, function)(*arguments))
 
     def check(self, function: str, outcomes: Iterable[tuple[Any, ...]]) -> None:
-        """Raise the exception for the first error among the outcomes."""
+        """Raise the exception for the first error among the outcomes, as in `call`."""
         success = self.api.CUresult.CUDA_SUCCESS
         for outcome in outcomes:
             if outcome[0] != success:
                 self.value(function, outcome)
 
     def outcomes(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Make the calls of `batch`, and raise nothing: `check` does."""
+        """Call a driver function once for each tuple of arguments. All calls are made, and nothing is raised: `check` does."""
         return [*itertools.starmap(getattr(self.api, function), calls)]
 
     def value(self, function: str, outcome: tuple[Any, ...]) -> Any:
@@ -192,3 +184,49 @@ class Lives:
             except IndexError:  # another thread took it
                 return
             self._end(*dead)
+
+
+class Pinning:
+    """The host memory that is registered with one device's driver, so that it copies that at full link speed."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._pinned: dict[int, int] = {}  # the bytes that count against the limit, by address
+        self._turn = threading.Lock()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(list(self._pinned.values()))
+
+    def pin(self, address: int, nbytes: int, limit_bytes: int | None = None, *, counts: bool = True) -> str | None:
+        """Register host memory, and return the reason if that fails. The runtime's errors would stick and show in torch's next launch.
+        `counts`: whether it counts against the limit; a few bytes that are not for copies of handles do not."""
+        # One at a time, because of the limit, and because waiting inside the driver blocks all other threads that need it.
+        with self._turn:
+            pinned = self.pinned_bytes
+            if limit_bytes is not None and pinned + nbytes > limit_bytes:
+                return f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, and {nbytes:,} more are wanted"
+            self._pinned[address] = nbytes if counts else 0  # first, so that `unpin` also undoes a registration that was cut short
+            with self._beside_captures():
+                reason = self._driver.failed("cuMemHostRegister", address, nbytes, 0)
+            if reason is not None:
+                del self._pinned[address]
+            return reason
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, even one that was cut short. Does nothing at interpreter exit and in a forked child. Takes no lock, because it runs
+        when objects die, on any thread and under any lock."""
+        if self._driver.usable and self._pinned.pop(address, None) is not None:
+            with self._beside_captures():
+                self._driver.failed("cuMemHostUnregister", address)
+
+    @contextlib.contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Allow driver calls while another thread captures a graph. Otherwise the driver fails them and breaks the capture."""
+        exchange = "cuThreadExchangeStreamCaptureMode"
+        with self._driver:
+            before = self._driver.call(exchange, self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            try:
+                yield
+            finally:
+                self._driver.call(exchange, before)

@@ -50,12 +50,10 @@ class Poison:
         self.heal(wait=True)
 
     def begin(self) -> None:
-        """See `Device.compare_poison`."""
         self._launch(self._follow())
         self._is_ahead = True
 
     def heal(self, wait: bool) -> bool:
-        """See `Device.heal_poison`."""
         if not wait and self._is_comparing and not self._answered.query():
             return False  # damage missed here is found next time, because it stays until it is refilled
         current = self._follow()

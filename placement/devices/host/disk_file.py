@@ -18,10 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from placement.core.errors import HostMemoryError
-from placement.devices.background import BackgroundThread
-from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import MADV_DONTNEED, PAGE, Slab, available_bytes, libc, round_up
+from placement.core.interrupts import BackgroundThread
+from placement.devices.host.slab import PAGE, libc, round_up
 
 BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
 DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.
@@ -61,7 +59,6 @@ class DiskFile:
     def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
         self.path = f"{os.fspath(directory)}/{name}"
         self.nbytes = round_up(nbytes, PAGE)
-        self._block_bytes = BLOCK_BYTES
         self.num_blocks = -(-self.nbytes // BLOCK_BYTES)
         own = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115 (closed when this object dies)
         weakref.finalize(self, own.close).atexit = False
@@ -88,8 +85,8 @@ class DiskFile:
 
     def block(self, index: int) -> tuple[int, int]:
         """The offset and the bytes of a block."""
-        offset = index * self._block_bytes
-        return offset, min(self._block_bytes, self.nbytes - offset)
+        offset = index * BLOCK_BYTES
+        return offset, min(BLOCK_BYTES, self.nbytes - offset)
 
     def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
         """Write the blocks at `address` that differ from the file's. Returns how many bytes that were, and whether it was not stopped.
@@ -176,41 +173,3 @@ def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) 
         if error is not None:
             raise error
     return not ends
-
-
-def release(slab: Slab) -> None:
-    """Give the memory of a slab back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned. The addresses
-    stay mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
-    Raises OSError: the kernel refused. The bytes are still there."""
-    slab.unpin()
-    if not _drop(slab):
-        number = ctypes.get_errno()
-        slab.pin_again(is_touched=True)
-        raise OSError(number, os.strerror(number))
-    slab.is_released = True
-
-
-def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
-    """Have the memory back. It is pinned in the background, and device copies wait for that.
-    `fill`: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
-    Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
-    Raises Exception: `fill` failed. The slab stays as it was."""
-    size = round_up(slab.nbytes, PAGE)
-    available = max(0, available_bytes() - promised_bytes())
-    if size > available:
-        raise HostMemoryError(f"host memory: asked for {size:,} bytes of a host copy that had left it, {available:,} available")
-    slab.is_released = False
-    is_filled = False
-    try:
-        is_filled = fill is None or fill()
-    finally:
-        if not is_filled:
-            slab.is_released = _drop(slab)
-    if is_filled:
-        slab.pin_again(is_touched=fill is not None)
-    return is_filled
-
-
-def _drop(slab: Slab) -> bool:
-    size = round_up(slab.nbytes, PAGE)
-    return not size or libc.madvise(slab.address, size, MADV_DONTNEED) == 0

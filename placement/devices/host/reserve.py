@@ -19,8 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from placement.core import interrupts
-from placement.core.weak_set import WeakIdSet
-from placement.devices.background import BackgroundThread
+from placement.core.interrupts import BackgroundThread, WeakIdSet
 
 PIECE_BYTES = 128 << 20  # the unit of work of a thread
 _MOST_THREADS = 8
@@ -51,9 +50,7 @@ class Reservation:
         self._let_go = itertools.count(1)
         _alive.add(self)
 
-    def begin(
-        self, address: int, nbytes: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None
-    ) -> None:
+    def begin(self, address: int, nbytes: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
         """Hand the memory over to the threads.
         `touch`: allocates memory; None if it is allocated already.
         `unregister`: undoes `register`; called for a successful registration, and for one that raised."""

@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host.reserve import Register, promised_bytes
+from placement.devices.host.reserve import Register
 from placement.devices.host.slab import (
     READ_WRITE,
     Place,
     ReservedSlab,
-    available_bytes,
+    check_available,
     check_span,
     map_for_life,
     populate,
@@ -84,9 +84,7 @@ class MappedSlab(ReservedSlab):
         super().__init__(nbytes, self._own_bytes, register, unregister)
         memory = self._memory
         try:
-            available = max(0, available_bytes() - promised_bytes() + self._own_bytes)
-            if self._own_bytes > available:
-                raise HostMemoryError(f"host memory: asked for {self._own_bytes:,} bytes of a shared copy, {available:,} available")
+            check_available(self._own_bytes, " of a shared copy", promised_to_it=self._own_bytes)
             self.address = map_for_life(memory, self._size + extra_bytes, READ_WRITE, mmap.MAP_SHARED, memory.undo, file=file)
             for offset, length in own:
                 if place is not None:

@@ -1,4 +1,5 @@
-"""Host memory: mappings that belong to an owner and to this process alone, slabs of exact size in them, and what the machine has left.
+"""Host memory: mappings that belong to an owner and to this process alone, slabs of exact size in them, what the machine has left, and on
+which NUMA node it is.
 
 Mappings are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
 
@@ -13,8 +14,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import logging
 import mmap
 import os
+import platform
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,6 +44,11 @@ _HUGE_ORDER = 9  # free blocks of this order and above are whole huge pages: 2**
 _TOUCH_STEP = 32 << 20  # the bytes touched in one call. During it no other thread of the process can map or unmap memory.
 MAP_NORESERVE = 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000  # only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint.
+_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+"""The number of the system call, from the kernel's tables of system calls; the C library has no function for it."""
+_MPOL_PREFERRED = 1  # take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead.
+_BITS = 1024  # the length of the mask of nodes, which is what the kernel is built for at most
+_SYSTEM = Path("/sys")
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -50,6 +58,7 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 Place = Callable[[int, int], object]  # (address, bytes) -> ignored
+logger = logging.getLogger("placement")
 
 _mapped: dict[int, int] = {}  # bytes by first address: what this process has mapped and its children will not have
 
@@ -107,6 +116,15 @@ def available_bytes() -> int:
     return max(0, min([available, *left_in_cgroups(below=total)]))
 
 
+def check_available(nbytes: int, of_what: str = "", promised_to_it: int = 0) -> None:
+    """Raise HostMemoryError unless there are `nbytes` beside what other slabs will still allocate: touching more would kill the process."""
+    promised = promised_bytes() - promised_to_it
+    available = max(0, available_bytes() - promised)
+    if nbytes > available:
+        numbers = f"{nbytes:,} bytes{of_what}, {available:,} available, {promised:,} more promised to other slabs"
+        raise HostMemoryError(f"host memory: asked for {numbers}")
+
+
 def left_in_cgroups(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup"), below: int = sys.maxsize
 ) -> Iterator[int]:
@@ -151,6 +169,48 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:  # absent in this version of control groups, or hidden inside a container
         return ""
+
+
+# --- NUMA nodes: copies between a GPU and memory of another node cross the link between the processors
+
+
+def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
+    """A function that places host memory on the node of a GPU (`name`), see `prefer`. None: the machine has one, or does not say.
+    `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
+    count, node = nodes(system), node_of(pci_address, system)
+    if count >= 2 and node is not None:
+        logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, count)
+        return functools.partial(prefer, node=node)
+    why = "the machine has one NUMA node" if count < 2 else f"the kernel does not say on which of {count} NUMA nodes it is"
+    logger.info("%s: %s, so host memory has no preference", name, why)
+    return None
+
+
+def nodes(system: Path = _SYSTEM) -> int:
+    """The number of the machine's NUMA nodes; 0 where the kernel does not tell."""
+    return len([*(system / "devices/system/node").glob("node[0-9]*")])
+
+
+def node_of(pci_address: str, system: Path = _SYSTEM) -> int | None:
+    """The NUMA node of a PCI device. None: the kernel does not say, as in many virtual machines, or there is no such device."""
+    try:
+        node = int((system / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer(address: int, nbytes: int, node: int) -> str | None:
+    """Have the memory of a mapping allocated on a node as far as it has room. Memory that is allocated already stays where it is. Returns
+    the reason why the kernel refused, or None; the memory can be used all the same."""
+    if _MBIND is None:
+        return f"the number of the system call mbind is not known for {platform.machine()}"
+    mask = (ctypes.c_ulong * (_BITS // 64))()
+    mask[node // 64] = 1 << node % 64
+    arguments = (ctypes.c_long(_MBIND), ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_MPOL_PREFERRED), mask)
+    if libc.syscall(*arguments, ctypes.c_ulong(_BITS + 1), ctypes.c_uint(0)) == 0:  # the kernel takes one bit less than it is told
+        return None
+    return os.strerror(ctypes.get_errno())
 
 
 # --- slabs
@@ -223,7 +283,7 @@ class Slab(ReservedSlab):
     `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
     thread. A slab that it refuses stays pageable.
     `unregister`: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
-    `place`: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
+    `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before the memory is touched.
     Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
     def __init__(
@@ -233,20 +293,19 @@ class Slab(ReservedSlab):
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
         super().__init__(nbytes, round_up(nbytes, PAGE), register, unregister)
         self.address = 0
-        self.is_released = False  # whether the memory was given back: see `disk_file.release`
+        self.is_released = False  # whether the memory was given back: see `release`
         self.before_use: Callable[[], object] = lambda: None  # called for each new view, once it counts: brings back what was released
         self.on_claim: Callable[[], object] = lambda: None  # does the work of `claim`
         self._uses = object()  # every view refers to it, so that its references count the views
         try:
             if nbytes:
-                self.address = _map(self._memory, self._size)
+                check_available(self._size, promised_to_it=self._size)
+                self.address = map_for_life(self._memory, self._size, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, self._memory.undo)
+                if self._size >= _HUGE_PAGE and free_huge_bytes() >= self._size:  # else the kernel would move memory to make huge pages
+                    libc.madvise(self.address, self._size, _MADV_HUGEPAGE)
                 if place is not None:
                     place(self.address, self._size)
-            # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
-            is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
-            if is_touched:
-                populate(self.address, self._size)
-            self.pin(None if is_touched else _touch)
+            self._prepare()
         except Exception as exc:
             self._memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
             if isinstance(exc, OSError):
@@ -270,31 +329,45 @@ class Slab(ReservedSlab):
     def claim(self) -> None:
         self.on_claim()
 
-    def unpin(self) -> None:
-        """Have the driver forget the memory, so that it can be given back. Waits until it is pinned."""
+    def release(self) -> None:
+        """Give the memory back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned. The addresses stay
+        mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
+        Raises OSError: the kernel refused. The bytes are still there."""
         self._memory.wait()
         self._memory.unpin()
+        if not self._drop():
+            number = ctypes.get_errno()
+            self._prepare(is_touched=True)
+            raise OSError(number, os.strerror(number))
+        self.is_released = True
 
-    def pin_again(self, *, is_touched: bool) -> None:
-        """Undo `unpin`, in the background. `is_touched`: whether all of the memory is allocated already."""
-        if self._register is None and not is_touched:
+    def renew(self, fill: Callable[[], bool] | None = None) -> bool:
+        """Have the memory back. It is pinned in the background, and device copies wait for that.
+        `fill`: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
+        Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
+        Raises Exception: `fill` failed. The slab stays as it was."""
+        check_available(self._size, " of a host copy that had left it")
+        self.is_released = False
+        is_filled = False
+        try:
+            is_filled = fill is None or fill()
+        finally:
+            if not is_filled:
+                self.is_released = self._drop()
+        if is_filled:
+            self._prepare(is_touched=fill is not None)
+        return is_filled
+
+    def _drop(self) -> bool:
+        return not self.nbytes or libc.madvise(self.address, self._size, MADV_DONTNEED) == 0
+
+    def _prepare(self, *, is_touched: bool = False) -> None:
+        """Touch all of the memory, now or in the background, unless it `is_touched`, and have it pinned."""
+        # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
+        if not is_touched and (self._register is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
             populate(self.address, self._size)
+            is_touched = True
         self.pin(None if is_touched else _touch)
-
-
-def _map(memory: Reservation, nbytes: int) -> int:
-    promised = promised_bytes() - nbytes
-    available = max(0, available_bytes() - promised)
-    numbers = f"asked for {nbytes:,} bytes, {available:,} available, {promised:,} more promised to other slabs"
-    if nbytes > available:
-        raise HostMemoryError(f"host memory: {numbers}")  # touching it would kill the process
-    try:
-        address = map_for_life(memory, nbytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, memory.undo)
-    except OSError as exc:
-        raise HostMemoryError(f"host memory: {numbers}: {exc.strerror}") from exc
-    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory to make huge pages
-        libc.madvise(address, nbytes, _MADV_HUGEPAGE)
-    return address
 
 
 def populate(address: int, nbytes: int) -> None:

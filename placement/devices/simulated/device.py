@@ -14,25 +14,27 @@ import ctypes
 import mmap
 import os
 import re
+import secrets
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.interrupts import WeakIdSet
 from placement.core.settings import bytes_of
-from placement.core.weak_set import WeakIdSet
 from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
 from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, check_span, libc, map_for_life, round_up, tensor_at
+from placement.devices.ledger import Ledger, Note
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
-from placement.devices.simulated.capacity import SharedCapacity
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -237,9 +239,7 @@ class SimulatedDevice(Device):
         return _Time(self._link_free_at[direction])
 
     def wait(self, mark: Mark) -> None:
-        if not isinstance(mark, _Time):
-            raise TypeError(f"not of this device: {mark!r}")
-        _sleep_until(mark.seconds)
+        _sleep_until(cast(_Time, mark).seconds)
         interrupts.check()
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
@@ -308,6 +308,32 @@ def _sleep_until(seconds: float) -> None:
     """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0 s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)
+
+
+class SharedCapacity:
+    """A device's claim on the capacity that devices of several processes share through a ledger, and the sum of the other claims.
+    `path`: the same for all processes; the ledger is beside it."""
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.capacity_bytes = capacity_bytes
+        self._ledger = Ledger.of(self.path.parent, self.path.name)
+        self._note = Note(token=secrets.token_hex(8), pid=os.getpid(), name="simulated")
+        self.claim(0, 0)
+
+    def leave(self) -> None:
+        """Hold nothing from now on. Waits for nobody: a device may die in the middle of another one's claim."""
+        self._ledger.leave(self._note.token)
+
+    def claim(self, held_bytes: int, more_bytes: int) -> int:
+        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others leave that much. Returns the bytes that
+        the others hold: the claim for more was granted if the total is within the capacity."""
+        with self._ledger.turn():
+            slot = self._ledger.join(self._note, held_bytes)
+            others = sum(each.held_bytes for each in self._ledger.claims() if each.slot != slot)
+            if more_bytes and held_bytes + more_bytes + others <= self.capacity_bytes:
+                self._ledger.hold(self._note.token, held_bytes + more_bytes)
+            return others
 
 
 # --- ranges, chunks and poison
