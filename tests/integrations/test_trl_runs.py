@@ -42,8 +42,7 @@ SAVING: dict[str, Any] = {
 
 def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) -> None:
     """Both save the same bytes, and each trains a second time."""
-    evaluated = {"eval_dataset": hf.prompts()}
-    ours, own = train_both(folder, tmp_path, evaluated, **SAVING)
+    ours, own = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, **SAVING)
     for name in ("model.safetensors", "optimizer.pt"):
         saved = [_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own")]
         hf.assert_same_bytes(*saved)
