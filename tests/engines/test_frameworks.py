@@ -31,11 +31,6 @@ def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(two_ranks: Ra
     two_ranks.run(worker.roll_out, engine, engine)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1_flat"])
-def test_and_a_sharded_one_by_an_actor_that_is_whole_on_each_rank(two_ranks: Ranks, engine: str) -> None:
-    two_ranks.run(worker.roll_out, engine, "ddp_apart")
-
-
 @on_ranks("two_ranks")
 def test_an_engine_around_megatrons_ddp() -> None:
     """It keeps parameters in buffers of its own."""

@@ -67,18 +67,6 @@ class Own(TaggedEngine):
         return self.lacks
 
 
-def test_what_its_author_is_asked_in_one_step(shared: Path) -> None:
-    engine = Own(shared)
-    manager, actor, _ = beside(engine, shared)
-    assert engine.calls == ["drain", "offload kv_cache weights"]
-    engine.calls.clear()
-    with manager.phase("weight_sync") as step:
-        publish(actor, engine)
-        step.switch("rollout")
-    received = ["receive weight", "receive bias"]
-    assert engine.calls == ["load weights", *received, "load kv_cache", "admit", "drain", "offload kv_cache weights"]
-
-
 @pytest.mark.parametrize("weights", ["keep", "discard"])
 @pytest.mark.parametrize(
     ("knows", "lacks", "told"),

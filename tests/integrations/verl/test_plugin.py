@@ -54,16 +54,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert sys.meta_path == before
 
 
-def test_a_call_comes_at_the_end_of_the_import(package: str) -> None:
-    seen: list[object] = []
-    after_import(f"{package}.late", lambda: seen.append(sys.modules[f"{package}.late"].value))
-    importlib.import_module(package)
-    assert seen == []
-    importlib.import_module(f"{package}.late")
-    importlib.import_module(f"{package}.late")
-    assert seen == [1]
-
-
 def test_a_module_that_is_there_needs_no_waiting(package: str) -> None:
     importlib.import_module(package)
     seen: list[int] = []
