@@ -210,22 +210,18 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(model: Path, offload: tupl
     }
 
 
-@pytest.mark.parametrize("policy", ["colocated('streamed', stream_sync=True)", "resident"])
-@on_ranks("one_rank")
-def test_no_policy_moves_what_fsdp2_places(model: Path, policy: str) -> None:
-    left_to_fsdp2(model, {"policy": policy})
-
-
 @pytest.mark.parametrize(
     ("keywords", "role"),
     [
+        ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
+        ({"policy": "resident"}, "actor"),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
         ({"model_type": "value_model"}, "critic"),
     ],
-    ids=["reference without flags", "critic"],
+    ids=["streamed", "resident", "reference without flags", "critic"],
 )
 @on_ranks("one_rank")
-def test_other_roles_that_fsdp2_places(model: Path, keywords: dict[str, Any], role: str) -> None:
+def test_no_policy_moves_what_fsdp2_places_and_no_role_is_moved(model: Path, keywords: dict[str, Any], role: str) -> None:
     found = left_to_fsdp2(model, keywords)
     assert list(found["external"]) == ([role] if role == "ref" else [role, f"{role}.optimizer"])
     assert found["states"]["infer"][role] == GPU
