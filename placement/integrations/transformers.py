@@ -1,11 +1,5 @@
 """A callback for transformers' `Trainer`: the model, its optimizer and frozen models take turns on the device.
 
-    from placement.integrations.transformers import PlacementCallback
-
-    with PlacementCallback(reward=reward_model) as callback:
-        trainer = Trainer(model, args, callbacks=[callback], ...)
-        trainer.train()
-
 A frozen model is on the device during forward and backward, and not while the optimizer steps. The optimizer is not on the device
 while the trainer evaluates. Checked against transformers 5.23.0 (transformers/trainer.py, transformers/trainer_callback.py).
 """

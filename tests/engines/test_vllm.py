@@ -9,6 +9,8 @@ import pytest
 
 from placement import BrokenHandleError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmServer
+from placement.testing import assert_nothing_resident
+from tests.engines.conftest import Job
 from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, StandIn
 from tests.engines.standin_vllm import Vllm024, Vllm033
 from tests.engines.test_choreography import start, unregistered
@@ -76,6 +78,18 @@ def test_one_that_lies_on_other_devices_is_taken_at_its_word(shared: Path, start
     job.server.memory.is_moving = False
     assert job.register().num_bytes == 32 * CHUNK
     assert job.step() == "actor"
+
+
+def test_a_server_that_is_gone(shared: Path) -> None:
+    """While it is asleep. One that goes in a rollout: see test_sglang."""
+    job = Job(Vllm033(shared), shared)
+    job.register()
+    job.server.close()
+    with pytest.raises(EngineError, match="nobody answers there"):
+        job.manager.phase("weight_sync").__enter__()
+    with job.manager.phase("train"):
+        pass
+    assert_nothing_resident(job.manager)
 
 
 @every_vllm

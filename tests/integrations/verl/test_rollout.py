@@ -36,6 +36,7 @@ class Replica:
         self._share, self._options = SharedCapacity(file, CAPACITY), options
         self.awake: set[str] = set()
         self.calls: list[str] = []
+        self.taken: list[str] = []
         self.answers = True
 
     def _hold(self) -> None:
@@ -70,8 +71,7 @@ class Adapter:
         await self.replica.sleep()
 
     async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
-        for _name, _weight in weights:
-            pass
+        self.replica.taken = [name for name, _ in weights]
 
 
 class PlacedAdapter(PlacedRollout, Adapter):
@@ -285,6 +285,7 @@ def test_all_weights_that_are_open_end_with_a_sync_that_fails(model: Path, file:
     with pytest.raises(PlacementError, match="these weights ended with the sync that failed: ask the engine for new ones"):
         next(adapters)  # half of the weights would have counted as all
     assert job.sync() == SYNCED
+    assert len(job.replica.taken) == 27
     del kept
 
 
