@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,17 +141,11 @@ class PlacedFollower(PlacedRollout, Follower):
     """The class that `place` would make."""
 
 
-@contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing() -> Any:
     async def refuse(_: Adapter, weights: Iterator[tuple[str, torch.Tensor]], **__: Any) -> None:
         raise RuntimeError(f"no room for {next(weights)[0]}")
 
-    take = Adapter.update_weights
-    Adapter.update_weights = refuse  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Adapter.update_weights = take  # type: ignore[method-assign]
+    return mock.patch.object(Adapter, "update_weights", refuse)
 
 
 SLEEP = {"vllm": "sleep", "sglang": "sleep kv_cache weights"}

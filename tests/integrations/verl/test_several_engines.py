@@ -6,6 +6,7 @@ import contextlib
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,15 +138,11 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
     """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of the model, and so they do here."""
     both = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
-    moves = torch.nn.Module.to
     published = []
     for subject in both:
         subject.train(0)
-        torch.nn.Module.to = lambda module, *_, **__: module._apply(torch.clone)  # type: ignore[method-assign, assignment, misc]
-        try:
+        with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module._apply(torch.clone)):
             published.append(subject.publish(base_sync_done=False))
-        finally:
-            torch.nn.Module.to = moves  # type: ignore[method-assign]
         subject.train(1)
         subject.infer(2)
     assert published[0] == published[1]
