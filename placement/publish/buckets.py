@@ -183,7 +183,8 @@ def weights(
     """See `Handle.weights`."""
     if transform is not None and not callable(transform):
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
-    nbytes, described = _begin(handle, bucket_bytes, dtype, adapters, names)
+    nbytes = _checked_bytes(handle, bucket_bytes)
+    described = _described(handle, _to_publish(handle, adapters, names), dtype)
     return _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
 
 
@@ -191,7 +192,8 @@ def weight_changes(
     handle: Publisher, *, since: int | None, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
-    nbytes, described = _begin(handle, bucket_bytes, dtype, adapters, names)
+    nbytes = _checked_bytes(handle, bucket_bytes)
+    described = _described(handle, _to_publish(handle, adapters, names), dtype)
     last = handle.published if handle.published is not None and handle.published.version == since else None
     with plainly():
         publication = Publication(handle.storage, [(info.name, weight, info.dtype) for info, weight in described], last)
@@ -206,18 +208,13 @@ def _changes(handle: Publisher, publication: Publication, bucket_bytes: int, beg
     handle.published = publication.complete()
 
 
-def _begin(
-    handle: Publisher, bucket_bytes: int | str, dtype: Cast, adapters: Adapters, names: Names
-) -> tuple[int, list[tuple[WeightInfo, Weight]]]:
-    """The bytes of a bucket, and each weight with what is announced of it. RegistrationError: one cannot be published."""
+def _checked_bytes(handle: Publisher, bucket_bytes: int | str) -> int:
+    """The bytes of a bucket, if the handle can be published now."""
     nbytes = bytes_of("bucket_bytes", bucket_bytes)
     if nbytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {nbytes}")
     _require_syncing(handle)
-    found = _to_publish(handle, adapters, names)
-    for root in handle.modules():
-        check_publishable(root, handle.name, found)
-    return nbytes, [(info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
+    return nbytes
 
 
 def _to_publish(handle: Publisher, adapters: Adapters, names: Names) -> list[tuple[str, Weight]]:
@@ -235,6 +232,13 @@ def _to_publish(handle: Publisher, adapters: Adapters, names: Names) -> list[tup
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     with without_modes():
         return published(modules[0], handle.modules_adapter.frameworks, adapters, names)
+
+
+def _described(handle: Publisher, found: list[tuple[str, Weight]], dtype: Cast) -> list[tuple[WeightInfo, Weight]]:
+    """Each weight with what is announced of it. Raises RegistrationError: one cannot be published."""
+    for root in handle.modules():
+        check_publishable(root, handle.name, found)
+    return [(info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)]
 
 
 def _announced(found: Sequence[tuple[str, Weight]], given: Cast) -> list[WeightInfo]:
