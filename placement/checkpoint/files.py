@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from placement.checkpoint.optimizer import Optimizer
-from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, under
+from placement.checkpoint.parts import Model, Part, Path, Shown, apply, under
 from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.journal import logger
@@ -163,12 +163,10 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
                     if is_off(handle) and part.needs_device() is not None:
                         away += [handle.name, *(owner.name for owner in handle.owners)]
     with manager.phase("restore", only=dict.fromkeys(away)) if away else nullcontext(), manager._stack.lock.transition():
-        given: dict[str, Any] = {}
         with _together(process_group):
-            given.update({name: part.state_dict() for name, part in parts.items()})
+            given: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         with _torch_errors(f"loading from {os.fspath(path)!r}", lambda: _truncated(path, metadata)):
             torch_load(given, checkpoint_id=path, planner=LoadPlanner(), process_group=process_group, no_dist=not dist.is_initialized())
-        changes: list[Change] = []
         with _together(process_group):
             changes = [change for name, part in parts.items() for change in part.prepare(given[name])]
         apply(changes, _together(process_group))

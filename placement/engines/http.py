@@ -36,17 +36,14 @@ class Answer:
     def is_ok(self) -> bool:
         return self.status == 200
 
-    def json(self) -> Any:
-        """The body as JSON; None where it is not JSON (some versions of vLLM send empty bodies)."""
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The body as a JSON object; empty where it is none (some versions of vLLM send empty bodies)."""
         try:
-            return json.loads(self.body)
+            found = json.loads(self.body)
         except (ValueError, RecursionError):
-            return None
-
-    def field(self, name: str) -> Any:
-        """A field of a JSON object; None where the body is no object or lacks the field."""
-        found = self.json()
-        return found.get(name) if isinstance(found, dict) else None
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def __str__(self) -> str:
         text = self.body.decode(errors="replace").strip()

@@ -120,10 +120,9 @@ class SglangServer(ServedEngine, _Sglang):
             answer = self._server.ask("GET", path)
             if answer.status != 404:
                 break
-        found = answer.json()
-        if not answer.is_ok or not isinstance(found, dict):
+        if not answer.is_ok or not answer.fields:
             raise EngineError(f"{answer}: the settings of the server cannot be read. Check that this is an SGLang server.")
-        return found
+        return answer.fields
 
     def _done(self, answer: Answer) -> None:
         if answer.status >= 500:

@@ -59,7 +59,7 @@ class Residency(Storage):
         self.doubt: str | None = None  # why it is unknown what is on the device; None while it is known
         self._given, self._by_memory = dict(given), by_memory
         self._measured: dict[frozenset[str], int] = {}
-        self._free_bytes: Callable[[], int] = int
+        self.free_bytes: Callable[[], int] = int
         self._is_drained: bool | None = bool(offloaded)
         """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
         self._is_taken = False
@@ -87,7 +87,7 @@ class Residency(Storage):
         except BaseException:
             self.resident_tags, self.stale, self.doubt = lost
             raise
-        self._free_bytes, self._is_taken = free_bytes, True
+        self.free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:
         self._is_taken = False
@@ -145,7 +145,7 @@ class Residency(Storage):
         try:
             with self._asking(f"offload {_listed(leaving)}"):
                 self._drain()
-                before = self._free_bytes()
+                before = self.free_bytes()
                 self._engine.offload(self._in_order(leaving)[::-1])
                 if WEIGHTS in leaving and not self.keeps_weights:
                     self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
@@ -164,7 +164,7 @@ class Residency(Storage):
         refused a tag; those before are on the device. EngineLost: its effect is unknown."""
         coming = tags - self.resident_tags
         for tag in self._in_order(coming):
-            before = self._free_bytes()
+            before = self.free_bytes()
             try:
                 with self._asking(f"load {tag}"):
                     self._engine.load([tag])
@@ -173,7 +173,7 @@ class Residency(Storage):
                 if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as the block is back, so a half-finished load cannot be undone
                     self.stale = "loading them failed half-way, so they are not valid"
                 raise
-            self._measure(frozenset({tag}), before - self._free_bytes())
+            self._measure(frozenset({tag}), before - self.free_bytes())
             if tag == WEIGHTS:
                 self._has_mirror = self._has_mirror and self._engine.mirror_stays
         self._open()
@@ -247,7 +247,7 @@ class Residency(Storage):
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
         freed = 0
         for _ in interrupts.looks(min(_FREED_SECONDS, self._engine.deadline_seconds), *_PAUSE_SECONDS):
-            if (freed := self._free_bytes() - before) >= wanted:
+            if (freed := self.free_bytes() - before) >= wanted:
                 self._measure(tags, freed)
                 return
         raise EngineError(

@@ -150,12 +150,12 @@ class VllmServer(ServedEngine, _Vllm):
 
     def admit(self) -> None:
         """Resume the server, unless the last wake has done it."""
-        if self._server.ask("GET", "/is_paused").field("is_paused"):
+        if self._server.ask("GET", "/is_paused").fields.get("is_paused"):
             self._expect("resumed", self._server.ask("POST", "/resume"))
 
     def forget_cache(self) -> None:
         answer = self._server.ask("POST", "/reset_prefix_cache")
-        if not answer.is_ok or answer.field("success") is False:
+        if not answer.is_ok or answer.fields.get("success") is False:
             raise EngineError(f"{answer}. The prefix cache belongs to the old weights: generate nothing until it is reset")
 
     def _sleep(self) -> None:
@@ -164,7 +164,7 @@ class VllmServer(ServedEngine, _Vllm):
             raise EngineError(f"{answer}; nothing was done")
         if not answer.is_ok:
             raise EngineLost(f"{answer}: a sleep that failed half-way has freed part of the memory, but vLLM reports to be awake")
-        said = answer.field("status")
+        said = answer.fields.get("status")
         if (said is not None and said != "sleeping") or not self._is_sleeping_now():
             raise EngineLost(f"{answer}, but the server is not asleep")
 
@@ -175,7 +175,7 @@ class VllmServer(ServedEngine, _Vllm):
 
     def _is_sleeping(self) -> bool:
         answer = self._server.ask("GET", "/is_sleeping")
-        found = answer.field("is_sleeping")
+        found = answer.fields.get("is_sleeping")
         if not answer.is_ok or not isinstance(found, bool):
             raise EngineError(f"{answer}: expected a JSON object with is_sleeping")
         return found
@@ -193,7 +193,7 @@ class VllmServer(ServedEngine, _Vllm):
         return answer.status == 405
 
     def _expect(self, status: str, answer: Answer) -> None:
-        if not answer.is_ok or answer.field("status") != status:
+        if not answer.is_ok or answer.fields.get("status") != status:
             raise EngineError(f"{answer}; expected a JSON object with status {status!r}")
 
 

@@ -1,21 +1,4 @@
-"""placement on Ray: each worker has a manager, and the driver declares phases for all workers with Ray's own calls.
-
-In a worker:
-
-    @ray.remote(num_gpus=1)
-    class Trainer(placement.ray.Worker):
-        def __init__(self, rank):
-            self.manager = placement.Manager()
-            self.manager.register("actor", build_actor(), role="actor")
-
-In the driver:
-
-    workers = [Trainer.remote(rank) for rank in range(4)]
-    fleet = placement.ray.Fleet(workers)
-    with fleet.phase("rollout") as step:
-        ray.get([worker.rollout.remote() for worker in workers])
-        step.switch("train")
-        ray.get([worker.train.remote() for worker in workers])
+"""placement on Ray: each worker has a manager, and the driver declares phases for all workers with Ray's own calls (docs/ray.md).
 
 The workers of a fleet change phase together, all or none: each gets a `StoreGroup` over a `TCPStore` that the driver serves.
 """

@@ -1,19 +1,12 @@
 """A callback for transformers' `Trainer`: the model, its optimizer and frozen models take turns on the device.
 
-    from placement.integrations.transformers import PlacementCallback
-
-    with PlacementCallback(reward=reward_model) as callback:
-        trainer = Trainer(model, args, callbacks=[callback], ...)
-        trainer.train()
-
 A frozen model is on the device during forward and backward, and not while the optimizer steps. The optimizer is not on the device
 while the trainer evaluates. Checked against transformers 5.23.0 (transformers/trainer.py, transformers/trainer_callback.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +35,8 @@ def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State 
 
 
 class Turns:
-    """One phase of a manager that stays open over several calls of a framework, and switches from one purpose to the next."""
+    """One phase of a manager that stays open over several calls of a framework, and switches from one purpose to the next. A `with` block
+    leaves it at its end."""
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
@@ -67,15 +61,10 @@ class Turns:
         if self._hold is not None:
             self._hold.release(error)
 
-    @contextmanager
-    def end(self) -> Iterator[None]:
-        """Leave the open phase at the end of a block."""
-        try:
-            yield
-        except BaseException as error:
-            self.over(error)
-            raise
-        self.over()
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.over(error)
 
 
 class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy
@@ -132,14 +121,11 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
 
     def on_step_begin(self, *args: Any, **keywords: Any) -> None:
         """Forward and backward come next."""
-        self._around_frozen.over()
-        self._turns.to("train")
-        self._show_frozen()
+        self._to("train", with_frozen=True)
 
     def on_pre_optimizer_step(self, *args: Any, **keywords: Any) -> None:
         """The gradients are complete and clipped."""
-        self._around_frozen.over()
-        self._turns.to("optimizer_step")
+        self._to("optimizer_step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """The step is over. Without an evaluation everything stays for the next one."""
@@ -151,20 +137,19 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **keywords: Any) -> None:
         """The last lines of a training are logged before the best model is loaded."""
         if args.load_best_model_at_end and "train_runtime" in (logs or {}) and _MODEL in self.manager.handles:
-            self._around_frozen.over()
-            self._turns.to("restore")
+            self._to("restore")
 
     def on_train_end(self, *args: Any, **keywords: Any) -> None:
         """Give everything back, as the trainer had it: on the device."""
         self.close()
 
     def _evaluate(self) -> None:
-        self._around_frozen.over()
-        self._turns.to("log_prob", only=[_MODEL])
-        self._show_frozen()
+        self._to("log_prob", only=[_MODEL], with_frozen=True)
 
-    def _show_frozen(self) -> None:
-        if frozen := [role for role in self._frozen if role in self.manager.handles]:
+    def _to(self, phase: str, *, only: Sequence[str] | None = None, with_frozen: bool = False) -> None:
+        self._around_frozen.over()
+        self._turns.to(phase, only=only)
+        if with_frozen and (frozen := [role for role in self._frozen if role in self.manager.handles]):
             self._around_frozen.to("frozen", only=frozen)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -10,7 +10,8 @@ Checked against TRL 1.16.0 (trl/trainer/grpo_trainer.py, rloo_trainer.py, trl/ge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,14 +53,13 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         self.manager = manager
         self._logged = manager.snapshot()
         self._turns = Turns(manager)
-        ddp = self.accelerator.ddp_handler or DistributedDataParallelKwargs()
+        self.accelerator.ddp_handler = ddp = self.accelerator.ddp_handler or DistributedDataParallelKwargs()
         ddp.gradient_as_bucket_view = True  # else DDP keeps a second copy of all gradients on the device, which cannot be moved
-        self.accelerator.ddp_handler = ddp
         self._engine: VllmInProcess | None = None
         self.add_callback(_BeforeOptimizerStep(self._turns))
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
-                callback.sync_target_model = self._in_sync_ref(callback.sync_target_model)
+                callback.sync_target_model = partial(self._sync_ref, callback.sync_target_model)
 
     def _refuse_what_is_not_covered(self) -> None:
         own = f"use TRL's own {next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith('trl.'))}"
@@ -125,7 +125,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train. The open phase ends here and not with each step: what the next step needs stays on the device."""
-        with self._turns.end():
+        with self._turns:
             return super()._inner_training_loop(batch_size, *args, **keywords)
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
@@ -165,12 +165,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
                 self._turns.to("log_prob", only=[_ACTOR])
         return super().compute_loss(model, *args, **keywords)
 
-    def _in_sync_ref(self, sync: Any) -> Any:
-        def in_sync_ref(*args: Any, **keywords: Any) -> None:
-            self._turns.to("sync_ref")
-            sync(*args, **keywords)
-
-        return in_sync_ref
+    def _sync_ref(self, sync: Any, *args: Any, **keywords: Any) -> None:
+        self._turns.to("sync_ref")
+        sync(*args, **keywords)
 
     @contextmanager
     def _turn(self, phase: str, only: list[str] | None = None) -> Iterator[Callable[[str], None]]:
@@ -194,7 +191,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         is_inside = self._turns.phase == "train"  # a callback evaluates between two backward passes
-        with nullcontext() if is_inside else self._turns.end():
+        with nullcontext() if is_inside else self._turns:
             return super().evaluation_loop(*args, **keywords)
 
     def _load_from_checkpoint(self, *args: Any, **keywords: Any) -> Any:
@@ -209,14 +206,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         with self._alone("checkpoint"):
             super()._save_checkpoint(*args, **keywords)
 
-    @contextmanager
-    def _alone(self, phase: str) -> Iterator[None]:
-        """Be in a phase outside every step. `_prepare_for_training` enters one inside another."""
-        if not self._is_placed or self.manager.phase_name == phase:
-            yield
-            return
-        with self.manager.phase(phase):
-            yield
+    def _alone(self, phase: str) -> AbstractContextManager[Any]:
+        """A phase outside every step. `_prepare_for_training` enters one inside another."""
+        return self.manager.phase(phase) if self._is_placed and self.manager.phase_name != phase else nullcontext()
 
 
 class _BeforeOptimizerStep(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy

@@ -28,13 +28,16 @@ class Sglang0523(StandIn):
         self.is_dead = True
         return 500, ...
 
+    def answer(self, method: str, target: str, body: Any) -> Reply:
+        if method == "POST" and body is None and target != "/flush_cache":
+            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
+        return super().answer(method, target, body)
+
     @staticmethod
     def tags_of(body: Any) -> list[str]:
         return body.get("tags") or ["kv_cache", "weights", "cuda_graph"]  # GPU_MEMORY_ALL_TYPES
 
     def release(self, query: dict[str, list[str]], body: Any) -> Reply:
-        if body is None:
-            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
         if self.in_flight:
             return self.die("release_memory_occupation should be called only when server is idle.")
         for tag in self.tags_of(body):
@@ -49,8 +52,6 @@ class Sglang0523(StandIn):
         return 200, None
 
     def resume_memory(self, query: dict[str, list[str]], body: Any) -> Reply:
-        if body is None:
-            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
         for tag in self.tags_of(body):
             if tag not in self.offload_tags:
                 return self.die(f"KeyError: {tag!r}")  # offload_tags.remove(tag) in the scheduler
@@ -72,15 +73,11 @@ class Sglang0523(StandIn):
         return 200, "Cache flushed.\nPlease check backend logs for more details.\n"
 
     def pause(self, query: dict[str, list[str]], body: Any) -> Reply:
-        if body is None:
-            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
         self.aborted, self.in_flight = self.aborted + self.in_flight, 0
         self.is_paused = True
         return 200, {"message": "Generation paused successfully.", "status": "ok"}
 
     def go_on(self, query: dict[str, list[str]], body: Any) -> Reply:
-        if body is None:
-            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
         self.is_paused = False
         return 200, {"message": "Generation continued successfully.", "status": "ok"}
 

@@ -10,6 +10,10 @@ from placement.core.errors import DeviceMemoryError
 from tests.engines.standin import GARBAGE, Reply, Routes, StandIn
 
 
+def _error(code: int, message: str) -> Reply:
+    return code, {"error": {"message": message, "type": "Error", "param": None, "code": code}}
+
+
 class Vllm033(StandIn):
     """vLLM 0.33.0: vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/entrypoints/rl/online/api_router.py.
 
@@ -52,10 +56,8 @@ class Vllm033(StandIn):
 
     def sleep(self, query: dict[str, list[str]], body: Any) -> Reply:
         level, mode = query.get("level", ["1"])[0], query.get("mode", ["abort"])[0]
-        if level not in ("0", "1", "2"):
-            return 400, {"error": {"message": "bad", "type": "Bad Request", "param": "query.level", "code": 400}}
-        if mode not in ("abort", "wait", "keep"):
-            return 400, {"error": {"message": "bad", "type": "Bad Request", "param": "query.mode", "code": 400}}
+        if level not in ("0", "1", "2") or mode not in ("abort", "wait", "keep"):
+            return _error(400, "bad")
         self.pause({"mode": [mode]}, None)
         if level != "0":
             self.executor_sleep(int(level))
@@ -67,8 +69,7 @@ class Vllm033(StandIn):
             if tags is None or (tags := [tag for tag in tags if tag != "scheduling"]):
                 self.executor_wake(tags)
         except DeviceMemoryError:
-            message = "Call to wake_up method failed: CUDA Error: out of memory at /csrc/cumem_allocator.cpp:163"
-            return 500, {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
+            return _error(500, "Call to wake_up method failed: CUDA Error: out of memory at /csrc/cumem_allocator.cpp:163")
         if not self.sleeping:
             self.is_paused = False
         return 200, {"status": "sleeping" if self.sleeping else "awake", "tags": tags}
@@ -78,8 +79,7 @@ class Vllm033(StandIn):
 
     def release_kv_cache_memory(self, query: dict[str, list[str]], body: Any) -> Reply:
         if not self.is_paused or self.in_flight or self.sleeping:
-            message = "release_kv_cache_memory() requires a completed pause first"
-            return 500, {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
+            return _error(500, "release_kv_cache_memory() requires a completed pause first")
         self.memory.give("kv_cache")
         self.sleeping.add("kv_cache")
         return 200, {"status": "kv_cache_released"}

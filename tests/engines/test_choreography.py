@@ -84,20 +84,6 @@ def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, sha
 
 
 @every_server
-def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(kind: Any, shared: Path, started: list[StandIn]) -> None:
-    job = start(kind, shared, started)
-    with pytest.raises(EngineError, match=r"'rollout' mean nothing now.*discarded when they were offloaded"):
-        job.manager.phase("rollout").__enter__()
-    assert job.server.memory.tags == set()
-    with job.manager.phase("weight_sync"):
-        job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
-    with pytest.raises(EngineError, match="discarded"):
-        job.manager.phase("eval").__enter__()
-    assert_nothing_resident(job.manager)
-    assert job.step() == "actor"
-
-
-@every_server
 def test_requests_in_flight_are_waited_for(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
     with job.rolling_out() as step:

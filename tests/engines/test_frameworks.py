@@ -15,8 +15,7 @@ from torch import nn
 from placement import Engine, EngineError, Lazy, Manager, NotResidentError, RegistrationError, State, TorchEngine
 from placement.testing import assert_nothing_resident
 from tests.engines import matrix_worker as worker
-from tests.sharded import megatron_worker, test_quantized, training
-from tests.sharded.pretend_cuda import pretend_cuda
+from tests.sharded import test_quantized, training
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import assert_same, batch, in_a_range, make_manager, net
 
@@ -29,36 +28,6 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("engine", [name for name in worker.MADE if name not in ("plain", "compiled", "ddp")])
 def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(two_ranks: Ranks, engine: str) -> None:
     two_ranks.run(worker.roll_out, engine, engine)
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1_flat"])
-def test_and_a_sharded_one_by_an_actor_that_is_whole_on_each_rank(two_ranks: Ranks, engine: str) -> None:
-    two_ranks.run(worker.roll_out, engine, "ddp_apart")
-
-
-@on_ranks("two_ranks")
-def test_an_engine_around_megatrons_ddp() -> None:
-    """It keeps parameters in buffers of its own."""
-    kind = megatron_worker.KINDS[0]
-    with pretend_cuda():
-        module = megatron_worker.build(kind).model.eval()
-        inputs = torch.randn(4, 16).to(kind.dtype)
-        with torch.no_grad():
-            answer = training.as_bytes(module(inputs))
-    manager = Manager(device=training.device_of("cpu"))
-    rollout = manager.register("rollout", TorchEngine(module), role="rollout")
-    for _ in range(2):
-        assert_nothing_resident(manager)
-        training.assert_off(manager)
-        with manager.phase("rollout"), pretend_cuda(), torch.no_grad():
-            assert training.as_bytes(module(inputs)) == answer
-    with manager.phase("weight_sync"):
-        weights = worker.whole_weights(module, "cpu")
-        rollout.object.update_weights([(name, 2 * tensor) for name, tensor in weights.items()])
-        doubled = worker.whole_weights(module, "cpu")
-    assert all(torch.equal(2 * weights[name], doubled[name]) for name in weights)
-    assert_nothing_resident(manager)
-    manager.close()
 
 
 @on_ranks("two_ranks")

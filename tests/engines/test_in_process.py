@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import beside, publish
 from tests.engines.standin import CHUNK, GARBAGE, TAG_BYTES, Memory
+from tests.support.worker import assert_same, make_manager
 
 
 class LLM:
@@ -86,12 +90,14 @@ class SglEngine:
 
     def __init__(self, shared: Path, *, saver: bool = True) -> None:
         self.memory = Memory(shared, ("weights", "kv_cache"))
-        self.server_args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=False)
+        self.server_args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=False, tp_size=2)
         self.released: set[str] = set()
         self.busy = 0
         self.says = "disk"
         self.calls: list[Any] = []
         self.accepts = True
+        self.got: dict[str, torch.Tensor] = {}
+        self.formats: list[str | None] = []
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         self.calls.append(("release", tags))
@@ -117,6 +123,11 @@ class SglEngine:
         assert "weights" not in self.released
         assert not flush_cache
         self.says = "actor" if self.accepts else self.says
+        self.formats.append(load_format)
+        if load_format is not None:  # each rank reads its own payload, as SGLang's model runner does
+            assert len(named_tensors) == self.server_args.tp_size
+            named_tensors = FlattenedTensorBucket(**pickle.loads(named_tensors[1])).reconstruct_tensors()
+        self.got |= {name: tensor.clone() for name, tensor in named_tensors}
         return self.accepts, "" if self.accepts else "shape mismatch"
 
 
@@ -267,3 +278,91 @@ def test_the_mirror_of_sglang_is_as_large_as_its_weights(keeps: bool, retains: b
     with manager.phase("weight_sync"):
         publish(actor, rollout.object)
         assert rollout.host_bytes == (TAG_BYTES["weights"] if keeps and retains else 0)
+
+
+# --- one flattened tensor a dtype, in SGLang's own format; tests/gpu/sglang sends to the real classes
+
+
+@dataclass
+class Metadata:
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+
+
+class FlattenedTensorBucket:
+    """sglang/srt/weight_sync/tensor_bucket.py, 0.5.23."""
+
+    def __init__(self, named_tensors: Any = None, flattened_tensor: Any = None, metadata: Any = None) -> None:
+        self.flattened_tensor, self.metadata = flattened_tensor, metadata or []
+        at = 0
+        for name, tensor in named_tensors or ():
+            self.metadata.append(Metadata(name, tensor.shape, tensor.dtype, at, at + tensor.nbytes))
+            at += tensor.nbytes
+        if named_tensors:
+            self.flattened_tensor = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
+
+    def get_flattened_tensor(self) -> torch.Tensor:
+        return self.flattened_tensor
+
+    def get_metadata(self) -> list[Metadata]:
+        return self.metadata
+
+    def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        of = self.flattened_tensor
+        return [(each.name, of[each.start_idx : each.end_idx].view(each.dtype).reshape(each.shape)) for each in self.metadata]
+
+
+@pytest.fixture
+def has_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SGLang's modules be importable that know the format, without handles to shared memory."""
+    bucket, utils = ModuleType("sglang.srt.weight_sync.tensor_bucket"), ModuleType("sglang.srt.utils")
+    bucket.FlattenedTensorBucket = FlattenedTensorBucket  # type: ignore[attr-defined]
+    utils.MultiprocessingSerializer = SimpleNamespace(serialize=pickle.dumps)  # type: ignore[attr-defined]
+    for each in (*map(ModuleType, ("sglang", "sglang.srt", "sglang.srt.weight_sync")), bucket, utils):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+
+
+def sent(engine: SglEngine, **options: Any) -> dict[str, torch.Tensor]:
+    """Publish odd numbers of bytes, so that a float32 after an int8 would begin where it cannot be read; a scalar; another order in memory.
+    Returns them."""
+    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 5).to(torch.bfloat16))
+    model.register_buffer("code", torch.arange(7, dtype=torch.int8))
+    model[0].weight = torch.nn.Parameter(torch.randn(7, 3).t())
+    wanted = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    manager = make_manager()
+    actor = manager.register("actor", model, role="actor")
+    rollout = manager.register("rollout", SglangInProcess(engine, verify="answer"), role="rollout").object
+    with manager.phase("weight_sync"):
+        for bucket in actor.weights(**options):
+            rollout.update_weights(bucket)
+    return wanted
+
+
+@pytest.mark.usefixtures("has_format")
+@pytest.mark.parametrize(("bucket_bytes", "requests"), [(1 << 20, 4), (40, 6)])
+def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(bucket_bytes: int, requests: int, shared: Path) -> None:
+    engine = SglEngine(shared)
+    wanted = sent(engine, bucket_bytes=bucket_bytes)
+    assert engine.formats == ["flattened_bucket"] * requests
+    assert engine.got.keys() == wanted.keys()
+    assert_same(engine.got, {name: wanted[name] for name in engine.got})
+
+
+@pytest.mark.usefixtures("has_format")
+def test_a_refusal_is_told(shared: Path) -> None:
+    engine = SglEngine(shared)
+    engine.accepts = False
+    with pytest.raises(EngineError, match="refused a bucket of 6 weights: shape mismatch"):
+        sent(engine)
+
+
+def test_without_the_format_it_sends_tensors(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("sglang"):
+        monkeypatch.setitem(sys.modules, "sglang.srt.weight_sync.tensor_bucket", None)
+    engine = SglEngine(shared)
+    wanted = sent(engine)
+    assert engine.formats == [None]
+    assert engine.got.keys() == wanted.keys()

@@ -109,18 +109,6 @@ def test_weights_are_made_on_one_stream_and_used_on_those_that_ask(monkeypatch: 
     assert second.waited_for == [first, first]
 
 
-def test_a_transform_is_described_and_sent(version: str) -> None:
-    manager = make_manager()
-    model = net()
-    actor = manager.register("actor", model, role="actor")
-    source: Any = VllmWeightSource(actor, names="module", transform=lambda name, tensor: [(f"{name}.low", tensor.half())])
-    described, values = read(source, version)
-    with manager.phase("weight_sync"):
-        found = [(name, tensor.dtype) for name, tensor in values()]
-    assert found == [(each.name, each.dtype) for each in described]
-    assert found[0] == ("0.weight.low", torch.float16)
-
-
 def test_what_cannot_be_read_says_so(version: str) -> None:
     manager = make_manager()
     model = net()

@@ -22,16 +22,13 @@ pytestmark = pytest.mark.filterwarnings(*jobs.QUIET)
 
 
 def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
-    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own"), folder)
-    own.train()
-    manager = manager_for()
-    ours = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path / "ours"), folder, manager=manager)
-    watch = Watch(manager)
-    watch.around(ours, "_generate_single_turn", "_compute_loss", "_clip_grad_norm", "log")
-    watch.around(ours.ref_model, "forward")
-    ours.train()
-    assert_nothing_resident(manager)
-    assert_same(ours, own)
+    watch = Watch(manager_for())
+
+    def look(ours: Any) -> None:
+        watch.around(ours, "_generate_single_turn", "_compute_loss", "_clip_grad_norm", "log")
+        watch.around(ours.ref_model, "forward")
+
+    ours, _ = train_both(folder, tmp_path, manager=watch.manager, before=look)
     assert watch.seen == {
         "_generate_single_turn": {frozenset({"actor"})},
         "forward": {frozenset({"actor", "ref"})},
@@ -98,41 +95,32 @@ def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
 def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    ours, _ = train_both(folder, tmp_path, {"peft_config": lora}, max_steps=3)
+    ours, _ = train_both(folder, tmp_path, lambda: {"peft_config": lora}, max_steps=3)
     assert ours.ref_model is None
 
 
 def test_a_callback_that_copies_the_weights_when_training_begins(folder: str, tmp_path: Path) -> None:
     """TRL's BEMACallback reads the parameters themselves in `on_train_begin`, and averages what it has read with those of each step."""
-    averages = []
-    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager_for()})):
-        callback = trl.BEMACallback(update_freq=1)
-        trainer = make(cls, grpo_config(tmp_path / cls.__name__, max_steps=2), folder, callbacks=[callback], **keywords)
-        trainer.train()
-        averages.append(hf.weights_of(callback.running_model))
+    callbacks: list[Any] = []
+
+    def keywords() -> dict[str, Any]:
+        callbacks.append(trl.BEMACallback(update_freq=1))
+        return {"callbacks": callbacks[-1:]}
+
+    train_both(folder, tmp_path, keywords, max_steps=2)
+    averages = [hf.weights_of(callback.running_model) for callback in callbacks]
     hf.assert_same_bytes(*averages)
     assert all(value.isfinite().all() for value in averages[0].values())
-    assert_nothing_resident(trainer.manager)
 
 
 def test_a_reward_model(folder: str, tmp_path: Path) -> None:
-    def reward() -> Any:
-        from transformers import Qwen2ForSequenceClassification
+    from transformers import Qwen2ForSequenceClassification
 
+    def keywords() -> dict[str, Any]:
         torch.manual_seed(3)
-        return Qwen2ForSequenceClassification(hf.config(num_labels=1))
+        model = Qwen2ForSequenceClassification(hf.config(num_labels=1))
+        return {"reward_funcs": [model, digits], "reward_processing_classes": [hf.tokenizer(), None]}
 
-    manager = manager_for()
-    watch = Watch(manager)
-    trainers = []
-    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
-        model = reward()
-        funcs = {"reward_funcs": [model, digits], "reward_processing_classes": [hf.tokenizer(), None]}
-        trainers.append(make(cls, grpo_config(tmp_path / cls.__name__, max_steps=2), folder, **funcs, **keywords))
-        if keywords:
-            watch.around(model, "forward")
-        trainers[-1].train()
-    own, ours = trainers
-    assert_same(ours, own)
+    watch = Watch(manager_for())
+    train_both(folder, tmp_path, keywords, watch.manager, before=lambda ours: watch.around(ours.reward_funcs[0], "forward"), max_steps=2)
     assert watch.seen["forward"] == {frozenset({"reward"})}
-    assert_nothing_resident(manager)

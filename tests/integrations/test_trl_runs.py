@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import placement
-from placement import DeviceMemoryError, Manager, RegistrationError
-from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from placement import Manager, RegistrationError
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.integrations import trl_jobs as jobs
 from tests.integrations.trl_jobs import assert_same, digits, grpo_config, make, manager_for, placed, train, train_both, trl
 from tests.support import huggingface as hf
@@ -42,8 +42,7 @@ SAVING: dict[str, Any] = {
 
 def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) -> None:
     """Both save the same bytes, and each trains a second time."""
-    evaluated = {"eval_dataset": hf.prompts()}
-    ours, own = train_both(folder, tmp_path, evaluated, **SAVING)
+    ours, own = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, **SAVING)
     for name in ("model.safetensors", "optimizer.pt"):
         saved = [_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own")]
         hf.assert_same_bytes(*saved)
@@ -140,20 +139,6 @@ def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
     own, ours = trainers
     assert_same(ours, own)
     assert_nothing_resident(manager)
-
-
-def test_no_memory_for_a_phase(folder: str, tmp_path: Path) -> None:
-    device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096))
-    manager = Manager(device=device)
-    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, manager=manager)
-    trainer.train()
-    device.fail("create", at=1)
-    with pytest.raises(DeviceMemoryError):
-        trainer.train()
-    device.clear()
-    assert_nothing_resident(manager)
-    trainer.train()
-    assert trainer.state.global_step == 2
 
 
 # --- what is refused

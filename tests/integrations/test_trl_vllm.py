@@ -76,19 +76,6 @@ def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], 
     assert order[begun : begun + 5] == [("wake_up", ["weights"]), "load_weights", ("wake_up", ["kv_cache"]), "generate", "sleep"]
 
 
-def test_vllm_and_lora(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
-    """The engine gets merged weights, and nothing is merged in the actor: its base has the bytes that it had."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    llm, manager = engines("ours"), on_device_of(tmp_path, "ours")
-    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, **VLLM), folder, peft_config=lora, manager=manager)
-    base = {name: value for name, value in hf.weights_of(trainer.model).items() if "lora" not in name}
-    trainer.train()
-    assert llm.accidents == []
-    hf.assert_same_bytes({name: value for name, value in hf.weights_of(trainer.model).items() if "lora" not in name}, base)
-    assert_nothing_resident(manager)
-
-
 def test_vllm_that_does_not_sleep(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
     """The engine is TRL's alone. TRL merges adapters in the actor and takes the merge back, also with the rounding that this leaves."""
     peft = pytest.importorskip("peft", reason="peft is not installed")

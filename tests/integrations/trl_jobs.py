@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,25 @@ def assert_same(ours: Any, own: Any) -> None:
 
 
 def train_both(
-    folder: str, out: Path, keywords: dict[str, Any] | None = None, manager: Manager | None = None, kind: str = "GRPO", **changes: Any
+    folder: str,
+    out: Path,
+    keywords: Callable[[], dict[str, Any]] = dict,
+    manager: Manager | None = None,
+    kind: str = "GRPO",
+    before: Callable[[Any], None] = id,
+    **changes: Any,
 ) -> tuple[Any, Any]:
-    keywords, manager = keywords or {}, manager or manager_for()
-    own = make(getattr(trl, f"{kind}Trainer"), config_of(kind, out / "own", **changes), folder, **keywords)
+    """The placed trainer and TRL's own one, which have computed the same.
+
+    Args:
+        keywords: makes those of each trainer.
+        before: called with the placed trainer before it trains.
+    """
+    manager = manager or manager_for()
+    own = make(getattr(trl, f"{kind}Trainer"), config_of(kind, out / "own", **changes), folder, **keywords())
     own.train()
-    ours = make(getattr(placed, f"Placed{kind}Trainer"), config_of(kind, out / "ours", **changes), folder, manager=manager, **keywords)
+    ours = make(getattr(placed, f"Placed{kind}Trainer"), config_of(kind, out / "ours", **changes), folder, manager=manager, **keywords())
+    before(ours)
     ours.train()
     if manager.policy.name == "colocated":
         assert_nothing_resident(manager)

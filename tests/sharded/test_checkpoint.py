@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,7 @@ def whole(kind: str, root: str, act: str) -> dict[str, Any]:
     else:
         checkpoint.load(program.manager, root)
     shown = {"model": checkpoint.Model(program.actor).state_dict(), "optimizer": checkpoint.Optimizer(program.adam).state_dict()["state"]}
-    return {key: as_bytes(value.full_tensor() if hasattr(value, "full_tensor") else value) for key, value in _flat(shown, "")}
-
-
-def _flat(values: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _flat(value, f"{path}.{key}")
-    elif isinstance(values, torch.Tensor):
-        yield path, values
+    return {key: as_bytes(value.full_tensor() if hasattr(value, "full_tensor") else value) for key, value in nested_tensors(shown, "")}
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp"])

@@ -1,4 +1,4 @@
-"""Publishing what other frameworks cut: VeOmni's experts, DeepSpeed's partitions, Megatron-FSDP's shards."""
+"""Publishing what other frameworks cut: VeOmni's experts, DeepSpeed's partitions, Megatron-FSDP's shards; and into Megatron's DDP."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from placement import RegistrationError
+from placement import Manager, RegistrationError, TorchEngine
 from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
+from tests.engines import matrix_worker
+from tests.sharded import megatron_worker, training
+from tests.sharded.pretend_cuda import pretend_cuda
 from tests.sharded.publish_worker import assert_same, placed, read, wanted_of
 from tests.sharded.veomni_worker import EXPERTS, WIDTH, Model, is_installed, veomni
 from tests.support.ranks import Ranks, on_ranks
@@ -39,6 +42,31 @@ def test_experts_that_veomni_cut_are_published_whole(expert_parallel: int) -> No
                 model(torch.ones(2, WIDTH))  # the root stays unsharded
         assert_nothing_resident(manager, allow_foreign=True)
         manager.close()
+
+
+@on_ranks("two_ranks")
+def test_an_engine_around_megatrons_ddp() -> None:
+    """It keeps parameters in buffers of its own."""
+    kind = megatron_worker.KINDS[0]
+    with pretend_cuda():
+        module = megatron_worker.build(kind).model.eval()
+        inputs = torch.randn(4, 16).to(kind.dtype)
+        with torch.no_grad():
+            answer = training.as_bytes(module(inputs))
+    manager = Manager(device=training.device_of("cpu"))
+    rollout = manager.register("rollout", TorchEngine(module), role="rollout")
+    for _ in range(2):
+        assert_nothing_resident(manager)
+        training.assert_off(manager)
+        with manager.phase("rollout"), pretend_cuda(), torch.no_grad():
+            assert training.as_bytes(module(inputs)) == answer
+    with manager.phase("weight_sync"):
+        weights = matrix_worker.whole_weights(module, "cpu")
+        rollout.object.update_weights([(name, 2 * tensor) for name, tensor in weights.items()])
+        doubled = matrix_worker.whole_weights(module, "cpu")
+    assert all(torch.equal(2 * weights[name], doubled[name]) for name in weights)
+    assert_nothing_resident(manager)
+    manager.close()
 
 
 def _zero(stage: int) -> None:

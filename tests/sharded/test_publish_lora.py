@@ -72,13 +72,11 @@ def lora(**options: Any) -> Any:
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "lora": lora,
-    "rslora": lambda: lora(use_rslora=True),
     "dora": lambda: lora(use_dora=True),
     "bias": lambda: lora(target_modules=["first"], lora_bias=True),
     "bias of the base": lambda: lora(bias="lora_only"),
     "turned": lambda: lora(target_modules=["turned"], fan_in_fan_out=True),
     "conv": lambda: lora(target_modules=["conv"]),
-    "conv dora": lambda: lora(target_modules=["conv"], use_dora=True),
     "attention": lambda: lora(target_modules=["attention"]),
     "embed": lambda: lora(target_modules=["embed", "first"]),
     "tied": lambda: lora(target_modules=["embed", "head"]),
@@ -86,13 +84,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "saved": lambda: lora(modules_to_save=["norm", "second"], target_modules=["first"]),
     "tokens": lambda: lora(trainable_token_indices={"embed": [1, 4]}),
     "ia3": lambda: peft.IA3Config(target_modules=["first", "second"], feedforward_modules=["second"]),
-    "loha": lambda: peft.LoHaConfig(target_modules=["first", "conv"], r=2),
     "lokr": lambda: peft.LoKrConfig(target_modules=["first"], r=2),
-    "oft": lambda: peft.OFTConfig(target_modules=["first"], oft_block_size=4),
     "vera": lambda: peft.VeraConfig(target_modules=["first", "second"], r=2),
-    "hra": lambda: peft.HRAConfig(target_modules=["first"], r=2),
     "adalora": lambda: peft.AdaLoraConfig(target_modules=["first"], init_r=4, target_r=2, total_step=9),
-    "boft": lambda: peft.BOFTConfig(target_modules=["first"], boft_block_size=4),
     "randlora": lambda: peft.RandLoraConfig(target_modules=["first", "second"], r=2),  # the layers share a weight
 }
 

@@ -470,8 +470,8 @@ _NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not na
 """The methods that are overridden here: verl's engines must have them."""
 
 
-def register(vendor: str) -> str:
-    """Register the engines under a vendor's name and return what was registered, as text. PlacementError if this verl lacks something."""
+def register(vendor: str) -> None:
+    """Register the engines under a vendor's name. PlacementError if this verl lacks something."""
     import verl
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
@@ -485,4 +485,3 @@ def register(vendor: str) -> str:
     for model_type, base in engines.items():
         placed = type(f"Placed{base.__name__}", (PlacedEngine, base), {"__doc__": f"{base.__name__}, placed by placement."})
         EngineRegistry.register(model_type, ["fsdp", "fsdp2"], ["cuda", "npu"], vendor)(placed)
-    return "fsdp and fsdp2"

@@ -64,14 +64,15 @@ def is_chosen() -> bool:
 def register_engines() -> None:
     """Register placement's engines with verl. If this version lacks what they need, that is an error where they were asked for."""
     try:
-        names = register(VENDOR)
+        register(VENDOR)
     except (ImportError, AttributeError, TypeError, PlacementError) as error:
         if is_chosen():
             raise PlacementError(f"VERL_ENGINE_VENDOR=placement, but placement cannot place this verl: {error}") from error
         logger.debug("placement's engines are not available to verl: %s", error)
         return
     if is_chosen():
-        logger.info("placement is active: param_offload and optimizer_offload of verl's %s engines mean that placement places", names)
+        what = "param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that placement places"
+        logger.info("placement is active: %s", what)
 
 
 def place_rollouts() -> None:

@@ -42,21 +42,14 @@ _bases: dict[str, tuple[type[PlacedRollout], str]] = {}
 
 
 class ColocatedRollout(TaggedEngine):
-    """The engine behind a rollout that verl's driver puts to sleep. `wake` wakes one part; `sleep` puts these parts to sleep, which are all
-    that are awake; `free_bytes` are those of the device; `tags` are the parts that the driver puts to sleep."""
+    """The engine behind a rollout that verl's driver puts to sleep. `resume` is the method of verl's adapter that wakes parts."""
 
     frees_when_asked = False  # the driver has put it to sleep before
 
-    def __init__(
-        self,
-        wake: Callable[[str], object],
-        sleep: Callable[[Collection[str]], object],
-        free_bytes: Callable[[], int],
-        tags: tuple[str, ...],
-        weights: Weights,
-    ) -> None:
-        super().__init__(tags=tags, weights=weights, offloaded=tags)
-        self._wake, self._sleep, self._free_bytes = wake, sleep, free_bytes
+    def __init__(self, rollout: PlacedRollout, resume: Callable[[list[str]], Coroutine[Any, Any, None]]) -> None:
+        tags = rollout._parts()
+        super().__init__(tags=tags, weights=rollout._weights, offloaded=tags)
+        self._rollout, self._resume = rollout, resume
         self._free_when_awake = 0
         self.may_wake = False  # whether verl has asked for it. A policy alone does not wake the rollout: verl's driver would not know.
 
@@ -70,16 +63,16 @@ class ColocatedRollout(TaggedEngine):
                 "phase does not need, such as 'colocated'"
             )
         for tag in tags:
-            self._wake(tag)
-        self._free_when_awake = self._free_bytes()
+            _done(None, self._resume, [tag])
+        self._free_when_awake = self.residency.free_bytes()
 
     def offload(self, tags: Collection[str]) -> None:
         """Nothing where the driver has done it; else put them to sleep. What was never measured counts as done."""
         wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
         for _ in interrupts.looks(_PATIENCE_SECONDS, _POLL_SECONDS, _POLL_SECONDS):
-            if not self.residency.resident_bytes or self._free_bytes() >= wanted:
+            if not self.residency.resident_bytes or self.residency.free_bytes() >= wanted:
                 return
-        self._sleep(tags)
+        _done(self._rollout._seconds, self._rollout.release_parts, tags)
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
@@ -104,14 +97,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         if manager is None or reason is not None:
             logger.info("the rollout is no handle of placement: %s", reason)
             return
-        inherited: Any = super()
-        self._colocated = ColocatedRollout(
-            lambda tag: _done(None, inherited.resume, [tag]),
-            lambda tags: _done(self._seconds, self.release_parts, tags),
-            lambda: manager.device.memory().free_bytes,
-            self._parts(),
-            self._weights,
-        )
+        self._colocated = ColocatedRollout(self, super().resume)
         manager.register("rollout", self._colocated, role="rollout", replace=True)
         self._manager = manager
         rollouts.add(self)

@@ -48,7 +48,16 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-class CpuPlatform(PlatformBase):  # type: ignore[misc, unused-ignore]
+class _Idle(PlatformBase):  # type: ignore[misc, unused-ignore]
+    """Does nothing where a device would have something to do."""
+
+
+for _name in PlatformBase.__abstractmethods__:
+    setattr(_Idle, _name, lambda *_, **__: None)
+_Idle.__abstractmethods__ = frozenset()
+
+
+class CpuPlatform(_Idle):
     device_name = DeviceName("cpu")
     vendor_name = "cpu"
     device_module = _device_module()
@@ -62,18 +71,10 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc, unused-ignore]
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -88,20 +89,11 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc, unused-ignore]
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "GPU"  # verl's driver looks for no other; a cluster may claim to have some
 
     def ray_noset_envvars(self) -> list[str]:
         return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> None: ...
 
 
 def use_cpu() -> None:

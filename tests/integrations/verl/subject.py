@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -131,24 +132,14 @@ def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywor
 
 
 @contextmanager
-def moves_of_verl() -> Iterator[list[str]]:
-    """The calls of verl's own routines that offload a model, or move an optimizer, meanwhile."""
+def moves_of_verl() -> Iterator[list[mock.Mock]]:
+    """verl's own routines that offload a model, or move an optimizer; each knows whether it was called meanwhile."""
     from verl.workers.engine.fsdp import transformer_impl
 
     names = ("offload_fsdp_model_to_cpu", "offload_fsdp_optimizer", "load_fsdp_optimizer")
-    real = {name: getattr(transformer_impl, name) for name in names}
-    called: list[str] = []
-
-    def counted(name: str) -> Any:
-        return lambda *arguments, **keywords: (called.append(name), real[name](*arguments, **keywords))[1]
-
-    for name in names:
-        setattr(transformer_impl, name, counted(name))
-    try:
-        yield called
-    finally:
-        for name, routine in real.items():
-            setattr(transformer_impl, name, routine)
+    with ExitStack() as patched:
+        routines = {name: getattr(transformer_impl, name) for name in names}
+        yield [patched.enter_context(mock.patch.object(transformer_impl, name, wraps=own)) for name, own in routines.items()]
 
 
 @contextmanager

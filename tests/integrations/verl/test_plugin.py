@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -52,16 +53,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for each in [each for each in sys.modules if each.startswith(name)]:
         del sys.modules[each]
     assert sys.meta_path == before
-
-
-def test_a_call_comes_at_the_end_of_the_import(package: str) -> None:
-    seen: list[object] = []
-    after_import(f"{package}.late", lambda: seen.append(sys.modules[f"{package}.late"].value))
-    importlib.import_module(package)
-    assert seen == []
-    importlib.import_module(f"{package}.late")
-    importlib.import_module(f"{package}.late")
-    assert seen == [1]
 
 
 def test_a_module_that_is_there_needs_no_waiting(package: str) -> None:
@@ -131,24 +122,20 @@ def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for() 
     from placement import PlacementError
     from placement.integrations.verl.plugin import register_engines
 
-    owners = (FSDPEngine, BaseEngine)
-    removed = [owner.__dict__["get_per_tensor_param_shard"] for owner in owners]
-    for owner in owners:
-        del owner.get_per_tensor_param_shard
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (FSDPEngine, BaseEngine):
+            patch.delattr(owner, "get_per_tensor_param_shard")
         with _chosen(False):
             register_engines()
         with _chosen(True), pytest.raises(PlacementError, match=r"lacks FSDPEngineWithLMHead\.get_per_tensor_param_shard"):
             register_engines()
-    finally:
-        for owner, method in zip(owners, removed, strict=True):
-            owner.get_per_tensor_param_shard = method
     with _chosen(True):
         register_engines()
 
 
+@pytest.mark.parametrize("has_sglang", [True, False])
 @on_ranks("one_rank")
-def test_the_rollouts_that_are_handles() -> None:
+def test_the_rollouts_that_are_handles(has_sglang: bool) -> None:
     """Where verl has an adapter of SGLang, and where it has none, which is logged."""
     needs("verl")
     worker.import_verl()
@@ -157,28 +144,14 @@ def test_the_rollouts_that_are_handles() -> None:
     from placement.integrations.verl import rollout
     from placement.integrations.verl.plugin import place_rollouts, register_engines
 
-    before, placed = dict(base._ROLLOUT_REGISTRY), dict(rollout._bases)
-    own = {(name, "async"): f"verl.{name}.ServerAdapter" for name in ("vllm", "sglang", "trtllm")}
-    try:
-        for verl_has in ("all", "no sglang"):
-            rollout._bases.clear()
-            base._ROLLOUT_REGISTRY.clear()
-            base._ROLLOUT_REGISTRY.update({key: path for key, path in own.items() if verl_has == "all" or "sglang" not in key})
-            with _chosen(True) as records:
-                place_rollouts()
-            paths = {name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()}
-            kinds = {attribute: kind.__name__ for attribute, (kind, _) in rollout._bases.items()}
-            if verl_has == "all":
-                assert paths == {"vllm": "Placed_vllm", "sglang": "Placed_sglang", "trtllm": "ServerAdapter"}
-                assert kinds == {"Placed_vllm": "PlacedRollout", "Placed_sglang": "PlacedSglang"}
-                assert records == []
-            else:
-                assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"}
-                assert records == ["a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"]
-    finally:
-        rollout._bases.clear()
-        rollout._bases.update(placed)
-        base._ROLLOUT_REGISTRY.clear()
-        base._ROLLOUT_REGISTRY.update(before)
-    with _chosen(True):
+    names = ("vllm", "trtllm", *(["sglang"] if has_sglang else []))
+    own = {(name, "async"): f"verl.{name}.ServerAdapter" for name in names}
+    with mock.patch.dict(base._ROLLOUT_REGISTRY, own, clear=True), mock.patch.dict(rollout._bases, clear=True), _chosen(True) as records:
+        place_rollouts()
+        paths = {name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()}
+        kinds = {attribute: kind.__name__ for attribute, (kind, _) in rollout._bases.items()}
         register_engines()
+    assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"} | ({"sglang": "Placed_sglang"} if has_sglang else {})
+    assert kinds == {"Placed_vllm": "PlacedRollout"} | ({"Placed_sglang": "PlacedSglang"} if has_sglang else {})
+    told = "a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"
+    assert (told in records) is not has_sglang

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,15 +138,11 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
     """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of the model, and so they do here."""
     both = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
-    moves = torch.nn.Module.to
     published = []
     for subject in both:
         subject.train(0)
-        torch.nn.Module.to = lambda module, *_, **__: module._apply(torch.clone)  # type: ignore[method-assign, assignment, misc]
-        try:
+        with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module._apply(torch.clone)):
             published.append(subject.publish(base_sync_done=False))
-        finally:
-            torch.nn.Module.to = moves  # type: ignore[method-assign]
         subject.train(1)
         subject.infer(2)
     assert published[0] == published[1]
@@ -210,22 +207,18 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(model: Path, offload: tupl
     }
 
 
-@pytest.mark.parametrize("policy", ["colocated('streamed', stream_sync=True)", "resident"])
-@on_ranks("one_rank")
-def test_no_policy_moves_what_fsdp2_places(model: Path, policy: str) -> None:
-    left_to_fsdp2(model, {"policy": policy})
-
-
 @pytest.mark.parametrize(
     ("keywords", "role"),
     [
+        ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
+        ({"policy": "resident"}, "actor"),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
         ({"model_type": "value_model"}, "critic"),
     ],
-    ids=["reference without flags", "critic"],
+    ids=["streamed", "resident", "reference without flags", "critic"],
 )
 @on_ranks("one_rank")
-def test_other_roles_that_fsdp2_places(model: Path, keywords: dict[str, Any], role: str) -> None:
+def test_no_policy_moves_what_fsdp2_places_and_no_role_is_moved(model: Path, keywords: dict[str, Any], role: str) -> None:
     found = left_to_fsdp2(model, keywords)
     assert list(found["external"]) == ([role] if role == "ref" else [role, f"{role}.optimizer"])
     assert found["states"]["infer"][role] == GPU

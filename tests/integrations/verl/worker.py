@@ -7,10 +7,9 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -95,15 +94,9 @@ def use_simulated(device: Device | None = None, policy: str = "colocated") -> Ma
             del os.environ[name]
 
 
-@contextmanager
-def unpinned() -> Iterator[None]:
+def unpinned() -> Any:
     """FSDP1 pins what it offloads itself, which needs an accelerator."""
-    pin = torch.Tensor.pin_memory
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign, assignment, misc]
-    try:
-        yield
-    finally:
-        torch.Tensor.pin_memory = pin  # type: ignore[method-assign]
+    return mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
 
 
 def build(
