@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -122,7 +123,10 @@ class Manager:
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
-        self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
+        # Without the manager, so that a server that shows snapshots does not keep it alive.
+        self._take_snapshot = partial(
+            audit.take_snapshot, self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal
+        )
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
         # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The
@@ -242,7 +246,7 @@ class Manager:
             DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays registered.
         """
         with self._stack.lock.transition():
-            found = self._stack.known(handle if isinstance(handle, str) else handle.name)
+            found = self._stack.known(handle)
             if steppers := self._stack.steppers_of(found):
                 raise PhaseError(f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; unregister that first")
             if on_device:
@@ -363,7 +367,7 @@ class Manager:
 
         Takes no lock, so that a scrape of the metrics never waits for a move.
         """
-        return self._snapshots.take()
+        return self._take_snapshot()
 
     def audit(self) -> Audit:
         """Compare the declared state of every handle with its tensors and with the device. Changes nothing.
@@ -422,8 +426,8 @@ class Manager:
         outside = self._stack.reconciler.outside
         if not outside.is_watched:
             outside.watch(OtherProcesses(self.device.uuid))
-        snapshots, stack = self._snapshots, self._stack  # not the manager: the server would keep it alive
-        server = MetricsServer(snapshots.take, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
+        stack = self._stack  # not the manager: the server would keep it alive
+        server = MetricsServer(self._take_snapshot, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)

@@ -34,13 +34,9 @@ from placement.storage.writes import WrittenWhileOffloaded
 if TYPE_CHECKING:
     from placement.engines.tagged import Residency
 
-_STEPS: tuple[tuple[Trigger, ...], ...] = (
-    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
-    (Trigger.OFFLOAD,),
-    (Trigger.LOAD,),
-    tuple(Trigger),
-)
-"""The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
+_BEFORE_MOVES = ((Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),)
+_FROM_MOVES_ON = ((Trigger.OFFLOAD,), (Trigger.LOAD,), tuple(Trigger))
+"""The order of triggers in a phase transition. The bytes of all offloads and loads move between the two, at the same time."""
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
@@ -137,7 +133,10 @@ class Mover:
             if agree is not None and (any(have_left) or any(not target_of(handle, plan)[1] for handle in writes)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
-            self._march(others, lambda handle: target_of(handle, plan))
+            paths = [(handle, _path(handle, target_of(handle, plan))) for handle in others]
+            self._fire_steps(paths, _BEFORE_MOVES)
+            self._move(paths)
+            self._fire_steps(paths, _FROM_MOVES_ON)
             if self._complaints:
                 raise self._complaints.pop(0)
             lacks_engines = any(_lacks(engine, plan) for engine in engines)
@@ -166,23 +165,14 @@ class Mover:
         if isinstance(cause, CoordinatorLost):
             for failure in self._complete(sources):
                 cause.add_note(f"placement: {failure}")
-            self._forget()  # but keep the freed chunks, so that going back later needs no new memory
+            self._begin()  # keeps the freed chunks, so that going back later needs no new memory
             return
         for holding in self._exchange.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
-        self._begin()  # takes over the freed chunks, which are enough
-        for error in (*self._bring_what_can([*sources], sources.__getitem__), *self.complete(sources)):
+        # It takes over the freed chunks, which are enough.
+        for error in (*self.retreat({each.name: each for each in sources}, Plan({}), back_to=sources), *self.complete(sources)):
             cause.add_note(f"placement: {error}")
-
-    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
-        """Fire the triggers on every handle's path, in an order that frees memory before loading."""
-        paths = [(handle, _path(handle, target(handle))) for handle in handles]
-        for step in _STEPS:
-            if step is _STEPS[1]:
-                self._move(paths)
-            for handle, triggers in paths:
-                self._fire_step(handle, triggers, step)
 
     # --- as far as possible
 
@@ -191,15 +181,42 @@ class Mover:
         handles: Mapping[str, Handle],
         plan: Plan,
         *,
+        back_to: Mapping[Handle, Node] | None = None,
         while_copying: Callable[[], None] = nothing,
         ahead: Ahead = NOTHING_AHEAD,
         is_together: bool = False,
     ) -> list[Exception]:
-        """Bring every handle as far towards its target as possible, and return the errors. `complete` comes once all ranks have voted."""
+        """Bring every handle as far as possible towards the plan, or `back_to` its source. Returns the errors. `complete` comes once all
+        ranks have voted.
+
+        All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
+        a handle raises it once.
+        """
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(dropping=_dropping(others, plan), staying=ahead.staying, while_copying=while_copying, is_together=is_together)
-        errors += self._bring_what_can(others, lambda handle: target_of(handle, plan))
+        targets = {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
+        paths: list[tuple[Handle, list[Trigger]]] = []
+        try:
+            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, targets[handle]))))
+            is_moved = any(triggers for _, triggers in paths)
+            self._fire_steps(paths, _BEFORE_MOVES, errors)
+            for _ in range(len(paths) + 1):
+                try:
+                    self._move(paths, releases_at_once=True)
+                    break
+                except WrittenWhileOffloaded as error:
+                    errors.append(error)
+                except Exception:  # raised again by the handle that cannot move
+                    break
+            self._fire_steps(paths, _FROM_MOVES_ON, errors)
+            if is_moved or errors:
+                errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
+            self._finish(others)
+        finally:
+            self._end()
+        errors += self._complaints
+        self._complaints = []
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
@@ -211,38 +228,6 @@ class Mover:
         """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
         errors = self._complete(handles)
         return [*errors, *self._settle_all(handles)] if errors else []
-
-    def _bring_what_can(self, handles: Sequence[Handle], target: Callable[[Handle], Node]) -> list[Exception]:
-        """Bring each of these handles as far towards its target as possible, and end the phase transition. Returns the errors.
-
-        All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
-        a handle raises it once.
-        """
-        paths: list[tuple[Handle, list[Trigger]]] = []
-        try:
-            errors = self._each(handles, lambda handle: paths.append((handle, _path(handle, target(handle)))))
-            moves = any(triggers for _, triggers in paths)
-            for step in _STEPS:
-                for _ in range(len(paths) + 1) if step is _STEPS[1] else ():
-                    try:
-                        self._move(paths, releases_at_once=True)
-                        break
-                    except WrittenWhileOffloaded as error:
-                        errors.append(error)
-                    except Exception:  # raised again by the handle that cannot move
-                        break
-                for handle, triggers in paths:
-                    try:
-                        self._fire_step(handle, triggers, step)
-                    except Exception as error:
-                        errors.append(error)
-                        triggers.clear()
-            if moves or errors:
-                errors += self._settle_all([handle for handle in handles if handle.storage.is_complete])
-            self._finish(handles)
-        finally:
-            self._end()
-        return [*errors, *self._take_complaints()]
 
     def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
         """Repair every handle and do something with it, even if that fails for some. Returns the errors."""
@@ -262,17 +247,9 @@ class Mover:
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
         self._exchange, self._moved = Exchange(self._device, chunk_pool, self._verifier, **fields), {}
 
-    def _forget(self) -> None:
-        """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
-        self._exchange, self._moved = Exchange(self._device, self.chunk_pool, self._verifier), {}
-
-    def _take_complaints(self) -> list[Exception]:
-        found, self._complaints = self._complaints, []
-        return found
-
     def _end(self) -> None:
-        """End the phase transition: forget it, and return its chunks to the driver."""
-        self._forget()
+        """End the phase transition: forget it, except for errors still to be raised, and return its chunks to the driver."""
+        self._begin()
         self.chunk_pool.release()
 
     def _end_with(self, ahead: Ahead) -> None:
@@ -336,14 +313,23 @@ class Mover:
 
     # --- one state transition
 
-    def _fire_step(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
-        """Fire the triggers of a path that belong to this step, taking them off the list."""
-        while triggers and triggers[0] in step:
-            trigger = triggers.pop(0)
-            # State that a first step created is in torch's own memory, and counted there, until the first offload.
-            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
-                handle.storage.measure_unadopted()
-            self._fire(handle, trigger)
+    def _fire_steps(self, paths: Paths, steps: Iterable[Sequence[Trigger]], errors: list[Exception] | None = None) -> None:
+        """Fire the triggers of these steps, taking them off the paths. `errors`: gets the error of each handle that cannot go on, while the
+        others do; None: the first error is raised."""
+        for step in steps:
+            for handle, triggers in paths:
+                try:
+                    while triggers and triggers[0] in step:
+                        trigger = triggers.pop(0)
+                        # State that a first step created is in torch's own memory, and counted there, until the first offload.
+                        if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
+                            handle.storage.measure_unadopted()
+                        self._fire(handle, trigger)
+                except Exception as error:
+                    if errors is None:
+                        raise
+                    errors.append(error)
+                    triggers.clear()
 
     def _fire(self, handle: Handle, trigger: Trigger) -> None:
         """Make one state transition: do its work, commit it, record it."""

@@ -62,7 +62,7 @@ def train(worker: Worker, seed: int = 0) -> None:
 
 def wait_for_the_thread(worker: Worker) -> None:
     """Until the reference has all the memory that it wants, or the thread has stopped."""
-    copies = worker.manager._stack.reconciler.prefetcher._copies
+    copies = worker.manager._stack.reconciler.prefetcher.copies
     until(lambda: not copies._bursts)
     with copies._lock:  # it has started the last burst
         pass

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
-from placement.planning.host_tier import HostShare, PhaseHistory, UseHistory, check_fits_host
+from placement.planning.host_tier import HostShare, UseHistory, check_fits_host
+from placement.planning.planner import PhaseHistory
 from placement.storage.disk import HostCopy, next_step
 
 COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.just(value=False)), max_size=12)
