@@ -20,6 +20,7 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
+from placement.group.lease import lease_for
 from placement.phases import audit
 from placement.phases.open_phases import here
 from placement.phases.phase import Hold, PhaseContext, names_of
@@ -115,11 +116,7 @@ class Manager:
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
-        lease = None
-        if self.settings.leases is not None:
-            from placement.group.lease import lease_for
-
-            lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
+        lease = None if self.settings.leases is None else lease_for(self.device, self.settings, group)
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []

@@ -85,7 +85,6 @@ class Mover:
         self._complaints: list[Exception] = []
         """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._wanted_tags: dict[Handle, frozenset[str]] = {}  # the tags to load for each engine that is being loaded
 
     @property
     def chunk_pool(self) -> ChunkPool:
@@ -331,19 +330,19 @@ class Mover:
                     errors.append(error)
                     triggers.clear()
 
-    def _fire(self, handle: Handle, trigger: Trigger) -> None:
-        """Make one state transition: do its work, commit it, record it."""
+    def _fire(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None = None) -> None:
+        """Make one state transition: do its work, commit it, record it. `tags`: those that an engine moves; None: those on the device."""
         began, source = time.monotonic(), handle.state
         with self._failing([(handle, trigger)]):
             handle.require(trigger)
         if trigger in _MOVES and handle not in self._moved:  # this is recovery, or the exchange of all has failed
             self._move([(handle, [trigger])])
         with self._failing([(handle, trigger)]):
-            moved = self._work(handle, trigger)
+            moved = self._work(handle, trigger, tags)
             handle.fire(trigger)
         self._record(handle, trigger, source, began, moved)
 
-    def _work(self, handle: Handle, trigger: Trigger) -> MoveResult:
+    def _work(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None) -> MoveResult:
         """Do what is left before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
@@ -355,7 +354,7 @@ class Mover:
             return MoveResult()
         if (residency := handle.residency) is not None:
             began = time.monotonic()
-            tags = self._wanted_tags.get(handle, residency.resident_tags)
+            tags = residency.resident_tags if tags is None else tags
             copied = residency.offload(tags) if trigger is Trigger.OFFLOAD else residency.load(tags)
             return MoveResult(time.monotonic() - began, copied)
         if (holding := handle.holding) is None:
@@ -430,20 +429,17 @@ class Mover:
 
     def _engine_comes(self, handle: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the handle to its state."""
-        wanted = self._wanted_tags[handle] = wanted_tags(handle, plan)
-        try:
-            if _lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
-                self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
-            self._fire_all(handle, target_of(handle, plan))
-            if wanted:
-                _residency_of(handle).reopen()
-        finally:
-            del self._wanted_tags[handle]
+        wanted = wanted_tags(handle, plan)
+        if _lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
+            self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
+        self._fire_all(handle, target_of(handle, plan), wanted)
+        if wanted:
+            _residency_of(handle).reopen()
 
-    def _fire_all(self, handle: Handle, target: Node) -> None:
-        """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say."""
+    def _fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
+        """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say. `tags`: those to load."""
         for trigger in path((handle.state, handle.state is not State.CPU_OFFLOADED), target):
-            self._fire(handle, trigger)
+            self._fire(handle, trigger, tags)
 
     def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
         """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
-from placement.core.journal import Journal, logger
+from placement.core.journal import Journal
 from placement.core.settings import Settings
 from placement.core.states import IDLE, WEIGHTS, Plan, State, View
 from placement.devices.base import Device
@@ -28,10 +28,8 @@ from placement.planning.planner import Planner, check_fits, is_there, meant, unk
 from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
-from placement.registration.streamed_optimizer import SteppedHandle
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
-from placement.storage.transfer.streamed import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
 
 if TYPE_CHECKING:
@@ -240,15 +238,6 @@ class Reconciler:
         """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
         if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
             self._device.trim()
-
-    def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
-        """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
-        handle.counters.loaded_bytes += streamed.to_device_bytes
-        handle.counters.prefetch_used_bytes += streamed.early_bytes
-        handle.counters.offloaded_bytes += streamed.to_host_bytes
-        held_bytes = sum(each.resident_bytes for each in self._handles.values())
-        self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)
-        logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
 
     def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)

@@ -75,13 +75,11 @@ class DiskTier:
         if held + nbytes <= self._limit_bytes:
             return
         lacking = nbytes + held - self._keeper.held_bytes  # with what this registration has taken already
-        self._keeper.pause()  # else it would read ahead into the room that it makes
-        if self._keeper.make_room(lacking):
-            return
-        if any(r.has_early for holding in _holdings(self._handles.values()).values() for r in holding.ranges):
-            self._give_up_early()
-            self._arrange()
-            self._keeper.pause()
+        for gives_up_early in (False, True):
+            if gives_up_early:
+                self._give_up_early()
+                self._arrange()
+            self._keeper.pause()  # else it would read ahead into the room that it makes
             if self._keeper.make_room(lacking):
                 return
         raise HostMemoryError(

@@ -20,7 +20,6 @@ from placement.group.vote import OtherBudgetError
 from placement.registration.handle import Handle, Node
 
 MOST_PHASES = 64  # how far back a history goes
-_NO_TAG: frozenset[str] = frozenset()
 _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
@@ -201,7 +200,7 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage, streamed = handle.storage, handle.streamed
     window_bytes = 0 if streamed is None else streamed.window_bytes
-    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, _NO_TAG)
+    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, frozenset[str]())
     sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, resident_tags)
     facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
     if (last := handle.last_view) is not None and last[0] == facts:

@@ -88,8 +88,8 @@ def test_the_cycle_tells_who_is_needed_next() -> None:
 
 def test_without_a_cycle_the_least_recently_used_goes_first() -> None:
     history = UseHistory()
-    for name in ("a", "b", "c", "a"):
-        history.note(f"phase {name}{history._count}", frozenset({name}))
+    for number, name in enumerate("abca"):
+        history.note(f"phase {number}", frozenset({name}))
     assert history.order(["never", "a", "b", "c"]) == ["a", "c", "b", "never"]
 
 
