@@ -25,7 +25,6 @@ from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES
 from tests.engines.test_tagged import Own
 from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer, lease_of
-from tests.group.processes import Processes
 
 ACTOR = 33 * CHUNK
 """The actor of a `GpuSharer`: its weights, and a chunk for the bias."""
@@ -35,11 +34,11 @@ GPU, OFF, TRAIN = State.GPU_RESIDENT, State.CPU_OFFLOADED, State.TRAINING
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[GpuSharer]:
     """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer 66."""
-    trainer = GpuSharer("trainer", str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
+    trainer = GpuSharer(str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
     trainer.work()
     yield trainer
     if not trainer.manager.snapshot().phases:
-        trainer.close()
+        trainer.manager.close()
 
 
 def other(tmp_path: Path, nbytes: int = 0) -> Lease:
@@ -84,12 +83,12 @@ def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: GpuSharer, tmp_p
         step.switch("log_prob")
         assert worker.held_bytes() == (ACTOR, ACTOR)
     assert worker.held_bytes() == (0, 0)
-    worker.close()
+    worker.manager.close()
     assert Ledger.of(tmp_path / "leases", f"simulated{tmp_path / 'capacity'}").claims() == []
 
 
 def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path) -> None:
-    worker = GpuSharer("trainer", str(tmp_path), lease_deadline_seconds=20.0)
+    worker = GpuSharer(str(tmp_path), lease_deadline_seconds=20.0)
     with worker.manager.phase("train") as step:
         assert worker.held_bytes() == (2 * ACTOR, ACTOR)
         with worker.manager.phase("away", only=[]):
@@ -103,22 +102,7 @@ def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path
         raise AssertionError("entered")
     assert worker.held_bytes() == (0, 0)
     lease.close()
-    worker.close()
-
-
-def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_path: Path) -> None:
-    engine = processes.start(GpuSharer, "rollout", str(tmp_path))
-    with worker.manager.phase("train"):
-        engine.begin("enter", "rollout")
-        assert engine.is_busy(0.2)
-    engine.answer()
-    assert engine.call("states") == {"engine": "GPU_RESIDENT"}
-    working = in_thread(worker.work)
-    assert until_waiting(worker) == 0
-    engine.call("leave")
-    working.result(30)
-    engine.call("work_on", 3)
-    engine.end()
+    worker.manager.close()
 
 
 def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuSharer, tmp_path: Path) -> None:
@@ -163,7 +147,7 @@ def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: GpuSharer
 
 
 def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Path) -> None:
-    worker = GpuSharer("trainer", str(tmp_path))
+    worker = GpuSharer(str(tmp_path))
     lease = other(tmp_path)
     with worker.manager.phase("log_prob"):
         with worker.manager.phase("away"):
@@ -190,7 +174,7 @@ def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Pa
         assert "other processes have the memory of actor" in ended.value.__notes__[0]
         lease.settle(0)
     assert_nothing_resident(worker.manager)
-    worker.close()
+    worker.manager.close()
 
 
 @pytest.mark.parametrize("gives_way", [False, True])

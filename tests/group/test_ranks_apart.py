@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +11,12 @@ from torch import nn
 
 from placement import Manager, PlacementError, State
 from placement.core.states import Plan, View
-from placement.group import Group, StoreGroup
+from placement.group import StoreGroup
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
+from tests.group.manager_ranks import Rank, ranks_of
 from tests.support.threads import in_threads, on_all
-from tests.support.trainer import CHUNK, WIDTH, Trainer
+from tests.support.trainer import CHUNK, WIDTH
 
 WORLD = 2
 TIGHT_BYTES = 13 * CHUNK
@@ -26,59 +25,12 @@ KEEPING = ("cyclic", "resident")
 """The policies that keep what is there."""
 
 
-class Rank(Trainer):
-    """A rank that may be unlike the other. `place`: a store, or a group of its own kind."""
-
-    def __init__(self, place: dist.Store | Group, rank: int, generation: int = 0, **settings: Any) -> None:
-        torch.manual_seed(0)
-        self.rank = rank
-        self.group = place if isinstance(place, Group) else StoreGroup(place, rank, WORLD, 20.0, generation=generation)
-        super().__init__(lambda device: Manager(device=device, group=self.group, **settings))
-
-    def rejoin(self, store: dist.Store, generation: int) -> Rank:
-        self.manager.rejoin(StoreGroup(store, self.rank, WORLD, 20.0, generation=generation))
-        return self
-
-    def step(self, *, fails: int | None = None, gives_up: int | None = None, inside: bool = False) -> str:
-        """log_prob, train, weight_sync.
-
-        Args:
-            fails: this rank raises before its optimizer steps.
-            gives_up: this rank is done with `ref`.
-            inside: there is a phase inside two of them, and the rank that gives `ref` up is done with `adam` as well.
-        """
-        try:
-            with self.manager.phase("log_prob") as step:
-                if gives_up == self.rank:
-                    step.done_with("ref")
-                if inside:
-                    with self.manager.phase("values", only=["critic"]):
-                        pass
-                step.switch("train")
-                if fails == self.rank:
-                    raise ArithmeticError("a bad batch")
-                self.learn()
-                if inside:
-                    if gives_up == self.rank:
-                        step.done_with("adam")
-                    with self.manager.phase("checkpoint"):
-                        pass
-                step.switch("weight_sync")
-        except (ArithmeticError, PlacementError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "done"
-
-
-def made(store: dist.Store, **settings: Any) -> list[Rank]:
-    return on_all(range(WORLD), lambda rank: Rank(store, rank, **settings))
-
-
-def go_on(ranks: list[Rank], steps: int) -> None:
-    """Make steps without a failure, and close: outside every phase the cyclic policy has handles arrive early."""
-    for _ in range(steps):
-        assert on_all(ranks, Rank.step) == ["done"] * WORLD
-    for rank in ranks:
-        rank.manager.close()
+def step(rank: Rank) -> str:
+    with rank.manager.phase("log_prob") as phase:
+        phase.switch("train")
+        rank.learn()
+        phase.switch("weight_sync")
+    return "done"
 
 
 @pytest.mark.parametrize("budget_bytes", [None, TIGHT_BYTES], ids=["room", "tight"])
@@ -86,49 +38,25 @@ def go_on(ranks: list[Rank], steps: int) -> None:
 def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(policy: str, budget_bytes: int | None) -> None:
     """It has nothing on the device, and knows no cycle of phases."""
     store, settings = dist.HashStore(), {"policy": policy, "budget_bytes": budget_bytes}
-    ranks = made(store, **settings)
+    ranks = ranks_of(WORLD, store=store, **settings)
     for _ in range(3):
-        assert on_all(ranks, Rank.step) == ["done"] * WORLD
+        assert on_all(ranks, step) == ["done"] * WORLD
     ranks[1].manager.close()
-    go_on(in_threads(lambda: ranks[0].rejoin(store, 1), lambda: Rank(store, 1, 1, **settings)), 4)
-
-
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 16))])
-def test_whatever_sets_two_ranks_apart_they_go_on_together(seed: int) -> None:
-    """A step that one optimizer has not made, a handle that one rank is done with, critics of different sizes as with pipeline stages."""
-    chance = random.Random(seed)
-    budget_bytes = chance.choice([None, TIGHT_BYTES, 20 * CHUNK])
-    ranks = made(dist.HashStore(), policy=chance.choice([*KEEPING, "colocated"]), budget_bytes=budget_bytes)
-    more = 2 * chance.randint(0, budget_bytes != TIGHT_BYTES)
-    critics = [nn.Linear(WIDTH, WIDTH * (1 + more * rank.rank)) for rank in ranks]
-    for rank, critic in zip(ranks, critics, strict=True):
-        rank.manager.register("critic", critic, role="critic")
-
-    def values(rank: Rank) -> None:
-        with rank.manager.phase("values"):
-            pass
-
-    for _ in range(8):
-        if budget_bytes != TIGHT_BYTES:
-            assert on_all(ranks, values) == [None] * WORLD
-        event = chance.choice(["fails", "gives_up", ""])
-        how: dict[str, Any] = {event: chance.randrange(WORLD)} if event else {}
-        answers = on_all(ranks, lambda rank, how=how: rank.step(inside=budget_bytes is None, **how))
-        if event == "fails":
-            assert answers[how["fails"]] == "ArithmeticError: a bad batch"
-            assert f"rank {how['fails']}: ArithmeticError: a bad batch" in answers[1 - how["fails"]]
-        else:
-            assert answers == ["done"] * WORLD
-    go_on(ranks, 2)
+    groups = in_threads(*(lambda rank=rank: StoreGroup(store, rank, WORLD, 20.0, generation=1) for rank in range(WORLD)))
+    in_threads(lambda: ranks[0].manager.rejoin(groups[0]), lambda: ranks.__setitem__(1, Rank(groups[1], **settings)))
+    for _ in range(4):
+        assert on_all(ranks, step) == ["done"] * WORLD
+    for rank in ranks:
+        rank.manager.close()  # outside every phase the cyclic policy has handles arrive early
 
 
 @pytest.mark.parametrize("policy", KEEPING)
 def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(policy: str) -> None:
-    ranks = made(dist.HashStore(), policy=f"{policy}(drop_gradients=True)")
+    ranks = ranks_of(WORLD, policy=f"{policy}(drop_gradients=True)")
 
     def step(rank: Rank, gives_up: int | None) -> str:
         with rank.manager.phase("log_prob") as phase:
-            if gives_up == rank.rank:
+            if gives_up == rank.group.rank:
                 phase.done_with("actor")
             phase.switch("ref_log_prob")
             phase.switch("train")
@@ -143,7 +71,7 @@ def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(polic
 @pytest.mark.parametrize(("operation", "at"), [("sync", 3), ("host", 1), ("map", 3)])
 def test_a_failed_change_leaves_no_cycle_that_holds_tensors(operation: str, at: int) -> None:
     """Else the gradients of the step before stay alive, and an audit finds references to them, until garbage is collected."""
-    rank = Rank(StoreGroup(dist.HashStore(), 0, 1, 5.0), 0)
+    (rank,) = ranks_of(1)
 
     def step(*, fails: bool) -> str:
         try:
@@ -210,8 +138,9 @@ class NeedsTheReference(Colocated):
 def test_what_one_rank_needs_and_the_other_does_not_is_refused_for_good() -> None:
     """It never leaves the device of the rank that needs it."""
     store = dist.HashStore()
-    ranks = in_threads(lambda: Rank(store, 0), lambda: Rank(store, 1, policy=NeedsTheReference()))
+    groups = on_all(range(WORLD), lambda rank: StoreGroup(store, rank, WORLD, 20.0))
+    ranks = [Rank(groups[0]), Rank(groups[1], policy=NeedsTheReference())]
     for _ in range(3):
-        for answer in on_all(ranks, Rank.step):
-            assert "rank 1: has another plan" in answer
-            assert "the ranks' policies, settings or registrations differ" in answer
+        for error in on_all(ranks, Rank.steps):
+            assert "rank 1: has another plan" in str(error)
+            assert "the ranks' policies, settings or registrations differ" in str(error)
