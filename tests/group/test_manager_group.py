@@ -40,16 +40,6 @@ def raised(rank: Rank, do: Callable[[], Any]) -> str:
 # --- a rank fails in the middle
 
 
-@pytest.mark.parametrize(("failing", "switched"), [(0, False), (1, True)])
-def test_out_of_memory_on_one_rank_is_everybodys(failing: int, switched: bool) -> None:
-    ranks = ranks_of(2)
-    ranks[failing].faults.fail("create", at=4 if switched else 2)
-    for failures in on_all(ranks, lambda rank: rank.failures(rank.steps)):
-        assert [*failures] == [failing]
-        assert failures[failing].startswith("DeviceMemoryError")
-    meet(ranks)
-
-
 def test_three_ranks_whose_moves_fail_differently() -> None:
     """Past the proposals: no memory from the driver, a policy that fails, and a copy that fails."""
     ranks = ranks_of(3)

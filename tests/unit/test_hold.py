@@ -9,22 +9,7 @@ import pytest
 
 from placement import PhaseError
 from placement.testing import assert_nothing_resident
-from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, trained
-
-
-def test_holds_are_released_in_any_order() -> None:
-    worker = trained()
-    actor = worker.manager.hold("train", only=["actor"])
-    ref = worker.manager.hold("ref_log_prob", only=["ref"])
-    critic = worker.manager.hold("train", only=["critic"])
-    assert worker.on_device() == {"actor", "actor.optimizer", "ref", "critic", "critic.optimizer"}
-    actor.release()
-    assert worker.states() == {"actor": OFF, "actor.optimizer": OFF, "ref": GPU, "critic": TRAIN, "critic.optimizer": TRAIN}
-    critic.release()
-    assert worker.on_device() == {"ref"}
-    assert [hold.is_open for hold in (actor, ref, critic)] == [False, True, False]
-    ref.release()
-    assert_nothing_resident(worker.manager)
+from tests.support.worker import SYNC, Worker
 
 
 def test_a_hold_outlives_the_block_in_which_it_was_opened(worker: Worker) -> None:
@@ -52,17 +37,6 @@ def test_a_release_loads_nothing_into_memory_that_others_use() -> None:
     second.release()
     with worker.manager.phase("log_prob", only=["actor"]):
         assert "actor" in worker.on_device()
-
-
-def test_a_hold_is_switched_and_keeps() -> None:
-    worker = trained()
-    with worker.manager.hold("log_prob", only=["actor"]) as hold:
-        hold.switch("train", only=["actor"])
-        assert worker.states()["actor.optimizer"] is TRAIN
-        hold.keep("actor")
-    assert worker.on_device() == {"actor"}
-    with worker.manager.phase("values"):
-        assert worker.on_device() == {"critic"}
 
 
 # --- around an iterator

@@ -139,12 +139,6 @@ def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(work
         assert handle.counters.offloaded_bytes == sum(r.nbytes for r in records if r.trigger == "offload")
 
 
-def test_from_settings_takes_a_mapping_and_objects() -> None:
-    device = SimulatedDevice(1 << 20)
-    manager = Manager.from_settings({"policy": "resident", "budget_bytes": "512KiB"}, device=device)
-    assert (manager.snapshot().policy, manager.snapshot().budget_bytes) == ("resident", 512 << 10)
-
-
 @pytest.mark.parametrize(("given", "is_tight"), [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)])
 def test_the_device_is_told_whether_its_memory_was_portioned_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], is_tight: bool

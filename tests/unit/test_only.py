@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from placement import DeviceMemoryError, Manager, Plan, View
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice
-from tests.support.worker import SYNC, TRAIN, Scripted
-from tests.unit.test_policies import KeepReference
+from tests.support.worker import GPU, SYNC, TRAIN, Scripted
 
 UNIT = 4096
 
@@ -42,6 +41,15 @@ class Job:
                 return self.on_device()
         except DeviceMemoryError:
             return None
+
+
+class KeepReference(Colocated):
+    """Colocated, but the reference model stays on the GPU whenever it fits."""
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        ref = view.handles.get("ref")
+        return plan.also(ref, GPU) if ref and view.fits(plan, ref) else plan
 
 
 THREE = {"ref": 8, "actor": 8, "critic": 8}

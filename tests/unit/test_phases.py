@@ -100,41 +100,41 @@ def test_a_keep_that_is_not_wanted_expires_and_is_counted(worker: Worker, by_swi
     assert_nothing_resident(worker.manager)
 
 
-def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing(worker: Worker) -> None:
-    with worker.manager.phase("log_prob") as phase:
-        with pytest.raises(PhaseError, match="no handle 'actro', did you mean 'actor'"):
-            phase.keep("actro")
-        other = make_manager().register("foreign", net(), role="actor")
-        with pytest.raises(PhaseError, match="foreign"):
-            phase.keep(other)
-    assert_nothing_resident(worker.manager)
-    with pytest.raises(PhaseError, match="not open"):
-        phase.keep("actor")
-
-
-def test_leaving_what_was_not_entered(worker: Worker) -> None:
+def test_what_was_not_entered_or_was_left_is_refused(worker: Worker) -> None:
     before = everything(worker.manager)
-    with pytest.raises(PhaseError, match=r"enter\(\)"):
-        worker.manager.leave()
-    with pytest.raises(PhaseError, match=r"enter\(\)"):
-        worker.manager.switch("train")
-    phase = worker.manager.phase("train")
-    with pytest.raises(PhaseError, match="not open"):
-        phase.__exit__(None, None, None)
-    with pytest.raises(PhaseError, match="not open"):
-        phase.switch("values")
+    context = worker.manager.phase("values")
+    for use in (worker.manager.leave, lambda: worker.manager.switch("train")):
+        with pytest.raises(PhaseError, match=r"enter\(\)"):
+            use()
+    for use in (lambda: context.__exit__(None, None, None), lambda: context.switch("values")):
+        with pytest.raises(PhaseError, match="not open"):
+            use()
     assert everything(worker.manager) == before
-
-
-def test_a_phase_is_entered_once(worker: Worker) -> None:
-    phase = worker.manager.phase("train")
-    with phase, pytest.raises(PhaseError, match="entered before"):
-        phase.__enter__()
+    with context as phase:
+        assert repr(phase) == "<phase 'values', open>"
+        foreign = make_manager().register("foreign", net(), role="actor")
+        for name, message in (("actro", "no handle 'actro', did you mean 'actor'"), (foreign, "foreign")):
+            for use in (phase.keep, phase.done_with):
+                with pytest.raises(PhaseError, match=message):
+                    use(name)
+        with worker.manager.phase("log_prob"), pytest.raises(PhaseError, match="is open inside phase"):
+            phase.done_with("critic")
+        phase.switch("train", only=["actor"])
+        phase.keep("actor")
+        with pytest.raises(PhaseError, match="entered before"):
+            context.__enter__()
+    assert worker.on_device() == {"actor"}
     with pytest.raises(PhaseError, match="entered before"):
-        phase.__enter__()
-    with pytest.raises(PhaseError, match="left before"):
-        phase.__exit__(None, None, None)
-    assert_nothing_resident(worker.manager)
+        context.__enter__()
+    assert repr(phase) == "<phase 'train', not open>"
+    for use in (
+        lambda: phase.switch("values"),
+        lambda: phase.keep("actor"),
+        lambda: phase.done_with("actor"),
+        lambda: context.__exit__(None, None, None),
+    ):
+        with pytest.raises(PhaseError, match="phase 'train' is not open; it was left before"):
+            use()
 
 
 def test_two_threads_that_hold_phases_at_once(worker: Worker) -> None:
@@ -217,19 +217,6 @@ def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> N
     assert worker.manager.phase_name == "idle"
     assert not step.is_open
     assert_nothing_resident(worker.manager)
-
-
-def test_a_phase_that_was_left_is_not_used_again(worker: Worker) -> None:
-    with worker.manager.phase("values") as phase:
-        assert isinstance(phase, placement.Phase)
-        assert repr(phase) == "<phase 'values', open>"
-        phase.switch("train", only=["actor"])
-        phase.keep("actor")
-    assert worker.on_device() == {"actor"}
-    assert repr(phase) == "<phase 'train', not open>"
-    for use in (lambda: phase.switch("values"), lambda: phase.keep("actor"), lambda: phase.done_with("actor")):
-        with pytest.raises(PhaseError, match="phase 'train' is not open; it was left before"):
-            use()
 
 
 def test_the_variable_of_a_phase_that_was_left_keeps_no_manager() -> None:

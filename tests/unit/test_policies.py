@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-import placement
-import placement.policies
 from placement import HandleView, PolicyError, State, View
 from placement.core.states import PHASES
 from placement.policies import AsyncRollout, Colocated, Resident
@@ -123,15 +121,6 @@ class TestResident:
         plan = Resident().plan(view("idle", *WORKER, budget_bytes=90))
         assert used(plan) == {"actor": GPU, "actor.optimizer": GPU, "ref": GPU, "critic": GPU}
 
-    def test_readonly_handles_go_first(self) -> None:
-        handles = (*resident(*WORKER[:3]), WORKER[3])
-        assert used(Resident().plan(view("values", *handles, budget_bytes=80))) == {"actor": GPU, "actor.optimizer": GPU, "critic": GPU}
-
-    def test_then_the_smallest_that_covers_the_deficit(self) -> None:
-        handles = (*resident(*WORKER[:3]), WORKER[3])
-        plan = Resident().plan(view("values", *handles, budget_bytes=70))
-        assert used(plan) == {"actor.optimizer": GPU, "critic": GPU}
-
     def test_an_unbuilt_handle_is_not_built_because_it_would_fit(self) -> None:
         lazy = replace(WORKER[3], built=False, num_bytes=0)
         assert used(Resident().plan(view("idle", WORKER[0], lazy))) == {"actor": GPU}
@@ -152,20 +141,3 @@ class TestAsyncRollout:
         plan = AsyncRollout().plan(view(phase, *handles, worker_role="trainer"))
         expected = {h.name: GPU for h in WORKER} | TABLE[phase] | {"engine": OFF}
         assert dict(plan.targets) == expected
-
-
-class KeepReference(placement.policies.Colocated):
-    """Colocated, but the reference model stays on the GPU whenever it fits."""
-
-    def plan(self, view: placement.View) -> placement.Plan:
-        plan = super().plan(view)
-        ref = view.handles.get("ref")
-        return plan.also(ref, placement.State.GPU_RESIDENT) if ref and view.fits(plan, ref) else plan
-
-
-class TestAUsersOwn:
-    def test_the_reference_stays_where_it_fits(self) -> None:
-        assert used(KeepReference().plan(view("rollout", *WORKER))) == {"engine": GPU, "ref": GPU}
-        assert used(KeepReference().plan(view("rollout", *WORKER, budget_bytes=105))) == {"engine": GPU}
-        assert used(KeepReference().plan(view("log_prob", *WORKER))) == TABLE["log_prob"]
-        assert used(KeepReference().plan(view("rollout", *WORKER[3:]))) == {"engine": GPU}
