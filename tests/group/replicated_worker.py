@@ -315,16 +315,6 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
     return entered, alone
 
 
-def killed_in_registration(generation: int, victim: int, step: str) -> str:
-    rank = Rank(generation, deadline_seconds=2.0)
-    if rank.rank == victim:
-        rank.group._board = board = FailingBoard(rank.group._board)
-        board.arm(step, "kill")
-    told = rank.fails(rank.register, RegistrationError)
-    rank.check_unregistered()
-    return told
-
-
 def loads_behind_work(generation: int) -> bool:
     """Whether a load returned while kernels that were queued before it were still running (on a GPU)."""
     rank = Rank(generation, cuda=True)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import placement
-from placement import State
 from placement.planning.prefetcher import Share, Wish, divide
 from placement.testing import assert_nothing_resident
-from tests.faults.test_allocations import FAULTS
 from tests.support.early import Early
 from tests.support.late_device import LateDevice
 from tests.support.threads import until
@@ -91,35 +86,3 @@ def test_what_is_saved_gives_its_memory_to_what_comes_sooner() -> None:
         assert_same(trained_values(worker), wanted)
     assert worker.manager.snapshot().prefetch_discarded_bytes == 0
     assert_nothing_resident(worker.manager)
-
-
-@pytest.mark.parametrize(("operation", "stride"), [("map", 3), ("copy", 1), ("sync", 3)])
-def test_calls_that_fail(operation: str, stride: int) -> None:
-    at = 0
-    while True:
-        worker = crowded_worker()
-        device = worker.manager.device
-        assert isinstance(device, LateDevice)
-        with worker.manager.phase("train") as step:
-            train(worker, 1)
-            wanted = trained_values(worker)
-            device.fail(operation, at=at + 1)
-            # The failed call may end either phase transition, or none: the thread only stops. What holds afterwards is checked below.
-            with contextlib.suppress(*FAULTS, placement.PlacementError):
-                step.switch("values")
-            with contextlib.suppress(*FAULTS, placement.PlacementError):
-                wait_for_the_thread(worker)
-                step.switch("ref_log_prob")
-            has_failed = bool(device.fired)
-            device.clear()
-            worker.manager.check_integrity()
-            step.switch("train")
-            assert_same(trained_values(worker), wanted)
-            assert_same(worker.ref.state_dict(), worker.ref_values)
-        assert {handle.state for handle in worker.manager.handles.values()} == {State.CPU_OFFLOADED}
-        assert_nothing_resident(worker.manager)
-        worker.manager.close()
-        if not has_failed:
-            break
-        at += stride
-    assert at > 3

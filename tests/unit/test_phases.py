@@ -49,24 +49,6 @@ def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
     assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
 
 
-def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
-    worker = Worker(policy=Scripted(eval=RuntimeError("no idea")))
-    with worker.manager.phase("train") as phase:
-        phase.keep("actor")
-        learn(worker.net, worker.adam)
-        before = everything(worker.manager)
-        with pytest.raises(PolicyError, match="no idea"):
-            phase.switch("eval")
-        with pytest.raises(PolicyError, match="trian"):
-            phase.switch("trian")
-        with pytest.raises(PhaseError, match="did you mean 'critic'"):
-            phase.switch("values", only=["critc"])
-        assert everything(worker.manager) == before
-        assert phase.name == "train"
-        learn(worker.net, worker.adam)
-    assert worker.on_device() == {"actor"}  # kept
-
-
 def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         phase.keep(worker.actor)
