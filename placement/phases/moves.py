@@ -143,7 +143,7 @@ class Mover:
                 while (decision := agree(plan, "moved", lacks_engines)).stage != "moved":
                     go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
                 lacks_engines = decision.lacks_engines
-            if failures := self._complete(others):
+            if failures := self.complete(others):
                 raise failures[0]
             self._finish(others)
         except BaseException as error:
@@ -162,7 +162,7 @@ class Mover:
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
         """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
         if isinstance(cause, CoordinatorLost):
-            for failure in self._complete(sources):
+            for failure in self.complete(sources):
                 cause.add_note(f"placement: {failure}")
             self._begin()  # keeps the freed chunks, so that going back later needs no new memory
             return
@@ -223,11 +223,6 @@ class Mover:
             self._end_with(ahead)
         return errors
 
-    def complete(self, handles: Iterable[Handle]) -> list[Exception]:
-        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
-        errors = self._complete(handles)
-        return [*errors, *self._settle_all(handles)] if errors else []
-
     def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
         """Repair every handle and do something with it, even if that fails for some. Returns the errors."""
         errors: list[Exception] = []
@@ -271,7 +266,7 @@ class Mover:
         if self._verifier is not None:
             self._verifier.note(holdings)
 
-    def _complete(self, handles: Iterable[Handle]) -> list[Exception]:
+    def complete(self, handles: Iterable[Handle]) -> list[Exception]:
         """Commit the loads that waited for the group's decision, whatever it is: the other ranks do it, too. Returns the errors."""
         errors: list[Exception] = []
         for handle in sorted(handles, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
@@ -284,7 +279,7 @@ class Mover:
                     holding.make_consistent(self.chunk_pool)
                 except Exception as error:
                     errors.append(error)
-        return errors
+        return [*errors, *self._settle_all(handles)] if errors else []
 
     # --- the bytes
 
