@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -97,25 +96,10 @@ class Rank:
         return "done"
 
 
-@contextmanager
-def made(policy: str, **settings: int | None) -> Iterator[list[Rank]]:
-    store = dist.HashStore()
-    ranks = on_all(range(WORLD), lambda rank: Rank(store, rank, policy, **settings))
-    yield ranks
-    for rank in ranks:
-        rank.manager.close()
-        assert rank.device.memory().chunk_bytes == 0
-
-
 def together(ranks: list[Rank], do: Callable[[Rank], str]) -> list[str]:
     answers = on_all(ranks, do)
     assert ranks[0].bodies == ranks[1].bodies, "a rank has begun a phase alone"
     return answers
-
-
-def go_on(ranks: list[Rank], steps: int = 3) -> None:
-    for _ in range(steps):
-        assert together(ranks, Rank.step) == ["done"] * WORLD
 
 
 def _happens(event: str, chance: random.Random) -> Callable[[Rank, Phase], None]:
@@ -149,16 +133,21 @@ def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> No
     chance = random.Random(seed)
     policy = chance.choice(["colocated", "cyclic", "resident", "colocated('streamed')", "resident(optimizer_in='streamed')"])
     settings = {"budget_bytes": chance.choice([None, 6_310_000, 8_500_000]), "more_bytes": chance.choice([0, 1 << 16, 1 << 19])}
-    with made(policy, **settings) as ranks:
-        for _ in range(8):
-            unlucky, event = chance.randrange(WORLD), chance.choice(["nothing", "gives up", "has ended", "refuses", "device fails"])
-            happens = _happens(event, chance)
+    store = dist.HashStore()
+    ranks = on_all(range(WORLD), lambda rank: Rank(store, rank, policy, **settings))
+    for _ in range(8):
+        unlucky, event = chance.randrange(WORLD), chance.choice(["nothing", "gives up", "has ended", "refuses", "device fails"])
+        happens = _happens(event, chance)
 
-            def within(rank: Rank, phase: Phase, unlucky: int = unlucky, happens: Within = happens) -> None:
-                if rank.rank == unlucky:
-                    happens(rank, phase)
+        def within(rank: Rank, phase: Phase, unlucky: int = unlucky, happens: Within = happens) -> None:
+            if rank.rank == unlucky:
+                happens(rank, phase)
 
-            answers = together(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
-            assert len({answer == "done" for answer in answers}) == 1, answers
-            assert together(ranks, _mended) == ["done"] * WORLD
-        go_on(ranks)
+        answers = together(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
+        assert len({answer == "done" for answer in answers}) == 1, answers
+        assert together(ranks, _mended) == ["done"] * WORLD
+    for _ in range(3):
+        assert together(ranks, Rank.step) == ["done"] * WORLD
+    for rank in ranks:
+        rank.manager.close()
+        assert rank.device.memory().chunk_bytes == 0

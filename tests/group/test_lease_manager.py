@@ -73,6 +73,7 @@ def until_waiting(worker: GpuSharer) -> int:
 
 def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: GpuSharer, tmp_path: Path) -> None:
     assert worker.held_bytes() == (0, 0)
+    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [("trainer node0/rank0", True)]
     with worker.manager.phase("log_prob") as step:
         assert worker.held_bytes() == (ACTOR, ACTOR)
         assert worker.manager.snapshot().budget_bytes <= ACTOR
@@ -328,21 +329,13 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
     lease = other(tmp_path, 90 * CHUNK)
     working = in_thread(worker.work)
     until_waiting(worker)
-    registry = make_registry(worker.manager.snapshot)
-    assert registry.get_sample_value("placement_lease_wanted_bytes") == ACTOR
-    assert registry.get_sample_value("placement_lease_others_bytes") == 90 * CHUNK
-    assert registry.get_sample_value("placement_lease_bytes") == 0
-    assert registry.get_sample_value("placement_lease_capacity_bytes") == CAPACITY
-    assert registry.get_sample_value("placement_lease_processes") == 2
+    value_of = make_registry(worker.manager.snapshot).get_sample_value
+    found = {name: value_of(f"placement_lease_{name}") for name in ("wanted_bytes", "others_bytes", "bytes", "capacity_bytes", "processes")}
+    assert [*found.values()] == [ACTOR, 90 * CHUNK, 0, CAPACITY, 2]
     lease.close()
     working.result(30)
-    waited = registry.get_sample_value("placement_lease_wait_seconds_total")
-    assert waited is not None
-    assert waited > 0
-    assert registry.get_sample_value("placement_lease_wanted_bytes") == 0
-    seen = worker.manager.snapshot()
-    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [("trainer node0/rank0", True)]
-    assert seen.model_validate_json(seen.model_dump_json()) == seen
+    assert (value_of("placement_lease_wait_seconds_total") or 0) > 0
+    assert value_of("placement_lease_wanted_bytes") == 0
     alone = make_registry(Manager(device=SimulatedDevice(1 << 20)).snapshot)
     assert alone.get_sample_value("placement_lease_bytes") is None
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import placement
 from placement import Manager, PhaseError, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice
 from tests.support.threads import in_threads
@@ -46,26 +45,6 @@ def test_every_policy_trains_to_the_same_bits(policy: str) -> None:
     assert_same(worker.optimizer.state_dict(), adam.state_dict())
     worker.manager.check_integrity()
     assert worker.manager.audit().ok
-
-
-def test_a_view_is_pure_data() -> None:
-    views: list[placement.View] = []
-
-    class Watching(placement.policies.Colocated):
-        def plan(self, view: placement.View) -> placement.Plan:
-            views.append(view)
-            return super().plan(view)
-
-    worker = Worker(policy=Watching(), budget_bytes="1GiB", worker_role="trainer")
-    with worker.manager.phase("values"), worker.manager.phase("train"):
-        pass
-    inner = next(view for view in views if view.phase == "train")
-    assert (inner.enclosing, inner.budget_bytes, inner.worker_role) == ("values", 1 << 30, "trainer")
-    actor, adam = inner.handles["actor"], inner.handles["actor.optimizer"]
-    assert (actor.kind, actor.role, actor.state, actor.readonly) == ("module", "actor", OFF, False)
-    assert (adam.owners, adam.role) == (("actor",), "actor")
-    assert inner.handles["ref"].readonly
-    assert inner.handles["critic"].resident_bytes == inner.handles["critic"].num_bytes > 0
 
 
 # --- asking

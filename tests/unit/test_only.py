@@ -66,16 +66,6 @@ def test_only_the_deficit_leaves_cheapest_first() -> None:
     assert Job("resident", 3, sizes, ["actor"]).fits("values", ["critic"]) is None
 
 
-def test_what_the_enclosing_phase_needs_stays_or_the_phase_is_refused() -> None:
-    job = Job("resident", 20, {**THREE, "teacher": 4})
-    with job.manager.phase("log_prob"):
-        assert job.fits("values") == {"critic", "actor", "teacher"}  # a phase of its own
-        assert job.fits("values", ["critic"]) is None  # actor and ref are needed
-        assert job.on_device() >= {"actor", "ref"}
-    with job.manager.phase("ref_log_prob"):
-        assert job.fits("values", ["critic"]) == {"ref", "critic", "teacher"}
-
-
 def test_what_trains_or_is_published_never_gives_way() -> None:
     """Not even for a policy that would do without it in a smaller budget."""
 
