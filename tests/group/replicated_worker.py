@@ -18,7 +18,7 @@ from placement.devices.memory import Copy, Direction
 from placement.storage.range import RANGES
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.group.test_engines_apart import Engine
+from tests.group.test_ranks_apart import Engine
 from tests.sharded.training import bytes_of
 from tests.support.boards import FailingBoard
 from tests.support.ranks import group_of_all
