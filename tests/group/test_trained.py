@@ -222,8 +222,9 @@ def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation
 
     if lacks:
         rank.device.fail("host", at=1, forever=True)
-    told = rank.fails(lambda: rank.step(also=spoil))
-    assert ("HostMemoryError" if lacks else "rank 0: HostMemoryError") in told
+    with pytest.raises(HostMemoryError if lacks else GroupError) as caught:
+        rank.step(also=spoil)
+    assert lacks or "rank 0: HostMemoryError" in str(caught.value)
     assert bool(rank.handle("actor").resident_bytes) == lacks
     rank.group.deadline_seconds = 1.0
     if lacks:
