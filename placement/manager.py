@@ -20,7 +20,6 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
-from placement.group.lease import lease_for
 from placement.phases import audit
 from placement.phases.open_phases import here
 from placement.phases.phase import Hold, PhaseContext, names_of
@@ -116,8 +115,7 @@ class Manager:
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
-        lease = None if self.settings.leases is None else lease_for(self.device, self.settings, group)
-        self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
+        self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
         # Without the manager, so that a server that shows snapshots does not keep it alive.

@@ -235,5 +235,5 @@ def lease_for(device: Device, settings: Settings, group: Group | None) -> Lease:
         name=f"{settings.worker_role} {Identity.from_launcher(run=settings.run).instance}",
         folder=settings.leases,
         priority=settings.lease_priority,
-        deadline_seconds=min(settings.lease_deadline_seconds, getattr(group, "deadline_seconds", math.inf)),
+        deadline_seconds=min(settings.lease_deadline_seconds, math.inf if group is None else group.deadline_seconds),
     )

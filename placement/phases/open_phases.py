@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,19 +214,12 @@ class TransitionLock:
         """Hold the lock for a phase transition, with torch's modes off. First, abandoned phases are left."""
         inside = "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition"
         capturing = "phases cannot change while a graph is being captured: moving memory would become part of it"
-        with self._busy(inside, capturing), without_modes(), torch.inference_mode(False), torch.no_grad():
+        with self.busy(inside, capturing), without_modes(), torch.inference_mode(False), torch.no_grad():
             self._sweep()
             yield
 
-    def step(self) -> AbstractContextManager[None]:
-        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside."""
-        return self._busy(
-            "a policy or a Lazy's factory must not call step(): it runs inside a phase transition",
-            "a step that streams its state cannot be captured in a graph: use optimizer_in='train'",
-        )
-
     @contextmanager
-    def _busy(self, inside: str, capturing: str) -> Iterator[None]:
+    def busy(self, inside: str, capturing: str) -> Iterator[None]:
         """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process, after `close`, inside a phase
         transition, or in a graph's capture."""
         with self._lock, deferred():

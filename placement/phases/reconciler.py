@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
 from placement.core.journal import Journal
@@ -19,6 +19,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, WEIGHTS, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.memory import Outside, WrittenPoison
+from placement.group.lease import lease_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
@@ -32,9 +33,6 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
 from placement.storage.writes import WrittenWhileOffloaded
 
-if TYPE_CHECKING:
-    from placement.group.lease import Lease
-
 
 class PhaseRequest(NamedTuple):
     """A phase that is to begin, and the phases and keeps around it."""
@@ -47,8 +45,7 @@ class PhaseRequest(NamedTuple):
 
 
 class Reconciler:
-    """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases.
-    `lease`: this process's share of the device; None if the device is not shared under leases."""
+    """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases."""
 
     def __init__(
         self,
@@ -58,7 +55,6 @@ class Reconciler:
         journal: Journal,
         registry: Registry,
         vote: GroupVote | None,
-        lease: Lease | None,
     ) -> None:
         self._device = device
         self._journal = journal
@@ -66,7 +62,7 @@ class Reconciler:
         self._handles = registry.handles
         self._mover = Mover(device, journal, settings)
         self.vote = vote
-        self.lease = lease
+        self.lease = lease = None if settings.leases is None else lease_for(device, settings, None if vote is None else vote.group)
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.prefetcher = Prefetcher(device, self._handles, self.planner)

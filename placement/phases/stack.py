@@ -27,7 +27,6 @@ from placement.registration.streamed_optimizer import SteppedHandle, Streaming
 from placement.storage.transfer.streamed import Streamed
 
 if TYPE_CHECKING:
-    from placement.group.lease import Lease
     from placement.group.protocol import Group
 
 _GONE = (
@@ -45,8 +44,7 @@ class PhaseStack:
         policy: Any,
         settings: Settings,
         journal: Journal,
-        group: Group | None = None,
-        lease: Lease | None = None,
+        group: Group | None,
     ) -> None:
         self._device = device
         self._journal = journal
@@ -58,14 +56,16 @@ class PhaseStack:
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
         vote = None if group is None else GroupVote(group)
-        self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote, lease)
+        self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
         self.lock = TransitionLock(device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all))
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
-        with self.lock.step():
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside."""
+        inside = "a policy or a Lazy's factory must not call step(): it runs inside a phase transition"
+        with self.lock.busy(inside, "a step that streams its state cannot be captured in a graph: use optimizer_in='train'"):
             self.reconciler.prefetcher.pause()  # the step needs the link for itself
             yield
 
