@@ -53,6 +53,8 @@ def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte(worker: Wo
     with worker.manager.phase("log_prob") as phase:
         phase.keep(worker.actor)
         phase.keep("actor")
+        with pytest.raises(PolicyError, match="unknown phase 'trian'"):
+            phase.switch("trian")  # a switch that fails leaves the phase as it was
     assert worker.on_device() == {"actor"}
     assert worker.states()["actor"] is GPU
     snapshot = worker.manager.snapshot()
