@@ -264,16 +264,6 @@ class PhaseStack:
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
 
-    def _forget_all(self) -> list[Exception]:
-        """Forget every handle that can be handed back, optimizers first. Returns the errors of the others."""
-        failures: list[Exception] = []
-        for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
-            try:
-                self.forget(handle)
-            except Exception as error:
-                failures.append(error)
-        return failures
-
     def _forget_collected(self) -> None:
         """Forget the handles whose objects were garbage-collected, and those that an error kept from being forgotten."""
         while self._gone:
@@ -314,7 +304,13 @@ class PhaseStack:
                 if on_device:
                     self.bring(on_device)
                 self._look_for_writes(wait=True)
-                if failures := self._forget_all():
+                failures: list[Exception] = []
+                for handle in sorted(self._handles.values(), key=lambda each: each.kind != "optimizer"):
+                    try:
+                        self.forget(handle)
+                    except Exception as error:
+                        failures.append(error)
+                if failures:
                     _raise_all(failures)
                 if self.reconciler.disk_tier is not None:
                     self.reconciler.disk_tier.close()
