@@ -249,7 +249,8 @@ class Mover:
     def _end_with(self, ahead: Ahead) -> None:
         """End the phase transition: what arrives early gets the memory that it has freed (an exit has none left), the driver the rest."""
         try:
-            ahead.begin(self.chunk_pool)
+            if ahead.begin is not None:
+                ahead.begin(self.chunk_pool)
         finally:
             self._end()
 

@@ -26,7 +26,7 @@ from placement.phases.moves import Mover
 from placement.phases.open_phases import OpenPhase, innermost
 from placement.planning.host_tier import disk_tier_for
 from placement.planning.planner import Planner, check_fits, is_there, meant, unknown_handle, with_kept, without_surplus
-from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
@@ -99,7 +99,8 @@ class Reconciler:
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
-        self.prefetcher.pause()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         if leaves or "load" in decisions:
             self.writes.look_at_gradients()
         # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
@@ -112,7 +113,8 @@ class Reconciler:
     def carry_out_within(self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open."""
         self.measure()
-        self.prefetcher.pause()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         self.carry_out(name, plan, check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name)), agree)
 
     def carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None) -> None:
@@ -122,7 +124,7 @@ class Reconciler:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
         if self.disk_tier is not None:
             self.disk_tier.prepare(plan)
-        ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
+        ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
         go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
@@ -154,7 +156,8 @@ class Reconciler:
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
-        self.prefetcher.pause()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         within, failures = plan, [*failures]
         if self.lease_client is not None:
             within, refused = self.lease_client.take_back(name, plan, patiently=patiently)
@@ -163,7 +166,7 @@ class Reconciler:
         try:
             if self.disk_tier is not None:
                 self.disk_tier.prepare(within)
-            ahead, _ = self.prefetcher.look_ahead(name, within, self._mover.chunk_pool)
+            ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
         if moves_nothing:
@@ -189,6 +192,11 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures if vote is None else vote(failures) + self._mover.complete(self._handles.values())
+
+    def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
+        if plan.prefetch or plan.streamed or self.prefetcher.has_any:
+            return self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
+        return NOTHING_AHEAD, 0
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""

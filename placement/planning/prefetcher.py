@@ -43,7 +43,7 @@ class Ahead:
     """The work that a phase transition does for later ones."""
 
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)  # device bytes of storages that leave which stay aside
-    begin: Callable[[ChunkPool], object] = lambda _: None
+    begin: Callable[[ChunkPool], object] | None = None
     """Called when everything is where it belongs, with the chunks that are free. Those that it leaves go back to the driver."""
 
 
@@ -53,7 +53,8 @@ NOTHING_AHEAD = Ahead()
 class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
-    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that returns.
+    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that returns. Where nothing is early
+    (`has_any`), `pause` does nothing, and `look_ahead` has something to do only for a plan that prefetches or streams.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
@@ -61,7 +62,7 @@ class Prefetcher:
         self._handles = handles
         self._planner = planner
         self.copies = _Copies(device)
-        self._has_any = False  # whether anything may have arrived early and be unused
+        self.has_any = False  # whether anything may have arrived early and be unused, or is on its way
         self._most_bytes: dict[str, int] = {}
         """The most bytes that may be early in a phase in which torch's allocator has found no memory before."""
 
@@ -74,14 +75,12 @@ class Prefetcher:
 
         Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
-        if not (plan.prefetch or plan.streamed or self._has_any):
-            return NOTHING_AHEAD, 0
         shares, given = self._shares(plan, self._room_bytes(name, plan)), 0
         for handle in self._handles.values():
             if handle.holding is not None and not plan.on_device(handle.name):
                 keep_bytes = shares[handle.holding].first_bytes if handle.holding in shares else 0
                 given += handle.holding.give_up_early(keep_bytes, chunk_pool)
-        self._has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
+        self.has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
         staying = {storage: share.first_bytes for storage, share in shares.items() if storage.on_device and share.first_bytes}
         for storage in staying:
             self._reserve_aside(storage)
@@ -132,7 +131,7 @@ class Prefetcher:
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
         room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
         chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
-        self._has_any = True  # state that was born in the phase before has a place only now
+        self.has_any = True  # state that was born in the phase before has a place only now
         shares = self._shares(plan, room_bytes)
         bursts: deque[_Burst] = deque()
         for storage, chunks in firsts.items():
