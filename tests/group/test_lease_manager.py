@@ -287,6 +287,22 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
     manager.close()
 
 
+def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_afterwards(tmp_path: Path) -> None:
+    device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25, phases={"again": ("actor",)})
+    model, lease = nn.Linear(256, 128), other(tmp_path)
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        pass
+    with manager.phase("log_prob") as step:  # now it is known that it needs nothing beside its handles
+        lease.settle(CAPACITY - ACTOR)
+        threading.Timer(0.1, lease.settle, (0,)).start()
+        step.switch("again")  # for the headroom of this one it has to give way
+        assert manager.handles["actor"].state is GPU
+        model(torch.ones(1, 256))
+    manager.close()
+
+
 def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_path: Path) -> None:
     shared = tmp_path / "capacity"
     sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
