@@ -83,7 +83,8 @@ def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Proces
 def test_killed_at_every_line(processes: Processes, folder: str, counted: Callable[[str], None]) -> None:
     other = Lease("GPU-1", 100, folder=folder)
     lines = processes.start(Doomed, folder).call("die_at", -1)
-    for line in range(1, lines + 1):
+    points = range(1, lines + 1, 1 if os.environ.get("SWEEP") == "all" else 4)
+    for line in points:
         doomed = processes.start(Doomed, folder)
         doomed.begin("die_at", line)
         with pytest.raises(EOFError):
@@ -93,7 +94,7 @@ def test_killed_at_every_line(processes: Processes, folder: str, counted: Callab
         assert [holder.is_mine for holder in other.snapshot().holders] == [True]
         other.settle(0)
     assert lines > 100
-    counted(f"leases: killed at each of {lines} lines of taking and giving back, the bytes free at once")
+    counted(f"leases: killed at {len(points)} of {lines} lines of taking and giving back, the bytes free at once")
 
 
 def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(processes: Processes, folder: str) -> None:
