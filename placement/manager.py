@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -113,15 +114,13 @@ class Manager:
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
-        lease = None
-        if self.settings.leases is not None:
-            from placement.group.lease import lease_for
-
-            lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
-        self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
+        self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
-        self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
+        # Without the manager, so that a server that shows snapshots does not keep it alive.
+        self._take_snapshot = partial(
+            audit.take_snapshot, self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal
+        )
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
         # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The
@@ -241,7 +240,7 @@ class Manager:
             DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays registered.
         """
         with self._stack.lock.transition():
-            found = self._stack.known(handle if isinstance(handle, str) else handle.name)
+            found = self._stack.known(handle)
             if steppers := self._stack.steppers_of(found):
                 raise PhaseError(f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; unregister that first")
             if on_device:
@@ -362,7 +361,7 @@ class Manager:
 
         Takes no lock, so that a scrape of the metrics never waits for a move.
         """
-        return self._snapshots.take()
+        return self._take_snapshot()
 
     def audit(self) -> Audit:
         """Compare the declared state of every handle with its tensors and with the device. Changes nothing.
@@ -418,8 +417,8 @@ class Manager:
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)
-        snapshots, stack = self._snapshots, self._stack  # not the manager: the server would keep it alive
-        server = MetricsServer(snapshots.take, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
+        stack = self._stack  # not the manager: the server would keep it alive
+        server = MetricsServer(self._take_snapshot, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)

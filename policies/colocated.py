@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from placement import HandleView, Plan, PolicyError, State, View
 
 OptimizerIn = Literal["train", "optimizer_step", "streamed"]
+_READING = {"log_prob": ("actor", "ref"), "ref_log_prob": ("ref",), "values": ("critic",), "reward": ("reward",)}
 
 
 class Colocated:
@@ -77,14 +78,8 @@ class Colocated:
                 return _targets(rollout_models(view) or _models(view, "actor"), State.GPU_RESIDENT)
             case "weight_sync":
                 return _targets(rollout_models(view), State.GPU_RESIDENT) | _targets(_models(view, "actor"), State.SYNCING)
-            case "log_prob":
-                return _targets(_models(view, "actor", "ref"), State.GPU_RESIDENT)
-            case "ref_log_prob":
-                return _targets(_models(view, "ref"), State.GPU_RESIDENT)
-            case "values":
-                return _targets(_models(view, "critic"), State.GPU_RESIDENT)
-            case "reward":
-                return _targets(_models(view, "reward"), State.GPU_RESIDENT)
+            case phase if phase in _READING:
+                return _targets(_models(view, *_READING[phase]), State.GPU_RESIDENT)
             case "train" if self.optimizer_in == "optimizer_step":
                 return _targets(_stepped(view), State.TRAINING)
             case "train" | "optimizer_step" | "restore":

@@ -205,8 +205,6 @@ class _Choice:
 
     def _soonest(self, mask: int) -> list[int]:
         """Units in the order of their next use. Of several, what would be copied back comes first, then the larger."""
-        if not mask & (mask - 1):
-            return [*bits(mask)]
         units, next_use = self.worker.units, self.course.next_use
         return sorted(bits(mask), key=lambda i: (next_use[i], units[i].is_copied_back == "never", -units[i].nbytes))
 

@@ -50,13 +50,33 @@ class Step(NamedTuple):
 def schedule(units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int) -> tuple[int, ...]:
     """The units to have on the device in each phase of the cycle: those that it needs, and those to keep.
 
-    The best schedule that is the same in each cycle, as far as `MOST_LOOKS` choices tell. A phase that needs more than the budget has
-    what it needs.
+    The best schedule that is the same in each cycle, as far as `MOST_LOOKS` choices tell, by a depth-first search that takes each stay
+    before it leaves it out: its first leaf takes the shortest stays that fit. A phase that needs more than the budget has what it needs.
     """
     problem = _Problem(units, steps, budget_bytes)
     if problem.size(problem.in_use) <= budget_bytes:
         return tuple(problem.in_use & ~(problem.streamed & ~step.needed) for step in steps)
-    return tuple(_best(problem))
+    stays, on = _stays(problem), [step.needed for step in steps]
+    best, looks = (problem.cost_of(on), tuple(on)), 0
+
+    def go_on(number: int) -> None:
+        nonlocal best, looks
+        looks += 1
+        if number == len(stays):
+            best = min(best, (problem.cost_of(on), tuple(on)))
+            return
+        unit, between = stays[number]
+        if all(problem.size(on[index] | unit) <= problem.rooms[index] for index in between):
+            for index in between:
+                on[index] |= unit
+            go_on(number + 1)
+            for index in between:
+                on[index] &= ~unit
+        if looks < MOST_LOOKS:
+            go_on(number + 1)
+
+    go_on(0)
+    return best[1]
 
 
 class _Problem:
@@ -117,35 +137,6 @@ def _stays(problem: _Problem) -> list[_Stay]:
                 between = tuple((before + 1 + i) % count for i in range(length))
                 found.append((length / (1 + is_dirty), -problem.units[unit].copied_bytes, (1 << unit, between)))
     return [stay for *_, stay in sorted(found)]
-
-
-def _best(problem: _Problem) -> list[int]:
-    """The best set of stays that fit, by a depth-first search that takes each stay before it leaves it out.
-
-    Its first leaf takes the shortest stays that fit. It looks at `MOST_LOOKS` leaves and branches, and then takes the best leaf so far.
-    """
-    stays = _stays(problem)
-    on = [step.needed for step in problem.steps]
-    best, looks = (problem.cost_of(on), tuple(on)), 0
-
-    def go_on(number: int) -> None:
-        nonlocal best, looks
-        looks += 1
-        if number == len(stays):
-            best = min(best, (problem.cost_of(on), tuple(on)))
-            return
-        unit, between = stays[number]
-        if all(problem.size(on[index] | unit) <= problem.rooms[index] for index in between):
-            for index in between:
-                on[index] |= unit
-            go_on(number + 1)
-            for index in between:
-                on[index] &= ~unit
-        if looks < MOST_LOOKS:
-            go_on(number + 1)
-
-    go_on(0)
-    return list(best[1])
 
 
 def bits(mask: int) -> Iterator[int]:

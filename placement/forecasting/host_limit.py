@@ -86,7 +86,7 @@ class CountedTier(DiskTier):
     def __init__(self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]) -> None:
         stack = manager._stack
         super().__init__(manager.device, stack.registry.handles, stack.reconciler.prefetcher.discard, limit_bytes, "", gives_back=False)
-        stack.reconciler.host_tier, stack.registry.admit = self, self.admit
+        stack.reconciler.disk_tier, stack.registry.admit = self, self.admit
         self._part_of = part_of
         self._keeper.look = self.most_bytes
         self.refused: dict[str, str] = {}  # why a manager refuses registrations, by the handles' names

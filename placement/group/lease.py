@@ -10,6 +10,7 @@ The `Ledger` of the GPU has the numbers of all its processes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -22,7 +23,7 @@ from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import LEASES_FOLDER
 from placement.core.snapshot import LeaseHolder, LeaseSnapshot
 from placement.devices.ledger import MAX_BYTES, Claim, Ledger, Note
-from placement.group.protocol import shortened
+from placement.group.protocol import Group, shortened
 
 if TYPE_CHECKING:
     from placement.core.settings import Settings
@@ -73,7 +74,6 @@ class Lease:
         self.gpu, self.capacity_bytes, self.deadline_seconds = gpu, capacity_bytes, deadline_seconds
         self.held_bytes = 0
         self._waited_seconds = 0.0
-        self._wanted: tuple[int, float] | None = None  # the number of bytes that the lease waits for, and since when
         self._ledger = Ledger.of(LEASES_FOLDER if folder is None else folder, gpu)
         self._own = Note(token=secrets.token_hex(8), pid=os.getpid(), name=shortened(name, 80), priority=priority)
         self._is_closed = False
@@ -91,7 +91,7 @@ class Lease:
         Returns:
             Whether the bytes are leased. If not, nothing has changed. Fewer bytes than now are always granted, and change nothing.
         """
-        return nbytes <= self.held_bytes or self._attempt(nbytes, time.monotonic(), is_free)
+        return nbytes <= self.held_bytes or self._attempt(nbytes, is_free)
 
     def wait(self, nbytes: int, *, what: str = "a lease", is_free: Callable[[], bool] = lambda: True) -> None:
         """Hold `nbytes` in all as soon as the other processes leave them.
@@ -108,14 +108,14 @@ class Lease:
         if nbytes > self.capacity_bytes:
             raise DeviceMemoryError(f"{what} needs {nbytes:,} bytes of {self.gpu}, but all its processes share {self.capacity_bytes:,}")
         began = time.monotonic()
-        self._wanted = nbytes, began
+        self._own = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": began})
         try:
             for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
-                if self._attempt(nbytes, began, is_free, is_waiting=True):
+                if self._attempt(nbytes, is_free):
                     return
             raise DeviceMemoryError(self._refusal(nbytes, what, is_free()))
         finally:
-            self._wanted = None
+            self._own = self._own.model_copy(update={"wanted_bytes": 0})
             self._waited_seconds += time.monotonic() - began
             self._ledger.write(self._own)
 
@@ -130,7 +130,8 @@ class Lease:
             self.held_bytes = nbytes
             return
         with self._ledger.turn():
-            self._take(nbytes)
+            self._ledger.join(self._own, nbytes)
+        self.held_bytes = nbytes
 
     @contextlib.contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
@@ -158,39 +159,37 @@ class Lease:
     @property
     def waited_seconds(self) -> float:
         """Total time spent in `wait`, including a wait in progress."""
-        wanted = self._wanted
-        return self._waited_seconds + (0.0 if wanted is None else time.monotonic() - wanted[1])
+        own = self._own
+        return self._waited_seconds + (time.monotonic() - own.since_seconds if own.wanted_bytes else 0.0)
 
     def snapshot(self) -> LeaseSnapshot:
         """The processes that hold or wait now. Takes no lock."""
-        wanted = self._wanted
         return LeaseSnapshot(
             gpu=self.gpu,
             capacity_bytes=self.capacity_bytes,
             held_bytes=self.held_bytes,
-            wanted_bytes=0 if wanted is None else wanted[0],
+            wanted_bytes=self._own.wanted_bytes,
             waited_seconds=self.waited_seconds,
             holders=tuple(_holder(claim, self._own.token) for claim in self._ledger.claims()),
         )
 
-    def _attempt(self, nbytes: int, since: float, is_free: Callable[[], bool], *, is_waiting: bool = False) -> bool:
+    def _attempt(self, nbytes: int, is_free: Callable[[], bool]) -> bool:
         self._check_open()
-        mine = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": since, "seen_seconds": time.monotonic()})
+        now, is_waiting = time.monotonic(), self._own.wanted_bytes > 0
+        asked = {"wanted_bytes": nbytes, "since_seconds": self._own.since_seconds if is_waiting else now, "seen_seconds": now}
+        mine = self._own.model_copy(update=asked)
         with self._ledger.turn():
             slot = self._ledger.join(self._own, self.held_bytes)
             others = [claim for claim in self._ledger.claims() if claim.slot != slot]
             fits = sum(claim.held_bytes for claim in others) + nbytes <= self.capacity_bytes
             # The device is asked last: a process that just died may be gone from the ledger before its memory is free.
             if fits and not any(each.note is not None and each.note.comes_before(mine) for each in others) and is_free():
-                self._take(nbytes)
+                self._ledger.join(self._own, nbytes)
+                self.held_bytes = nbytes
                 return True
             if is_waiting:
                 self._ledger.write(mine)
             return False
-
-    def _take(self, nbytes: int) -> None:
-        self._ledger.join(self._own, nbytes)
-        self.held_bytes = nbytes
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -222,9 +221,9 @@ def _holder(claim: Claim, own_token: str) -> LeaseHolder:
     )
 
 
-def lease_for(device: Device, settings: Settings, folder: str, deadline_seconds: float | None) -> Lease:
-    """Make the lease of a manager on its device. `deadline_seconds`: the deadline of the rank's group; the other ranks do not wait longer
-    for this one. Raises PlacementError: no other process can use this device; or see `Lease`."""
+def lease_for(device: Device, settings: Settings, group: Group | None) -> Lease:
+    """Make the lease of a manager on its device. It waits no longer than the other ranks of the group wait for this one.
+    Raises PlacementError: no other process can use this device; or see `Lease`."""
     from placement.observe.discovery import Identity
 
     if not device.uuid:
@@ -234,7 +233,7 @@ def lease_for(device: Device, settings: Settings, folder: str, deadline_seconds:
         device.uuid,
         settings.lease_capacity_bytes or memory.total_bytes - memory.poison_bytes,
         name=f"{settings.worker_role} {Identity.from_launcher(run=settings.run).instance}",
-        folder=folder,
+        folder=settings.leases,
         priority=settings.lease_priority,
-        deadline_seconds=min(settings.lease_deadline_seconds, deadline_seconds or settings.lease_deadline_seconds),
+        deadline_seconds=min(settings.lease_deadline_seconds, math.inf if group is None else group.deadline_seconds),
     )

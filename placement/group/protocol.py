@@ -370,7 +370,7 @@ class Group:
         key, missing = self._key(kind.__name__.lower()), []
         found = self._board.wait(key, max(deadline - time.monotonic(), 0.0))
         if found is None and not (missing := self._missing(what)):  # the last rank has just written, and rank 0 is about to answer
-            found = self._board.wait(key, self._grace_seconds)
+            found = self._board.wait(key, min(0.1 * self.deadline_seconds, 1.0))
         return self._give_up(what, missing) if found is None else decode(kind, found)
 
     def _give_up(self, what: str, missing: list[int]) -> Decision:
@@ -382,11 +382,6 @@ class Group:
         keys = self._keys_of(what, ranks)
         found = self._board.present([*keys.values()])
         return [rank for rank, key in keys.items() if key not in found]
-
-    @property
-    def _grace_seconds(self) -> float:
-        """Extra wait for ranks that are about to write."""
-        return min(0.1 * self.deadline_seconds, 1.0)
 
     # --- the end of an epoch
 

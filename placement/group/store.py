@@ -66,10 +66,7 @@ class StoreGroup(Group):
     Args:
         store: a store that all ranks see. `torch.distributed.distributed_c10d._get_default_store()` after init_process_group, or your
             own. No other library may write `placement/...` keys to it.
-        rank: see `Group`.
-        world_size: see `Group`.
-        deadline_seconds: see `Group`.
-        generation: see `Group`.
+        rank, world_size, deadline_seconds, generation: see `Group`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The part of a phase transition that concerns the other ranks of a group. Without a group every method does nothing."""
+"""The part of a phase transition that concerns the other ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,9 @@ _ALL_HAVE_LEFT = Plan({})
 
 
 class OtherBudgetError(DeviceMemoryError):
-    """A plan does not fit the budget of rank `rank` of the group, for which `reason` is reported."""
+    """A plan does not fit the budget of another rank of the group, which `blames` names with the reason."""
 
-    def __init__(self, message: str, rank: int, reason: str) -> None:
-        super().__init__(message)
-        self.rank, self.reason = rank, reason
-
-    def __reduce__(self) -> tuple[type[OtherBudgetError], tuple[str, int, str]]:
-        return type(self), (str(self), self.rank, self.reason)
+    blames: Mapping[int, str]
 
 
 @dataclass
@@ -45,23 +40,22 @@ class _Epoch:
 class GroupVote:
     """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome."""
 
-    def __init__(self, group: Group | None) -> None:
-        self._group = None if group is None else checked(group)
+    def __init__(self, group: Group) -> None:
+        if getattr(group, "propose", None) is None:
+            raise ValueError(f"group must be a placement.group.StoreGroup or another placement.group.Group, not {group!r}")
+        self.group = group
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
 
-    @property
-    def is_alone(self) -> bool:
-        return self._group is None
-
-    def rejoin(self, group: Group) -> None:
-        """Replace the old group, whose state is unknown, by a new one. Raises ValueError: `group` is not a group, or it is in doubt."""
-        if checked(group).is_in_doubt:
+    @classmethod
+    def rejoin(cls, group: Group) -> GroupVote:
+        """The vote in a group that replaces one whose state is unknown. Raises ValueError: `group` is not a group, or it is in doubt."""
+        vote = cls(group)
+        if group.is_in_doubt:
             raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
-        self._group = group
         group.plans_may_differ = True  # a rank that was restarted has its handles elsewhere, and has seen no cycle of phases
-        self._key = secrets.token_hex(8)
+        return vote
 
     @contextlib.contextmanager
     def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
@@ -75,64 +69,47 @@ class GroupVote:
 
     def propose(
         self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
-    ) -> Basis | None:
+    ) -> Basis:
         """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed. Returns what all
-        ranks base their plans on; None without a group.
+        ranks base their plans on.
         `ask_placing`: returns the bytes of each handle and where they are; None: as told the last time."""
-        if self._group is None:
-            return None
         if ask_placing is not None:
-            self._group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
+            self.group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
             epoch = self._current
             catches_up, epoch.catches_up = epoch.catches_up, False
-            return self._group.propose(action, ask_budget(), catches_up=catches_up)
-
-    @property
-    def agreement(self) -> Agree | None:
-        return None if self._group is None else self.agree
-
-    @property
-    def compares_plans(self) -> bool:
-        """Whether the ranks tell each other in this change what stays on their devices, see `in_common`. Asked after `propose`."""
-        return self._group is not None and self._group.compares_plans
-
-    def expect_different_plans(self) -> None:
-        if self._group is not None:
-            self._group.plans_may_differ = True
+            return self.group.propose(action, ask_budget(), catches_up=catches_up)
 
     def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
         """The handles that stay on every rank's device, and those that any rank streams.
         `staying`: those that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has ""."""
-        assert self._group is not None
         with self._hearing():
-            told = self._group.exchange_texts("plan", json.dumps([sorted(staying), sorted(streamed)]))
+            told = self.group.exchange_texts("plan", json.dumps([sorted(staying), sorted(streamed)]))
         plans = [json.loads(each) for each in told]
         stays = frozenset.intersection(*(frozenset((name, tag) for name, tag in staying) for staying, _ in plans))
         return stays, frozenset().union(*(streamed for _, streamed in plans))
 
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         """Ask the other ranks to agree, after every move is made and while each can still be undone. See `Group.agree`."""
-        assert self._group is not None
         with self._hearing():
-            return self._group.agree(plan, stage, lacks_engines)
+            return self.group.agree(plan, stage, lacks_engines)
 
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended. Returns the error to raise
         in place of `error`; None to raise `error` itself."""
         epoch = self._current
-        if self._group is None or self._is_told(error) or epoch.has_left:
+        if self._is_told(error) or epoch.has_left:
             return None
         if epoch.is_over:
             self._mark(error)
             return None
         self._epochs_used += 1
         self._mark(error)
-        blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
+        blames = error.blames if isinstance(error, OtherBudgetError) else None
         told = None
         try:
-            told = self._group.abort(error, blames=blames)
+            told = self.group.abort(error, blames=blames)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
@@ -143,19 +120,17 @@ class GroupVote:
 
     def all_leave(self, error: BaseException | None) -> bool:
         """Whether all ranks leave a phase now: after no error, or after one that all of them have raised."""
-        return self._group is not None and (error is None or self._is_told(error))
+        return error is None or self._is_told(error)
 
     def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
         """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far. Returns
         `failures`, and the group's error if there is one. `error`: the user's exception that is propagating."""
-        if self._group is None:
-            return failures
         try:
             if error is not None or failures:
                 self.failed(error if error is not None else failures[0])
             else:
                 self.propose(action)
-                self.agree(_ALL_HAVE_LEFT if self.compares_plans else plan)
+                self.agree(_ALL_HAVE_LEFT if self.group.compares_plans else plan)
                 self._current.has_left = True
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
@@ -196,14 +171,3 @@ class GroupVote:
     def _mark(self, error: BaseException) -> None:
         # The exception holds the note: a table here would keep its frames and the model alive. A frozen exception refuses setattr.
         vars(error).setdefault(_TOLD, {})[self._key] = self._epochs_used
-
-
-def checked(group: Group) -> Group:
-    if getattr(group, "propose", None) is None:
-        raise ValueError(f"group must be a placement.group.StoreGroup or another placement.group.Group, not {group!r}")
-    return group
-
-
-def describe(verb: str, name: str, only: tuple[str, ...] | None) -> str:
-    """The text of an action, equal on all ranks that do the same."""
-    return f"{verb} {name}" if only is None else f"{verb} {name} only={','.join(sorted(only))}"

@@ -22,54 +22,45 @@ if TYPE_CHECKING:
 _OTHERS_SECONDS = 1.0  # NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
 
 
-class Snapshots:
-    """Takes the snapshots of one manager without referring to it, so that a server that shows them does not keep it alive."""
-
-    def __init__(self, stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal) -> None:
-        self._stack = stack
-        self._policy = policy
-        self._worker_role = worker_role
-        self._device = device
-        self._journal = journal
-
-    def take(self) -> Snapshot:
-        """The state of the manager and all handles at this moment. Takes no lock."""
-        stack, journal = self._stack, self._journal
-        memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
-        handles = tuple(snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values())
-        return Snapshot(
-            taken_timestamp_seconds=time.time(),
-            policy=self._policy,
-            worker_role=self._worker_role,
-            device=self._device.name,
-            phases=tuple(each.name for each in stack.phases.all),
-            handles=handles,
-            phase_seconds=journal.phase_seconds(),
-            phase_stall_seconds=dict(journal.stall_seconds),
-            durations=journal.histograms(),
-            policy_decisions=dict(journal.decisions),
-            pairing_violations=journal.pairing_violations,
-            unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
-            unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
-            other_processes_bytes=outside.others_bytes,
-            communicators=outside.communicators,
-            communicator_bytes=outside.communicator_bytes,
-            ipc_collected_bytes=self._device.ipc_collected_bytes,
-            prefetch_discarded_bytes=stack.reconciler.prefetcher.discarded_bytes,
-            disk_wait_seconds=stack.reconciler.host_tier.waited_seconds,
-            wrong_writes=journal.wrong_writes,
-            kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
-            expired_keeps=journal.expired_keeps,
-            budget_bytes=stack.reconciler.budget_bytes(stack.phases.name),
-            device_used_bytes=memory.used_bytes,
-            device_total_bytes=memory.total_bytes,
-            peak_bytes=stack.reconciler.peak_bytes,
-            lease=None if stack.reconciler.lease is None else stack.reconciler.lease.snapshot(),
-        )
+def take_snapshot(stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal) -> Snapshot:
+    """The state of the manager and all handles at this moment. Takes no lock."""
+    memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
+    handles = tuple(snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values())
+    return Snapshot(
+        taken_timestamp_seconds=time.time(),
+        policy=policy,
+        worker_role=worker_role,
+        device=device.name,
+        phases=tuple(each.name for each in stack.phases.all),
+        handles=handles,
+        phase_seconds=journal.phase_seconds(),
+        phase_stall_seconds=dict(journal.stall_seconds),
+        durations=journal.histograms(),
+        policy_decisions=dict(journal.decisions),
+        pairing_violations=journal.pairing_violations,
+        unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
+        unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
+        other_processes_bytes=outside.others_bytes,
+        communicators=outside.communicators,
+        communicator_bytes=outside.communicator_bytes,
+        ipc_collected_bytes=device.ipc_collected_bytes,
+        prefetch_discarded_bytes=stack.reconciler.prefetcher.copies.discarded_bytes,
+        disk_wait_seconds=0.0 if stack.reconciler.disk_tier is None else stack.reconciler.disk_tier.waited_seconds,
+        wrong_writes=journal.wrong_writes,
+        kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
+        expired_keeps=journal.expired_keeps,
+        budget_bytes=stack.reconciler.budget_bytes(stack.phases.name),
+        device_used_bytes=memory.used_bytes,
+        device_total_bytes=memory.total_bytes,
+        peak_bytes=stack.reconciler.peak_bytes,
+        lease=None if stack.reconciler.lease is None else stack.reconciler.lease.snapshot(),
+    )
 
 
-_OF_HANDLE = ("name", "kind", "role", "readonly", "num_bytes", "host_bytes")
-_MORE_OF_HANDLE = ("broken", "resident_bytes", "foreign_bytes", "disk_bytes", "drift_bytes", "stray_references")
+_OF_HANDLE = (
+    *("name", "kind", "role", "readonly", "num_bytes", "host_bytes"),
+    *("broken", "resident_bytes", "foreign_bytes", "disk_bytes", "drift_bytes", "stray_references"),
+)
 _OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes", "stale")
 _OF_COUNTERS = (
     *("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes", "spilled_bytes", "disk_read_bytes"),
@@ -78,14 +69,11 @@ _OF_COUNTERS = (
 """The fields that have the same name in a snapshot and where they come from."""
 
 
-def _read(source: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in names}
-
-
 def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     """The state of one handle at this moment. Takes no lock; each value is read once."""
     counters, storage = handle.counters, handle.storage
-    copied = _read(handle, (*_OF_HANDLE, *_MORE_OF_HANDLE)) | _read(storage, _OF_STORAGE) | _read(counters, _OF_COUNTERS)
+    sources = ((handle, _OF_HANDLE), (storage, _OF_STORAGE), (counters, _OF_COUNTERS))
+    copied: dict[str, Any] = {name: getattr(source, name) for source, names in sources for name in names}
     return HandleSnapshot(
         **copied,
         owners=tuple(owner.name for owner in handle.owners),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from placement.core.errors import DeviceMemoryError
-from placement.core.states import IDLE, WEIGHTS, Plan, State, bytes_under
+from placement.core.states import IDLE, Plan, State, bytes_under
 from placement.devices.base import Device
 from placement.planning.planner import Planner, handle_view, wanted_tags
 from placement.registration.handle import Handle
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 class LeaseClient:
     """The lease of one manager: it grows before a byte is loaded, and shrinks to what is used when a phase transition is over.
-    `give_way`: offloads everything (see `giving_way`), before this process waits for others: a process that waits holds nothing, so that
-    two processes that swap places never wait for each other."""
+    `give_way`: offloads everything, before this process waits for others: a process that waits holds nothing, so that two processes that
+    swap places never wait for each other."""
 
-    def __init__(
-        self, lease: Lease, device: Device, handles: Mapping[str, Handle], planner: Planner, give_way: Callable[[LeaseClient], None]
-    ) -> None:
+    def __init__(self, lease: Lease, device: Device, handles: Mapping[str, Handle], planner: Planner, give_way: Callable[[], None]) -> None:
         self._lease = lease
         self._device = device
         self._handles = handles
@@ -48,21 +46,20 @@ class LeaseClient:
             elif not self._grow(name, plan):
                 raise DeviceMemoryError(f"back to phase {name!r}: other processes have the memory of {', '.join(coming)}")
         except Exception as refused:
-            return self._without_coming(plan), [refused]
+            for each in coming:
+                there = self._handles[each].storage.resident_tags & wanted_tags(self._handles[each], plan)
+                state = plan[each] if there else State.CPU_OFFLOADED
+                plan = plan.without(each).also(each, state, there or None)
+            return plan, [refused]
         return plan, []
 
     def settle(self, name: str) -> None:
         """End a phase transition: give back the leased bytes that this process does not use in the phase. Measure memory first."""
         self._lease.settle(self._held_bytes() + self._planner.working_bytes(name))
 
-    def trim(self) -> None:
-        """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
-        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-            self._device.trim()
-
     def _take(self, what: str, name: str, plan: Plan) -> None:
         if not self._grow(name, plan):
-            self._give_way(self)
+            self._give_way()
             self.settle(IDLE)
             nbytes, is_free = self._needs(name, plan)  # asked again, because giving way has freed the handles' memory and torch's cache
             self._lease.wait(nbytes, what=what, is_free=is_free)
@@ -91,30 +88,6 @@ class LeaseClient:
         return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn + windows
 
     def _coming(self, plan: Plan) -> list[str]:
-        return [handle.name for handle in self._handles.values() if _lacks(handle, plan)]
-
-    def _without_coming(self, plan: Plan) -> Plan:
-        for name in self._coming(plan):
-            handle, state = self._handles[name], plan[name]
-            there = handle.storage.resident_tags & wanted_tags(handle, plan)
-            plan = plan.without(name)
-            plan = plan.also(name, state, there) if there else plan.also(name, State.CPU_OFFLOADED)
-        return plan
-
-
-def giving_way(handles: Mapping[str, Handle]) -> Plan:
-    """The plan that offloads everything, except weights that an engine would discard, because they could not be loaded again."""
-    targets: dict[str, State] = {}
-    parts: dict[str, frozenset[str]] = {}
-    for name, handle in handles.items():
-        if not handle.storage.keeps_weights and WEIGHTS in handle.storage.resident_tags:
-            targets[name], parts[name] = handle.state, frozenset({WEIGHTS})
-        else:
-            targets[name] = handle.state if handle.external else State.CPU_OFFLOADED
-    return Plan(targets, parts=parts)
-
-
-def _lacks(handle: Handle, plan: Plan) -> bool:
-    if not handle.is_built or handle.external or not plan.on_device(handle.name):
-        return False
-    return not handle.is_on_device or not wanted_tags(handle, plan) <= handle.storage.resident_tags
+        """The names of the handles of which the plan loads something."""
+        wanted = [each for each in self._handles.values() if each.is_built and not each.external and plan.on_device(each.name)]
+        return [each.name for each in wanted if not each.is_on_device or not wanted_tags(each, plan) <= each.storage.resident_tags]

@@ -34,13 +34,9 @@ from placement.storage.writes import WrittenWhileOffloaded
 if TYPE_CHECKING:
     from placement.engines.tagged import Residency
 
-_STEPS: tuple[tuple[Trigger, ...], ...] = (
-    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
-    (Trigger.OFFLOAD,),
-    (Trigger.LOAD,),
-    tuple(Trigger),
-)
-"""The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
+_BEFORE_MOVES = ((Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),)
+_FROM_MOVES_ON = ((Trigger.OFFLOAD,), (Trigger.LOAD,), tuple(Trigger))
+"""The order of triggers in a phase transition. The bytes of all offloads and loads move between the two, at the same time."""
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
@@ -89,7 +85,6 @@ class Mover:
         self._complaints: list[Exception] = []
         """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._wanted_tags: dict[Handle, frozenset[str]] = {}  # the tags to load for each engine that is being loaded
 
     @property
     def chunk_pool(self) -> ChunkPool:
@@ -137,7 +132,10 @@ class Mover:
             if agree is not None and (any(have_left) or any(not target_of(handle, plan)[1] for handle in writes)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
-            self._march(others, lambda handle: target_of(handle, plan))
+            paths = [(handle, _path(handle, target_of(handle, plan))) for handle in others]
+            self._fire_steps(paths, _BEFORE_MOVES)
+            self._move(paths)
+            self._fire_steps(paths, _FROM_MOVES_ON)
             if self._complaints:
                 raise self._complaints.pop(0)
             lacks_engines = any(_lacks(engine, plan) for engine in engines)
@@ -145,7 +143,7 @@ class Mover:
                 while (decision := agree(plan, "moved", lacks_engines)).stage != "moved":
                     go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
                 lacks_engines = decision.lacks_engines
-            if failures := self._complete(others):
+            if failures := self.complete(others):
                 raise failures[0]
             self._finish(others)
         except BaseException as error:
@@ -164,25 +162,16 @@ class Mover:
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
         """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
         if isinstance(cause, CoordinatorLost):
-            for failure in self._complete(sources):
+            for failure in self.complete(sources):
                 cause.add_note(f"placement: {failure}")
-            self._forget()  # but keep the freed chunks, so that going back later needs no new memory
+            self._begin()  # keeps the freed chunks, so that going back later needs no new memory
             return
         for holding in self._exchange.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
-        self._begin()  # takes over the freed chunks, which are enough
-        for error in (*self._bring_what_can([*sources], sources.__getitem__), *self.complete(sources)):
+        # It takes over the freed chunks, which are enough.
+        for error in (*self.retreat({each.name: each for each in sources}, Plan({}), back_to=sources), *self.complete(sources)):
             cause.add_note(f"placement: {error}")
-
-    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
-        """Fire the triggers on every handle's path, in an order that frees memory before loading."""
-        paths = [(handle, _path(handle, target(handle))) for handle in handles]
-        for step in _STEPS:
-            if step is _STEPS[1]:
-                self._move(paths)
-            for handle, triggers in paths:
-                self._fire_step(handle, triggers, step)
 
     # --- as far as possible
 
@@ -191,58 +180,48 @@ class Mover:
         handles: Mapping[str, Handle],
         plan: Plan,
         *,
+        back_to: Mapping[Handle, Node] | None = None,
         while_copying: Callable[[], None] = nothing,
         ahead: Ahead = NOTHING_AHEAD,
         is_together: bool = False,
     ) -> list[Exception]:
-        """Bring every handle as far towards its target as possible, and return the errors. `complete` comes once all ranks have voted."""
+        """Bring every handle as far as possible towards the plan, or `back_to` its source. Returns the errors. `complete` comes once all
+        ranks have voted.
+
+        All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
+        a handle raises it once.
+        """
         others, engines = _apart(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(dropping=_dropping(others, plan), staying=ahead.staying, while_copying=while_copying, is_together=is_together)
-        errors += self._bring_what_can(others, lambda handle: target_of(handle, plan))
+        targets = {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
+        paths: list[tuple[Handle, list[Trigger]]] = []
+        try:
+            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, targets[handle]))))
+            is_moved = any(triggers for _, triggers in paths)
+            self._fire_steps(paths, _BEFORE_MOVES, errors)
+            for _ in range(len(paths) + 1):
+                try:
+                    self._move(paths, releases_at_once=True)
+                    break
+                except WrittenWhileOffloaded as error:
+                    errors.append(error)
+                except Exception:  # raised again by the handle that cannot move
+                    break
+            self._fire_steps(paths, _FROM_MOVES_ON, errors)
+            if is_moved or errors:
+                errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
+            self._finish(others)
+        finally:
+            self._end()
+        errors += self._complaints
+        self._complaints = []
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
         if not errors:
             self._end_with(ahead)
         return errors
-
-    def complete(self, handles: Iterable[Handle]) -> list[Exception]:
-        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
-        errors = self._complete(handles)
-        return [*errors, *self._settle_all(handles)] if errors else []
-
-    def _bring_what_can(self, handles: Sequence[Handle], target: Callable[[Handle], Node]) -> list[Exception]:
-        """Bring each of these handles as far towards its target as possible, and end the phase transition. Returns the errors.
-
-        All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
-        a handle raises it once.
-        """
-        paths: list[tuple[Handle, list[Trigger]]] = []
-        try:
-            errors = self._each(handles, lambda handle: paths.append((handle, _path(handle, target(handle)))))
-            moves = any(triggers for _, triggers in paths)
-            for step in _STEPS:
-                for _ in range(len(paths) + 1) if step is _STEPS[1] else ():
-                    try:
-                        self._move(paths, releases_at_once=True)
-                        break
-                    except WrittenWhileOffloaded as error:
-                        errors.append(error)
-                    except Exception:  # raised again by the handle that cannot move
-                        break
-                for handle, triggers in paths:
-                    try:
-                        self._fire_step(handle, triggers, step)
-                    except Exception as error:
-                        errors.append(error)
-                        triggers.clear()
-            if moves or errors:
-                errors += self._settle_all([handle for handle in handles if handle.storage.is_complete])
-            self._finish(handles)
-        finally:
-            self._end()
-        return [*errors, *self._take_complaints()]
 
     def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
         """Repair every handle and do something with it, even if that fails for some. Returns the errors."""
@@ -262,23 +241,16 @@ class Mover:
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
         self._exchange, self._moved = Exchange(self._device, chunk_pool, self._verifier, **fields), {}
 
-    def _forget(self) -> None:
-        """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
-        self._exchange, self._moved = Exchange(self._device, self.chunk_pool, self._verifier), {}
-
-    def _take_complaints(self) -> list[Exception]:
-        found, self._complaints = self._complaints, []
-        return found
-
     def _end(self) -> None:
-        """End the phase transition: forget it, and return its chunks to the driver."""
-        self._forget()
+        """End the phase transition: forget it, except for errors still to be raised, and return its chunks to the driver."""
+        self._begin()
         self.chunk_pool.release()
 
     def _end_with(self, ahead: Ahead) -> None:
         """End the phase transition: what arrives early gets the memory that it has freed (an exit has none left), the driver the rest."""
         try:
-            ahead.begin(self.chunk_pool)
+            if ahead.begin is not None:
+                ahead.begin(self.chunk_pool)
         finally:
             self._end()
 
@@ -295,7 +267,7 @@ class Mover:
         if self._verifier is not None:
             self._verifier.note(holdings)
 
-    def _complete(self, handles: Iterable[Handle]) -> list[Exception]:
+    def complete(self, handles: Iterable[Handle]) -> list[Exception]:
         """Commit the loads that waited for the group's decision, whatever it is: the other ranks do it, too. Returns the errors."""
         errors: list[Exception] = []
         for handle in sorted(handles, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
@@ -308,7 +280,7 @@ class Mover:
                     holding.make_consistent(self.chunk_pool)
                 except Exception as error:
                     errors.append(error)
-        return errors
+        return [*errors, *self._settle_all(handles)] if errors else []
 
     # --- the bytes
 
@@ -336,28 +308,37 @@ class Mover:
 
     # --- one state transition
 
-    def _fire_step(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
-        """Fire the triggers of a path that belong to this step, taking them off the list."""
-        while triggers and triggers[0] in step:
-            trigger = triggers.pop(0)
-            # State that a first step created is in torch's own memory, and counted there, until the first offload.
-            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
-                handle.storage.measure_unadopted()
-            self._fire(handle, trigger)
+    def _fire_steps(self, paths: Paths, steps: Iterable[Sequence[Trigger]], errors: list[Exception] | None = None) -> None:
+        """Fire the triggers of these steps, taking them off the paths. `errors`: gets the error of each handle that cannot go on, while the
+        others do; None: the first error is raised."""
+        for step in steps:
+            for handle, triggers in paths:
+                try:
+                    while triggers and triggers[0] in step:
+                        trigger = triggers.pop(0)
+                        # State that a first step created is in torch's own memory, and counted there, until the first offload.
+                        if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
+                            handle.storage.measure_unadopted()
+                        self._fire(handle, trigger)
+                except Exception as error:
+                    if errors is None:
+                        raise
+                    errors.append(error)
+                    triggers.clear()
 
-    def _fire(self, handle: Handle, trigger: Trigger) -> None:
-        """Make one state transition: do its work, commit it, record it."""
+    def _fire(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None = None) -> None:
+        """Make one state transition: do its work, commit it, record it. `tags`: those that an engine moves; None: those on the device."""
         began, source = time.monotonic(), handle.state
         with self._failing([(handle, trigger)]):
             handle.require(trigger)
         if trigger in _MOVES and handle not in self._moved:  # this is recovery, or the exchange of all has failed
             self._move([(handle, [trigger])])
         with self._failing([(handle, trigger)]):
-            moved = self._work(handle, trigger)
+            moved = self._work(handle, trigger, tags)
             handle.fire(trigger)
         self._record(handle, trigger, source, began, moved)
 
-    def _work(self, handle: Handle, trigger: Trigger) -> MoveResult:
+    def _work(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None) -> MoveResult:
         """Do what is left before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
@@ -369,7 +350,7 @@ class Mover:
             return MoveResult()
         if (residency := handle.residency) is not None:
             began = time.monotonic()
-            tags = self._wanted_tags.get(handle, residency.resident_tags)
+            tags = residency.resident_tags if tags is None else tags
             copied = residency.offload(tags) if trigger is Trigger.OFFLOAD else residency.load(tags)
             return MoveResult(time.monotonic() - began, copied)
         if (holding := handle.holding) is None:
@@ -444,20 +425,17 @@ class Mover:
 
     def _engine_comes(self, handle: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the handle to its state."""
-        wanted = self._wanted_tags[handle] = wanted_tags(handle, plan)
-        try:
-            if _lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
-                self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
-            self._fire_all(handle, target_of(handle, plan))
-            if wanted:
-                _residency_of(handle).reopen()
-        finally:
-            del self._wanted_tags[handle]
+        wanted = wanted_tags(handle, plan)
+        if _lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
+            self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
+        self._fire_all(handle, target_of(handle, plan), wanted)
+        if wanted:
+            _residency_of(handle).reopen()
 
-    def _fire_all(self, handle: Handle, target: Node) -> None:
-        """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say."""
+    def _fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
+        """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say. `tags`: those to load."""
         for trigger in path((handle.state, handle.state is not State.CPU_OFFLOADED), target):
-            self._fire(handle, trigger)
+            self._fire(handle, trigger, tags)
 
     def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
         """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""

@@ -22,7 +22,7 @@ from placement.core.interrupts import deferred
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import GroupVote
-from placement.planning.planner import Planner, still_meant, with_kept
+from placement.planning.planner import Planner, meant, with_kept
 from placement.registration.handle import Handle
 
 
@@ -120,7 +120,7 @@ class OpenPhases:
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
         """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan."""
-        return phases[-1].plan if phases else self._planner.idle(self.kept)
+        return phases[-1].plan if phases else self._planner.ask(IDLE, None, self.kept)[1]
 
     def with_kept(self, plan: Plan) -> Plan:
         return with_kept(plan, self.kept, self._handles)
@@ -135,7 +135,7 @@ class OpenPhases:
         except PolicyError as error:
             plan, failures = Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
         for inner in self.inside(leaving):
-            own = still_meant(inner.only, self._handles)
+            own = meant(inner.only, self._handles)
             if own is not None:
                 away = {name for name, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED}
                 inner.plan = inner.plan.limited_to(own | away, plan)
@@ -145,12 +145,12 @@ class OpenPhases:
     def extend(self, handle: Handle) -> None:
         """Add a new handle to the plan of every open phase. Its owners are planned anew, too: with an optimizer they can be trained."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
-        enclosing = self._planner.idle(self.kept)
+        enclosing = self.plan_of(())
         for index, each in enumerate(self.all):
             _, asked = self._planner.ask(each.name, innermost(self.all[:index]), self.kept)
-            meant = still_meant(each.only, self._handles)
+            chosen = meant(each.only, self._handles)
             base = enclosing.limited_to({handle.name}, each.plan)  # where `only` leaves it out, a new handle is as in the enclosing phase
-            each.plan = enclosing = asked.limited_to(joining if meant is None else joining & meant, base)
+            each.plan = enclosing = asked.limited_to(joining if chosen is None else joining & chosen, base)
 
     def forget(self, name: str) -> None:
         self.kept -= {name}
@@ -161,12 +161,13 @@ class OpenPhases:
 
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
+    `vote`: with which phases are entered and left; None: without a group.
     `sweep`: called at the beginning of each.
     `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the other ranks."""
 
-    def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
+    def __init__(self, device: Device, vote: GroupVote | None, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
         self._device = device
-        self._vote = vote
+        self.vote = vote
         self._sweep = sweep
         self._is_outside = is_outside
         self._lock = threading.RLock()
@@ -180,12 +181,12 @@ class TransitionLock:
         self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
     ) -> Iterator[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
-        `vote`: tells the group; None: the vote with which phases are entered and left.
+        `vote`: tells the group; None: `self.vote`.
         `begins`: a phase is about to begin.
         `own`: a rank that fails raises its own error. Otherwise all ranks raise the same error.
         `error`: the user's exception with which a phase is left, if any."""
-        vote = self._vote if vote is None else vote
-        if vote.is_alone or os.getpid() != self.pid:  # a forked child is not a rank
+        vote = self.vote if vote is None else vote
+        if vote is None or os.getpid() != self.pid:  # a forked child is not a rank
             yield
             return
         with self._lock, deferred():
@@ -210,40 +211,28 @@ class TransitionLock:
 
     @contextmanager
     def transition(self) -> Iterator[None]:
-        """Hold the lock for a phase transition, with Ctrl-C deferred and torch's modes off. First, abandoned phases are left."""
-        with self._lock, deferred():
-            self._begin(
-                "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition",
-                "phases cannot change while a graph is being captured: moving memory would become part of it",
-            )
-            try:
-                with without_modes(), torch.inference_mode(False), torch.no_grad():
-                    self._sweep()
-                    yield
-            finally:
-                self._is_busy = False
+        """Hold the lock for a phase transition, with torch's modes off. First, abandoned phases are left."""
+        inside = "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition"
+        capturing = "phases cannot change while a graph is being captured: moving memory would become part of it"
+        with self.busy(inside, capturing), without_modes(), torch.inference_mode(False), torch.no_grad():
+            self._sweep()
+            yield
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside."""
+    def busy(self, inside: str, capturing: str) -> Iterator[None]:
+        """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process, after `close`, inside a phase
+        transition, or in a graph's capture."""
         with self._lock, deferred():
-            self._begin(
-                "a policy or a Lazy's factory must not call step(): it runs inside a phase transition",
-                "a step that streams its state cannot be captured in a graph: use optimizer_in='train'",
-            )
+            self.check_process()
+            if self._is_busy:
+                raise PhaseError(inside)
+            if self._device.is_capturing():
+                raise PhaseError(capturing)
+            self._is_busy = True
             try:
                 yield
             finally:
                 self._is_busy = False
-
-    def _begin(self, inside: str, capturing: str) -> None:
-        """Refuse what must not begin now: in another process, after `close`, inside a phase transition, or in a graph's capture."""
-        self.check_process()
-        if self._is_busy:
-            raise PhaseError(inside)
-        if self._device.is_capturing():
-            raise PhaseError(capturing)
-        self._is_busy = True
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
@@ -255,13 +244,6 @@ class TransitionLock:
             finally:
                 if held:
                     self._lock.release()
-
-    def sweep_if_free(self) -> None:
-        """Sweep now, unless a phase transition is under way in this or another thread. In that case the next one sweeps."""
-        with self.if_free() as is_free:
-            if is_free:
-                with self.transition():
-                    pass
 
     def check_process(self) -> None:
         """Refuse any use by a forked child process, or after `close`."""

@@ -94,7 +94,8 @@ class Phase:
         Raises:
             PhaseError: this phase is not open, or no handle has this name.
         """
-        self._stack.keep(self.phase, handle if isinstance(handle, str) else handle.name)
+        self._stack.phases.require_open(self.phase, "keep a handle")
+        self.phase.kept.add(self._stack.known(handle).name)
 
     def done_with(self, handle: Handle | str) -> None:
         """Offload a handle now, because the rest of this phase needs it no more. Its memory is used for what the plan prefetches.
@@ -109,7 +110,7 @@ class Phase:
             PhaseError: this phase is not open, another phase is open inside it, or no handle has this name.
             Exception: the handle could not be offloaded. It stays on the device.
         """
-        self._stack.done_with(self.phase, handle if isinstance(handle, str) else handle.name)
+        self._stack.done_with(self.phase, handle)
 
 
 class PhaseContext(Phase):

@@ -6,35 +6,32 @@ raises them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from placement.core.errors import EngineError, IntegrityError, PlacementError
-from placement.core.journal import Journal, logger
+from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
+from placement.core.journal import Journal
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan, State, View
+from placement.core.states import IDLE, WEIGHTS, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.memory import Outside, WrittenPoison
+from placement.group.lease import lease_for
 from placement.group.vote import Agree, GroupVote
-from placement.phases.lease_client import LeaseClient, giving_way
+from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
 from placement.phases.open_phases import OpenPhase, innermost
-from placement.planning.host_tier import host_tier_for
-from placement.planning.planner import Planner, check_fits, is_there, meant, still_meant, with_kept, without_surplus
-from placement.planning.prefetcher import NOTHING_AHEAD, Prefetcher
+from placement.planning.host_tier import disk_tier_for
+from placement.planning.planner import Planner, check_fits, is_there, meant, unknown_handle, with_kept, without_surplus
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
-from placement.registration.streamed_optimizer import SteppedHandle
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
-from placement.storage.transfer.streamed import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
-
-if TYPE_CHECKING:
-    from placement.group.lease import Lease
 
 
 class PhaseRequest(NamedTuple):
@@ -47,18 +44,8 @@ class PhaseRequest(NamedTuple):
     kept: frozenset[str]  # names of the handles that the phase before kept
 
 
-class CheckedPlan(NamedTuple):
-    """A plan for a phase that was checked and fits. Nothing has moved."""
-
-    name: str
-    plan: Plan
-    room_bytes: int  # device bytes of the budget that are left beside what the handles hold now: see `check_fits`
-    moves_nothing: bool  # whether every handle is at its target already
-
-
 class Reconciler:
-    """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases.
-    `lease`: this process's share of the device; None if the device is not shared under leases."""
+    """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases."""
 
     def __init__(
         self,
@@ -67,50 +54,53 @@ class Reconciler:
         settings: Settings,
         journal: Journal,
         registry: Registry,
-        vote: GroupVote,
-        lease: Lease | None,
+        vote: GroupVote | None,
     ) -> None:
         self._device = device
         self._journal = journal
         self._registry = registry
         self._handles = registry.handles
         self._mover = Mover(device, journal, settings)
-        self._vote = vote
-        self.lease = lease
+        self.vote = vote
+        self.lease = lease = None if settings.leases is None else lease_for(device, settings, None if vote is None else vote.group)
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
-        self.host_tier = host_tier_for(settings, device, self._handles, self.prefetcher.discard)
-        registry.admit = self.host_tier.admit
+        self.disk_tier = disk_tier_for(settings, device, self._handles, self.prefetcher.discard)  # None: host memory has no limit
+        if self.disk_tier is not None:
+            registry.admit = self.disk_tier.admit
         self.outside = Outside(device.communicators, self.planner.memory)
-        self.lease_client = None if lease is None else LeaseClient(lease, device, self._handles, self.planner, self._give_way)
+        self.lease_client = None if lease is None else LeaseClient(lease, device, self._handles, self.planner, self._empty_device)
         self.left_behind: tuple[Handle, ...] = ()  # handles that are on the device although the last phase transition wanted them off it
         self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
         self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
-    def make_plan(self, action: str, wanted: PhaseRequest) -> CheckedPlan:
-        """Make the plan for a phase. Call `measure` first. Every rank of a group has the same `action`. Builds lazies that the plan needs,
-        and raises writes into offloaded memory that were found before."""
+    def make_plan(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
+        """Make the plan for a phase. Call `measure` first. Every rank of a group does the same (`verb`). Builds lazies that the plan needs,
+        and raises writes into offloaded memory that were found before. Returns the plan, and what `check_fits` returns for it."""
         name, handles = wanted.name, self._handles
-        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
+        if self.vote is not None:
+            action = f"{verb} {name}" if wanted.only is None else f"{verb} {name} only={','.join(sorted(wanted.only))}"
+            self.planner.least = self.vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
                     view, plan = self._ask(wanted)  # ask again, because its size is known only now
-            plan = self._without_what_others_lack(wanted, plan)
+            if self.vote is not None and self.vote.group.compares_plans:
+                plan = self._without_what_others_lack(self.vote, wanted, plan)
             room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
         self._refuse_stale(name, plan)
-        moves_nothing = is_there(handles, plan)
-        decisions = ["keep"] * len(handles) if moves_nothing else [_decision(handle, plan) for handle in handles.values()]
+        decisions = [_decision(handle, plan) for handle in handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
-        self.prefetcher.pause()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         if leaves or "load" in decisions:
             self.writes.look_at_gradients()
         # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
@@ -118,28 +108,30 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        return CheckedPlan(name, plan, room_bytes, moves_nothing)
+        return plan, room_bytes
 
-    def check_plan(self, plan: Plan, name: str, kept: frozenset[str] = frozenset()) -> CheckedPlan:
-        """Check a plan that is to be carried out while the phase `name` is and stays open. Nothing has moved."""
+    def carry_out_within(self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
+        """Check a plan, and carry it out while the phase `name` is and stays open."""
         self.measure()
-        self.prefetcher.pause()
-        room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        return CheckedPlan(name, plan, room_bytes, is_there(self._handles, plan))
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
+        self.carry_out(name, plan, check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name)), agree)
 
-    def carry_out(self, checked: CheckedPlan, agree: Agree | None) -> None:
-        """Move every handle where the plan wants it, all or nothing. Where all are there, only a group (`agree`) is asked."""
-        name, plan, room_bytes, moves_nothing = checked
+    def carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None) -> None:
+        """Move every handle where the plan wants it, all or nothing. Where all are there, only a group (`agree`) is asked.
+        `room_bytes`: see `check_fits`."""
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
-        self.host_tier.prepare(plan)
-        ahead, freed_bytes = self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
+        if self.disk_tier is not None:
+            self.disk_tier.prepare(plan)
+        ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
+        go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
-            if moves_nothing and agree is None:
+            if agree is None and is_there(self._handles, plan):
                 self._mover.end_without_moves(self._handles, ahead)
             else:
-                self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.propose, ahead)
+                self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
@@ -149,12 +141,14 @@ class Reconciler:
         self,
         plan: Plan,
         name: str,
+        failures: Iterable[Exception] = (),
         *,
         patiently: bool = False,
         is_together: bool = False,
         vote: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
-        """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns the errors.
+        """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns `failures` and
+        the errors.
         `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
         `vote` asks them how far they came; it gets the errors, and returns them with those of the others."""
         moves_nothing = is_there(self._handles, plan)
@@ -162,14 +156,17 @@ class Reconciler:
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
-        self.prefetcher.pause()
-        within, failures = plan, list[Exception]()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
+        within, failures = plan, [*failures]
         if self.lease_client is not None:
-            within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
+            within, refused = self.lease_client.take_back(name, plan, patiently=patiently)
+            failures += refused
         ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
-            self.host_tier.prepare(within)
-            ahead, _ = self.prefetcher.look_ahead(name, within, self._mover.chunk_pool)
+            if self.disk_tier is not None:
+                self.disk_tier.prepare(within)
+            ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
         if moves_nothing:
@@ -189,12 +186,17 @@ class Reconciler:
         self.left_behind = () if moves_nothing else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE and self.lease_client is not None:
-            self.lease_client.trim()
+            self._trim()
         self._settle(name, before)
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures if vote is None else vote(failures) + self._mover.complete(self._handles.values())
+
+    def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
+        if plan.prefetch or plan.streamed or self.prefetcher.has_any:
+            return self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
+        return NOTHING_AHEAD, 0
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""
@@ -203,7 +205,8 @@ class Reconciler:
             self.outside.measure(self.planner.memory)
         if self.lease_client is not None:
             self.lease_client.settle(name)
-        self.host_tier.arrange(name)
+        if self.disk_tier is not None:
+            self.disk_tier.arrange(name)
 
     def stopwatch(self) -> Callable[[], float]:
         """Start a stopwatch. It gives the seconds until now, without those in which the worker's own kernels were waited for."""
@@ -235,17 +238,16 @@ class Reconciler:
         self.planner.measure_state()
         self.peak_bytes = max(self.peak_bytes, held_bytes)
 
-    def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
-        """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
-        handle.counters.loaded_bytes += streamed.to_device_bytes
-        handle.counters.prefetch_used_bytes += streamed.early_bytes
-        handle.counters.offloaded_bytes += streamed.to_host_bytes
-        held_bytes = sum(each.resident_bytes for each in self._handles.values())
-        self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)
-        logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
+    def _trim(self) -> None:
+        """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
+        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+            self._device.trim()
 
     def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
+        for name in wanted.only or ():
+            if name not in self._handles:
+                raise PhaseError(f"only=: {unknown_handle(name, self._handles)}")
         chosen = meant(wanted.only, self._handles)
         if chosen is None or wanted.enclosing is None:
             return view, plan
@@ -253,19 +255,17 @@ class Reconciler:
         plan = plan.limited_to(chosen, with_kept(wanted.enclosing, taken_over, self._handles))
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
-    def _without_what_others_lack(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+    def _without_what_others_lack(self, vote: GroupVote, wanted: PhaseRequest, plan: Plan) -> Plan:
         """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams. A policy that
         keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, or has larger
         handles."""
-        if not self._vote.compares_plans:
-            return plan
-        chosen = still_meant(wanted.only, self._handles)
+        chosen = meant(wanted.only, self._handles)
         needed = self.planner.needed(wanted.name, innermost(wanted.around), wanted.kept, at_rest=True)
         staying: dict[tuple[str, str], str] = {}  # the tag, by the handle's name and the text that the other ranks are told: state and tag
         for name, state in plan.targets.items():
             needed_tags = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
             staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - needed_tags}
-        stays, streamed = self._vote.in_common(staying, plan.streamed)
+        stays, streamed = vote.in_common(staying, plan.streamed)
         for name, lacked in staying.keys() - stays:
             tags = self._tags(name, plan) - {staying[name, lacked]}
             plan = replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
@@ -284,14 +284,21 @@ class Reconciler:
         levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
         for index, (name, only) in enumerate(levels):
             asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept)
-            chosen = still_meant(only, self._handles)
+            chosen = meant(only, self._handles)
             needed = asked if chosen is None else asked.limited_to(chosen, needed)
         return needed
 
-    def _give_way(self, client: LeaseClient) -> None:
-        """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
-        failures = self._mover.retreat(self._handles, giving_way(self._handles))
-        client.trim()
+    def _empty_device(self) -> None:
+        """Offload everything, except weights that an engine would discard, because they could not be loaded again. The process is about to
+        wait for others that may be waiting for it."""
+        plan = Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED))
+        for name, handle in self._handles.items():
+            if handle.external:
+                plan = plan.also(name, handle.state)
+            elif not handle.storage.keeps_weights and WEIGHTS in handle.storage.resident_tags:
+                plan = plan.also(name, handle.state, frozenset({WEIGHTS}))
+        failures = self._mover.retreat(self._handles, plan)
+        self._trim()
         self.measure()
         if failures:
             raise failures[0]
@@ -391,22 +398,16 @@ class WrongWrites:
     def _note_damage(self, places: Iterable[WrittenPoison]) -> None:
         """Note which handles' tensors lie in the damaged pages, unless the version counters have named the tensors already."""
         by_handle: dict[str, list[str]] = {}
-        for place in places:
-            for name, tensors in self._at(place):
-                by_handle.setdefault(name, []).extend(tensors)
+        for place, handle in itertools.product(places, self._handles.values()):
+            for r in [each for each in handle.storage.ranges if each.layout.addresses is place.addresses]:
+                end = place.start + place.nbytes
+                hit = [each.name for each in r.placed if each.offset < end and place.start < each.offset + each.nbytes]
+                by_handle.setdefault(handle.name, []).extend(hit)
         for name, tensors in by_handle.items():
             if name not in self._found:
                 self._note(name, f"in the memory pages of {listed([*dict.fromkeys(tensors)])} of {name!r}")
         if not self._found:
             self._note(None, "something wrote into offloaded memory, and it cannot be told which handle's memory it is")
-
-    def _at(self, place: WrittenPoison) -> Iterator[tuple[str, list[str]]]:
-        """The handle to which the addresses belong, and its tensors in these pages."""
-        end = place.start + place.nbytes
-        for handle in self._handles.values():
-            for r in handle.storage.ranges:
-                if r.layout.addresses is place.addresses:
-                    yield handle.name, [each.name for each in r.placed if each.offset < end and place.start < each.offset + each.nbytes]
 
     def _offloaded(self) -> Iterator[tuple[Handle, ManagedStorage]]:
         for handle in self._handles.values():

@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
-from placement.group.vote import Agree, GroupVote, describe
+from placement.group.vote import Agree, GroupVote
 from placement.phases.open_phases import OpenPhase, OpenPhases, TransitionLock, innermost
 from placement.phases.reconciler import PhaseRequest, Reconciler
 from placement.planning.planner import unknown_handle
@@ -28,7 +27,6 @@ from placement.registration.streamed_optimizer import SteppedHandle, Streaming
 from placement.storage.transfer.streamed import Streamed
 
 if TYPE_CHECKING:
-    from placement.group.lease import Lease
     from placement.group.protocol import Group
 
 _GONE = (
@@ -46,11 +44,9 @@ class PhaseStack:
         policy: Any,
         settings: Settings,
         journal: Journal,
-        group: Group | None = None,
-        lease: Lease | None = None,
+        group: Group | None,
     ) -> None:
         self._device = device
-        self._vote = GroupVote(group)
         self._journal = journal
         self._gone: deque[Handle] = deque()  # the handles whose objects were garbage-collected
         self.is_closing = False
@@ -59,19 +55,28 @@ class PhaseStack:
         self.registry = Registry(device, lambda: self.phases.name, self._gone.append, streaming, settings)
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
-        self.reconciler = Reconciler(device, policy, settings, journal, self.registry, self._vote, lease)
+        vote = None if group is None else GroupVote(group)
+        self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
-        self.lock = TransitionLock(device, self._vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all))
+        self.lock = TransitionLock(device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all))
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
-        with self.lock.step():
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside."""
+        inside = "a policy or a Lazy's factory must not call step(): it runs inside a phase transition"
+        with self.lock.busy(inside, "a step that streams its state cannot be captured in a graph: use optimizer_in='train'"):
             self.reconciler.prefetcher.pause()  # the step needs the link for itself
             yield
 
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
-        self.reconciler.stepped(handle, streamed, seconds)
+        """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
+        handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.prefetch_used_bytes += streamed.early_bytes
+        handle.counters.offloaded_bytes += streamed.to_host_bytes
+        held_bytes = sum(each.resident_bytes for each in self._handles.values())
+        self.reconciler.peak_bytes = max(self.reconciler.peak_bytes, held_bytes + streamed.peak_bytes)
+        logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
         if self.phases.all:
             self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
 
@@ -104,8 +109,8 @@ class PhaseStack:
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
         try:
-            checked = self.reconciler.make_plan(describe(verb, wanted.name, wanted.only), wanted)
-            self.reconciler.carry_out(checked, self._vote.agreement)
+            plan, room_bytes = self.reconciler.make_plan(verb, wanted)
+            self.reconciler.carry_out(wanted.name, plan, room_bytes, None if self.lock.vote is None else self.lock.vote.agree)
             interrupts.check()  # the last look: from here on the phase is open
         except BaseException as error:
             self._journal.enter_phase(phases.name, phases.only)
@@ -114,8 +119,8 @@ class PhaseStack:
                 _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
             raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
-        self._expire_keeps(checked.plan)
-        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, checked.plan, set()
+        self._expire_keeps(plan)
+        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
         self._planner.history.began(wanted.name)
 
     # --- leaving
@@ -139,15 +144,14 @@ class PhaseStack:
                 self._expire_keeps()
                 plan, failures = phases.plan_after(phase)
                 phases.kept = self._worth_keeping(phase)
-                plan = phases.with_kept(plan)
-                is_patient = error is None or isinstance(error, Exception)
-                action, refused = describe("leave", phase.name, None), failures
+                plan, vote = phases.with_kept(plan), self.lock.vote
                 failures = self.reconciler.retreat(
                     plan,
                     left_to,
-                    patiently=is_patient,
-                    is_together=self._vote.all_leave(error),
-                    vote=lambda found: self._vote.left(action, plan, refused + found, error),
+                    failures,
+                    patiently=error is None or isinstance(error, Exception),
+                    is_together=vote is not None and vote.all_leave(error),
+                    vote=None if vote is None else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
                 )
             except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                 self._expire_keeps()
@@ -173,22 +177,19 @@ class PhaseStack:
 
     # --- within a phase
 
-    def keep(self, phase: OpenPhase, name: str) -> None:
-        self.phases.require_open(phase, "keep a handle")
-        phase.kept.add(self.known(name).name)
-
-    def done_with(self, phase: OpenPhase, name: str) -> None:
+    def done_with(self, phase: OpenPhase, wanted: Handle | str) -> None:
         with self.lock.transition():
-            self.phases.require_innermost(phase, f"be done with {name!r}")
-            handle, plan = self.known(name), phase.plan
+            handle, plan = self.known(wanted), phase.plan
+            self.phases.require_innermost(phase, f"be done with {handle.name!r}")
             if handle.external or not handle.is_on_device:
                 return
             stalled = self.reconciler.stopwatch()
-            self._vote.expect_different_plans()  # the other ranks may not give it up
+            if self.lock.vote is not None:
+                self.lock.vote.group.plans_may_differ = True  # the other ranks may not give it up
             try:
-                phase.plan = plan.giving_up(name)
-                phase.kept.discard(name)
-                self.reconciler.carry_out(self.reconciler.check_plan(phase.plan, phase.name), None)
+                phase.plan = plan.giving_up(handle.name)
+                phase.kept.discard(handle.name)
+                self.reconciler.carry_out_within(phase.name, phase.plan)
             except BaseException as error:
                 phase.plan = plan
                 _note(error, self.reconciler.retreat(plan, phase.name))
@@ -213,8 +214,9 @@ class PhaseStack:
 
     # --- handles that come and go
 
-    def known(self, name: str) -> Handle:
-        """The handle of this name. Raises PhaseError: there is none."""
+    def known(self, wanted: Handle | str) -> Handle:
+        """The handle that a user names. Raises PhaseError: there is none."""
+        name = wanted if isinstance(wanted, str) else wanted.name
         handle = self._handles.get(name)
         if handle is None:
             raise PhaseError(unknown_handle(name, self._handles))
@@ -231,7 +233,7 @@ class PhaseStack:
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
             self.reconciler.writes.look(wait=False)  # before an owner is loaded over them; the next phase transition raises them
-            self.reconciler.carry_out(self.reconciler.check_plan(plan, phases.name, phases.kept), agree)
+            self.reconciler.carry_out_within(phases.name, plan, phases.kept, agree)
             interrupts.check()
         except BaseException:
             for each, plan in zip(phases.all, plans, strict=True):
@@ -243,12 +245,10 @@ class PhaseStack:
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
             raise written
-        plan, named = self.phases.base_plan(), {self.known(name).name for name in names}
-        parts = {name: tags for name, tags in plan.parts.items() if name not in named}
-        plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
-        for name in named:
-            plan = plan.also(name, State.GPU_RESIDENT)
-        self.reconciler.carry_out(self.reconciler.check_plan(plan, self.phases.name), None)
+        plan = self.phases.base_plan()
+        for name in names:
+            plan = plan.without(self.known(name).name).also(name, State.GPU_RESIDENT)  # whole, and not published from the host copy
+        self.reconciler.carry_out_within(self.phases.name, plan)
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""
@@ -263,16 +263,6 @@ class PhaseStack:
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
-
-    def _forget_all(self) -> list[Exception]:
-        """Forget every handle that can be handed back, optimizers first. Returns the errors of the others."""
-        failures: list[Exception] = []
-        for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
-            try:
-                self.forget(handle)
-            except Exception as error:
-                failures.append(error)
-        return failures
 
     def _forget_collected(self) -> None:
         """Forget the handles whose objects were garbage-collected, and those that an error kept from being forgotten."""
@@ -299,7 +289,7 @@ class PhaseStack:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
         if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):
             _raise_all(failures)
-        self._vote.rejoin(group)
+        self.lock.vote = self.reconciler.vote = GroupVote.rejoin(group)
         self._planner.least = None
 
     def close(self, on_device: tuple[str, ...] = ()) -> None:
@@ -314,9 +304,16 @@ class PhaseStack:
                 if on_device:
                     self.bring(on_device)
                 self._look_for_writes(wait=True)
-                if failures := self._forget_all():
+                failures: list[Exception] = []
+                for handle in sorted(self._handles.values(), key=lambda each: each.kind != "optimizer"):
+                    try:
+                        self.forget(handle)
+                    except Exception as error:
+                        failures.append(error)
+                if failures:
                     _raise_all(failures)
-                self.reconciler.host_tier.close()
+                if self.reconciler.disk_tier is not None:
+                    self.reconciler.disk_tier.close()
                 self._device.close()
                 if self.reconciler.lease is not None:
                     self.reconciler.lease.close()
@@ -334,7 +331,10 @@ class PhaseStack:
             return
         phase.is_abandoned = True
         if not is_background():
-            self.lock.sweep_if_free()
+            with self.lock.if_free() as is_free:
+                if is_free:  # else the phase transition that is under way in this or another thread is followed by one that sweeps
+                    with self.lock.transition():
+                        pass
 
     def _sweep(self) -> None:
         self._forget_collected()
@@ -345,7 +345,8 @@ class PhaseStack:
         while gone := [each for each in phases.all if each.is_abandoned and (each.in_any_order or each is phases.all[-1])]:
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
             failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE)
-            self._vote.abandoned(gone[0].name)
+            if self.lock.vote is not None:
+                self.lock.vote.abandoned(gone[0].name)
             phases.all = phases.without(gone[0])  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(phases.name, phases.only)
             for failure in failures:

@@ -1,6 +1,6 @@
 """The limit on host memory of one manager: what is needed when, told to the keeper after each phase transition.
 
-`UseHistory` knows which host copies are needed next, by `PhaseHistory`, which knows what phases have begun and which are expected.
+`UseHistory` knows which host copies are needed next.
 `check_fits_host` says whether the host copies that are needed at once fit the limit.
 """
 
@@ -19,6 +19,7 @@ from placement.devices.base import Device
 from placement.devices.host.disk_file import check_directory
 from placement.devices.host.slab import Slab, SlabPart
 from placement.devices.memory import HostSlab
+from placement.planning.planner import MOST_PHASES, PhaseHistory, bytes_table
 from placement.registration.handle import Handle
 from placement.storage.disk import Keeper, Spill
 from placement.storage.managed import ManagedStorage
@@ -27,31 +28,9 @@ from placement.storage.range import Range
 _NO_LIMIT = 1 << 62
 
 
-class HostTier:
-    """All host copies stay in host memory: there is no limit. Called with the manager's lock held."""
-
-    @property
-    def waited_seconds(self) -> float:
-        return 0.0
-
-    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
-        """Make room for host memory that a registration is about to take. `needed` returns the bytes; it may look at every tensor.
-
-        Raises HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
-        """
-
-    def prepare(self, plan: Plan) -> None:
-        """Have in host memory what a phase transition to this plan uses there. It stays until `arrange`."""
-
-    def arrange(self, phase: str) -> None:
-        """Decide anew what stays in host memory, after a phase transition to `phase`. What moves then moves in the background."""
-
-    def close(self) -> None:
-        """Stop the background work. Every handle has been forgotten. Idempotent."""
-
-
-class DiskTier(HostTier):
-    """Host copies hold at most `limit_bytes` of host memory; those needed last are in files of a directory (None: there are none).
+class DiskTier:
+    """Host copies hold at most `limit_bytes` of host memory; those needed last are in files of a directory (None: there are none). Called
+    with the manager's lock held.
 
     With `gives_back`, those of handles that are on the device take none as long as no coming phase transition is expected to use them.
     `give_up_early` gives up all chunks that arrived early. The host copies that have some stay in host memory.
@@ -85,6 +64,10 @@ class DiskTier(HostTier):
         return self._keeper.waited_seconds
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
+        """Make room for host memory that a registration is about to take. `needed` returns the bytes; it may look at every tensor.
+
+        Raises HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
+        """
         nbytes = needed()
         shares = {each.name: self.share_of(each) for each in (*self._handles.values(), handle)}
         check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
@@ -92,13 +75,11 @@ class DiskTier(HostTier):
         if held + nbytes <= self._limit_bytes:
             return
         lacking = nbytes + held - self._keeper.held_bytes  # with what this registration has taken already
-        self._keeper.pause()  # else it would read ahead into the room that it makes
-        if self._keeper.make_room(lacking):
-            return
-        if any(r.has_early for holding in _holdings(self._handles.values()).values() for r in holding.ranges):
-            self._give_up_early()
-            self._arrange()
-            self._keeper.pause()
+        for gives_up_early in (False, True):
+            if gives_up_early:
+                self._give_up_early()
+                self._arrange()
+            self._keeper.pause()  # else it would read ahead into the room that it makes
             if self._keeper.make_room(lacking):
                 return
         raise HostMemoryError(
@@ -119,6 +100,7 @@ class DiskTier(HostTier):
         return HostShare(own + shared + reserved, shared + reserved, storage.host_bytes)
 
     def prepare(self, plan: Plan) -> None:
+        """Have in host memory what a phase transition to this plan uses there. It stays until `arrange`."""
         self._keeper.pause()
         absent = []
         for name, holding in _holdings(self._handles.values()).items():
@@ -129,6 +111,7 @@ class DiskTier(HostTier):
             self._keeper.bring(*absent)
 
     def arrange(self, phase: str) -> None:
+        """Decide anew what stays in host memory, after a phase transition to `phase`. What moves then moves in the background."""
         holdings = _holdings(self._handles.values())
         used = {name for name, holding in holdings.items() if any(r.spill is None or r.spill.is_used for r in holding.ranges)}
         self._uses.note(phase, frozenset(used))
@@ -175,14 +158,18 @@ class DiskTier(HostTier):
         return spills, fixed_bytes
 
     def close(self) -> None:
+        """Stop the background work. Every handle has been forgotten. Idempotent."""
         self._keeper.stop()
 
 
-def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]) -> HostTier:
-    """The limit that the settings ask for. `give_up_early`: see `DiskTier`. Raises ValueError: the folder for files cannot be used."""
+def disk_tier_for(
+    settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], object]
+) -> DiskTier | None:
+    """The limit that the settings ask for; None: all host copies stay in host memory. `give_up_early`: see `DiskTier`.
+    Raises ValueError: the folder for files cannot be used."""
     gives_back = settings.host_copies == "while_needed"
     if settings.host_limit_bytes is None and not gives_back:
-        return HostTier()
+        return None
     if settings.disk_directory is not None:
         check_directory(settings.disk_directory)
     limit_bytes = _NO_LIMIT if settings.host_limit_bytes is None else settings.host_limit_bytes
@@ -209,8 +196,6 @@ class UseHistory:
         """For each phase in the history, what was used since the one before it."""
         self._upcoming: tuple[frozenset[str], ...] = ()
         """The handles that coming phase transitions are expected to use, nearest first, up to the next one into the open phase."""
-        self._last: dict[str, int] = {}  # the number of the phase transition that used each handle last
-        self._count = 0
 
     def note(self, phase: str, used: frozenset[str]) -> None:
         """Note a phase transition. `phase`: the phase that is open after it. `idle` is one, too: what leaves then needs its host copy.
@@ -219,8 +204,6 @@ class UseHistory:
         self._upcoming = (*list(self._uses)[len(self._uses) - followed :], used)
         self._phases.began(phase)
         self._uses.append(used)
-        self._count += 1
-        self._last.update(dict.fromkeys(used, self._count))
 
     def is_idle(self, name: str) -> bool:
         """Whether a whole cycle of phase transitions is expected to leave a handle's host copy alone. False until a cycle has been seen."""
@@ -232,11 +215,9 @@ class UseHistory:
         A handle on the device needs its host copy when it is offloaded, and an offloaded one when it is loaded: each is one of the uses.
         Handles that no coming phase transition is known to use come last, the least recently used at the very end.
         """
-        first: dict[str, int] = {}
-        for distance, used in enumerate(self._upcoming):
-            for name in used:
-                first.setdefault(name, distance)
-        return sorted(names, key=lambda name: (first.get(name, len(self._upcoming)), -self._last.get(name, -1)))
+        first = {name: distance for distance, used in reversed([*enumerate(self._upcoming)]) for name in used}
+        last = {name: number for number, used in enumerate(self._uses) for name in used}
+        return sorted(names, key=lambda name: (first.get(name, len(self._upcoming)), -last.get(name, -1)))
 
 
 class HostShare(NamedTuple):
@@ -267,42 +248,3 @@ def host_table(name: str, nbytes: int, shares: Mapping[str, HostShare]) -> str:
     known = shares.get(name, HostShare(0, 0, 0))
     rows = {**shares, name: HostShare(known.total_bytes + nbytes, known.fixed_bytes, known.held_bytes)}
     return bytes_table(("in host memory", "host copy"), ((each, share.held_bytes, share.total_bytes) for each, share in rows.items()))
-
-
-def bytes_table(heads: tuple[str, str], rows: Iterable[tuple[str, int, int]]) -> str:
-    """A table of two numbers of bytes for each handle, largest first."""
-    lines = [f"  {'handle':<24} {heads[0]:>18} {heads[1]:>18}"]
-    lines += [f"  {name:<24} {one:>18,} {other:>18,}" for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))]
-    return "\n".join(lines)
-
-
-MOST_PHASES = 64  # how far back a history goes
-
-
-class PhaseHistory:
-    """The phases that have begun, oldest first, as far back as 64 of them."""
-
-    def __init__(self) -> None:
-        self._phases: deque[str] = deque(maxlen=MOST_PHASES)
-        self._lengths: list[int] = []  # for each place in the history: how many phases up to it are the same as the last ones
-
-    def began(self, phase: str) -> None:
-        lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
-        self._phases.append(phase)
-        self._lengths = [*lengths, len(self._phases)][-MOST_PHASES:]
-
-    def upcoming(self, phase: str) -> tuple[str, ...]:
-        """The phases that are expected after this one, nearest first, for one whole cycle; empty if none has been seen.
-
-        What followed the last time is expected again. Where a phase has several places in the cycle, the one counts before which the same
-        phases were as here, for longest, and of equal ones the last. A phase that is not in the history (`idle`, or one that begins for
-        the first time) is taken as one that was put in after the last phase.
-        """
-        if phase in self._phases:
-            lengths = [0, *self._lengths]
-            after = max((lengths[i], i) for i, name in enumerate(self._phases) if name == phase)[1]
-        else:
-            length, after = max([(length, i) for i, length in enumerate(self._lengths[:-1])], default=(0, 0))
-            if not length:
-                return ()
-        return tuple(self._phases)[after + 1 :]

@@ -5,21 +5,21 @@ Beside it: the meaning of `only=` and of keeps, and the check that a plan fits t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from placement.core.errors import DeviceMemoryError, PhaseError, PolicyError
+from placement.core.errors import DeviceMemoryError, PolicyError
 from placement.core.settings import Settings, nearest
 from placement.core.snapshot import mib
 from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, bytes_under
 from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
-from placement.planning.host_tier import PhaseHistory, bytes_table
 from placement.registration.handle import Handle, Node
 
-_NO_TAG: frozenset[str] = frozenset()
+MOST_PHASES = 64  # how far back a history goes
 _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
@@ -28,6 +28,35 @@ _GENERATING: dict[str, tuple[str, ...]] = {
     "values": ("critic",),
     "reward": ("reward",),
 }
+
+
+class PhaseHistory:
+    """The phases that have begun, oldest first, as far back as 64 of them."""
+
+    def __init__(self) -> None:
+        self._phases: deque[str] = deque(maxlen=MOST_PHASES)
+        self._lengths: list[int] = []  # for each place in the history: how many phases up to it are the same as the last ones
+
+    def began(self, phase: str) -> None:
+        lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
+        self._phases.append(phase)
+        self._lengths = [*lengths, len(self._phases)][-MOST_PHASES:]
+
+    def upcoming(self, phase: str) -> tuple[str, ...]:
+        """The phases that are expected after this one, nearest first, for one whole cycle; empty if none has been seen.
+
+        What followed the last time is expected again. Where a phase has several places in the cycle, the one counts before which the same
+        phases were as here, for longest, and of equal ones the last. A phase that is not in the history (`idle`, or one that begins for
+        the first time) is taken as one that was put in after the last phase.
+        """
+        if phase in self._phases:
+            lengths = [0, *self._lengths]
+            after = max((lengths[i], i) for i, name in enumerate(self._phases) if name == phase)[1]
+        else:
+            length, after = max([(length, i) for i, length in enumerate(self._lengths[:-1])], default=(0, 0))
+            if not length:
+                return ()
+        return tuple(self._phases)[after + 1 :]
 
 
 class Planner:
@@ -77,9 +106,6 @@ class Planner:
         if at_rest:
             view = replace(view, handles={name: handle.at_rest() for name, handle in view.handles.items()})
         return ask_policy(self._policy, view)
-
-    def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
-        return self.ask(IDLE, None, kept)[1]
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
         handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
@@ -174,7 +200,7 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage, streamed = handle.storage, handle.streamed
     window_bytes = 0 if streamed is None else streamed.window_bytes
-    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, _NO_TAG)
+    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, frozenset[str]())
     sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, resident_tags)
     facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
     if (last := handle.last_view) is not None and last[0] == facts:
@@ -280,18 +306,7 @@ def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
-    """The handles that `only=` means: the named ones and the optimizers that they own. Raises PhaseError: a name is not registered; the
-    message suggests the nearest name that is."""
-    if only is None:
-        return None
-    for name in only:
-        if name not in handles:
-            raise PhaseError(f"only=: {unknown_handle(name, handles)}")
-    return still_meant(only, handles)
-
-
-def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
-    """The handles that `only=` of an open phase means now, like `meant`, but without handles that were unregistered meanwhile."""
+    """The handles that `only=` means now: the named ones, unless they were unregistered meanwhile, and the optimizers that they own."""
     if only is None:
         return None
     chosen = {name for name in only if name in handles}
@@ -343,7 +358,9 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
             f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank: raise "
             "budget_bytes there, or name the handles that the phase needs together (only=[...])"
         )
-        raise OtherBudgetError(f"rank {other_rank} {reason}", other_rank, reason)
+        told = OtherBudgetError(f"rank {other_rank} {reason}")
+        told.blames = {other_rank: reason}
+        raise told
     rows = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in view.handles.values() if not h.external)
     table = bytes_table(("holds", "wants"), rows)
     error = DeviceMemoryError(
@@ -352,6 +369,13 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     )
     error.wanted_bytes = wanted
     raise error
+
+
+def bytes_table(heads: tuple[str, str], rows: Iterable[tuple[str, int, int]]) -> str:
+    """A table of two numbers of bytes for each handle, largest first."""
+    lines = [f"  {'handle':<24} {heads[0]:>18} {heads[1]:>18}"]
+    lines += [f"  {name:<24} {one:>18,} {other:>18,}" for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))]
+    return "\n".join(lines)
 
 
 def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:

@@ -43,7 +43,7 @@ class Ahead:
     """The work that a phase transition does for later ones."""
 
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)  # device bytes of storages that leave which stay aside
-    begin: Callable[[ChunkPool], object] = lambda _: None
+    begin: Callable[[ChunkPool], object] | None = None
     """Called when everything is where it belongs, with the chunks that are free. Those that it leaves go back to the driver."""
 
 
@@ -53,40 +53,34 @@ NOTHING_AHEAD = Ahead()
 class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
-    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that returns.
+    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that returns. Where nothing is early
+    (`has_any`), `pause` does nothing, and `look_ahead` has something to do only for a plan that prefetches or streams.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
         self._device = device
         self._handles = handles
         self._planner = planner
-        self._copies = _Copies(device)
-        self._has_any = False  # whether anything may have arrived early and be unused
+        self.copies = _Copies(device)
+        self.has_any = False  # whether anything may have arrived early and be unused, or is on its way
         self._most_bytes: dict[str, int] = {}
         """The most bytes that may be early in a phase in which torch's allocator has found no memory before."""
 
-    @property
-    def discarded_bytes(self) -> int:
-        """Device bytes that arrived early and were given up unused, so far."""
-        return self._copies.discarded_bytes
-
     def pause(self) -> None:
         """Start no further copy until this phase transition is over, or `go_on`."""
-        self._copies.pause()
+        self.copies.pause()
 
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
         """Say what the coming phase transition does for later ones. First give up pages aside for which the plan has no use or no room.
 
         Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
-        if not (plan.prefetch or plan.streamed or self._has_any):
-            return NOTHING_AHEAD, 0
         shares, given = self._shares(plan, self._room_bytes(name, plan)), 0
         for handle in self._handles.values():
             if handle.holding is not None and not plan.on_device(handle.name):
                 keep_bytes = shares[handle.holding].first_bytes if handle.holding in shares else 0
                 given += handle.holding.give_up_early(keep_bytes, chunk_pool)
-        self._has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
+        self.has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
         staying = {storage: share.first_bytes for storage, share in shares.items() if storage.on_device and share.first_bytes}
         for storage in staying:
             self._reserve_aside(storage)
@@ -137,7 +131,7 @@ class Prefetcher:
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
         room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
         chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
-        self._has_any = True  # state that was born in the phase before has a place only now
+        self.has_any = True  # state that was born in the phase before has a place only now
         shares = self._shares(plan, room_bytes)
         bursts: deque[_Burst] = deque()
         for storage, chunks in firsts.items():
@@ -151,7 +145,7 @@ class Prefetcher:
             finally:
                 bursts.extend(_bursts(storage))
         bursts.extend(_successive(shares))
-        self._copies.start(bursts)
+        self.copies.start(bursts)
 
     def _put_first_aside(self, storage: ManagedStorage, chunks: Sequence[RangeChunk], room_bytes: int, chunk_pool: ChunkPool) -> int:
         """Put memory aside for the first buckets of a streamed step, whose window the plan counts. Returns the bytes: all, or 0."""
@@ -178,7 +172,7 @@ class Prefetcher:
         """Reserve addresses aside for the ranges of a storage, as far as anything can be there."""
         for r in storage.ranges:
             if _claim(storage, r):
-                r.pages.reserve_aside(self._copies.pause)
+                r.pages.reserve_aside(self.copies.pause)
 
     def _room_bytes(self, name: str, plan: Plan) -> int:
         room_bytes = self._planner.room_bytes(name, plan)
@@ -186,15 +180,13 @@ class Prefetcher:
 
     def _shares(self, plan: Plan, room_bytes: int) -> dict[ManagedStorage, Share]:
         """The storages of which bytes may be on the device early, in the plan's order, each with its share of the room."""
-        wanted = dict(self._wanted(plan))
-        return dict(zip(wanted, divide(room_bytes, [*wanted.values()]), strict=True))
-
-    def _wanted(self, plan: Plan) -> Iterator[tuple[ManagedStorage, Wish]]:
+        wanted: dict[ManagedStorage, Wish] = {}
         for name, most_bytes in plan.prefetch.items():
             storage = self._handles[name].holding if name in self._handles else None
             if storage is not None and storage.can_prefetch and not plan.on_device(name):
                 nbytes = storage.device_bytes
-                yield storage, Wish(min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes)
+                wanted[storage] = Wish(min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes)
+        return dict(zip(wanted, divide(room_bytes, [*wanted.values()]), strict=True))
 
 
 # --- the room
@@ -302,7 +294,7 @@ class _Copies:
         self._bursts: deque[_Burst] = deque()
         """Those still to be started. Each `start` has its own, so that the thread of an earlier one ends."""
         self._receivers: list[Pages] = []  # those that get memory while the phase computes
-        self.discarded_bytes = 0
+        self.discarded_bytes = 0  # device bytes that arrived early and were given up unused, so far
 
     def pause(self, discarded_bytes: int = 0) -> None:
         """Return once it is certain that no further copy is started before the next `start`. Waits while the thread starts one burst.

@@ -73,7 +73,8 @@ class Registry:
         self._when_gone = when_gone
         self._streaming = streaming
         self._settings = settings
-        self.admit: Callable[[Handle, Callable[[], int]], None]  # makes room in host memory: `HostTier.admit`. Set by the `Reconciler`.
+        self.admit: Callable[[Handle, Callable[[], int]], object] = lambda *_: None
+        """Makes room in host memory, where that has a limit: `DiskTier.admit`."""
         self._has_warned = False
 
     def add(

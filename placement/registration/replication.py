@@ -34,15 +34,14 @@ class Replication:
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self.vote = GroupVote(group)
+        self.vote = None if group is None else GroupVote(group)
         self._shared: weakref.WeakSet[Ranks] = weakref.WeakSet()  # the ranks of each replicated handle
         self._machine_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
         """Process groups made here, by the numbers of their ranks in the group."""
 
     def rejoin(self, group: Group) -> None:
         """Use a new group from now on, for every replicated handle."""
-        self.vote.rejoin(group)
-        self._group = group
+        self.vote, self._group = GroupVote.rejoin(group), group
         for ranks in self._shared:
             ranks.group = group
 
@@ -50,18 +49,19 @@ class Replication:
     def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[Ranks | None]:
         """Register an object in the body while every other rank does the same. If one rank fails, all fail. Yields the ranks that share the
         host copy; None in a group of one rank."""
-        if (group := self._group) is None:
+        group, vote = self._group, self.vote
+        if group is None or vote is None:
             raise RegistrationError(
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
-            self.vote.propose(f"register {name} replicated")
+            vote.propose(f"register {name} replicated")
             ranks = self._ranks(group, name, target, replicated)
             yield ranks
             if ranks is None:
-                self.vote.agree(Plan({}))
+                vote.agree(Plan({}))
         except GroupError as told:
-            self.vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
+            vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
 
     def _ranks(self, group: Group, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Ranks | None:

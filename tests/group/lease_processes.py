@@ -14,7 +14,6 @@ from torch import nn
 
 from placement import Manager
 from placement.core.snapshot import LeaseSnapshot
-from placement.engines import TorchEngine
 from placement.group import Lease
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
@@ -44,14 +43,6 @@ class Holder:
     def stop_in_turn(self) -> None:
         with self.lease._ledger.turn():
             os.kill(os.getpid(), signal.SIGSTOP)
-
-    def fork_and_die(self) -> int:
-        """Leave a child behind that lives on."""
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-            os._exit(0)
-        return child
 
 
 def use(lease: Lease) -> None:
@@ -93,54 +84,30 @@ class Doomed:
 
 
 class GpuSharer:
-    """A trainer or an engine on one simulated GPU that both share; each needs more than half of it."""
+    """A trainer on a simulated GPU of 100 pages that others share. It needs 33 at first, and 66 once its momentum is born."""
 
-    def __init__(self, role: str, folder: str, **settings: Any) -> None:
+    def __init__(self, folder: str, **settings: Any) -> None:
         torch.manual_seed(0)
-        self.role = role
         device = SimulatedDevice(CAPACITY, chunk_bytes=8 * CHUNK, shared_with=Path(folder) / "capacity")
-        self.manager = Manager(device=device, leases=f"{folder}/leases", worker_role=role, headroom=0.0, phases={"away": ()}, **settings)
-        # Of 100 pages the engine takes 65; the trainer 33 at first, and 66 once its momentum is born.
-        self.model = nn.Linear(256, 256) if role == "rollout" else nn.Linear(256, 128)
+        self.manager = Manager(
+            device=device, leases=f"{folder}/leases", worker_role="trainer", headroom=0.0, phases={"away": ()}, **settings
+        )
+        self.model = nn.Linear(256, 128)
         self.expected = self.model.weight.detach().clone()
-        if role == "rollout":
-            self.engine = TorchEngine(self.model)
-            self.manager.register("engine", self.engine, role="rollout")
-        else:
-            self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
-            self.manager.register("actor", self.model, role="actor")
-            self.manager.register("sgd", self.sgd)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        self.manager.register("actor", self.model, role="actor")
+        self.manager.register("sgd", self.sgd)
 
     def work(self) -> None:
-        """A step: what it finds is what it left. The trainer's begins with a part of the memory, and wants more in the middle of it."""
-        with self.manager.phase("rollout" if self.role == "rollout" else "log_prob") as step:
+        """A step: what it finds is what it left. It begins with a part of the memory, and wants more in the middle of it."""
+        with self.manager.phase("log_prob") as step:
             assert torch.equal(self.model.weight, self.expected), "the values changed while they were offloaded"
-            if self.role != "rollout":
-                step.switch("train")
-                self.model(torch.ones(1, 256)).sum().backward()
-                self.sgd.step()
-                self.sgd.zero_grad()
-                self.expected = self.model.weight.detach().clone()
+            step.switch("train")
+            self.model(torch.ones(1, 256)).sum().backward()
+            self.sgd.step()
+            self.sgd.zero_grad()
+            self.expected = self.model.weight.detach().clone()
         assert_nothing_resident(self.manager)
-
-    def work_on(self, times: int) -> None:
-        for _ in range(times):
-            self.work()
-
-    def enter(self, phase: str) -> None:
-        self.manager.enter(phase)
-
-    def switch(self, phase: str) -> None:
-        self.manager.switch(phase)
-
-    def leave(self) -> None:
-        self.manager.leave()
-
-    def states(self) -> dict[str, str]:
-        return {name: str(handle.state) for name, handle in self.manager.handles.items()}
 
     def held_bytes(self) -> tuple[int, int]:
         return lease_of(self.manager).held_bytes, self.manager.device.memory().chunk_bytes
-
-    def close(self) -> None:
-        self.manager.close()

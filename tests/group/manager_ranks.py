@@ -36,7 +36,7 @@ class Rank(Trainer):
     def __init__(self, group: Group, **settings: Any) -> None:
         torch.manual_seed(0)
         self.group, self.policy = group, FailsOnce()
-        super().__init__(lambda device: Manager(device=device, policy=self.policy, group=group, **settings))
+        super().__init__(lambda device: Manager(device=device, group=group, **{"policy": self.policy, **settings}))
 
     def step(self) -> str:
         """A step of the job: two phases, one after the other. "done", or what it raised."""

@@ -18,7 +18,7 @@ from placement.devices.memory import Copy, Direction
 from placement.storage.range import RANGES
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.group.test_engines_apart import Engine
+from tests.group.test_ranks_apart import Engine
 from tests.sharded.training import bytes_of
 from tests.support.boards import FailingBoard
 from tests.support.ranks import group_of_all
@@ -313,16 +313,6 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
     rank.manager.unregister("ref")
     rank.check_values()
     return entered, alone
-
-
-def killed_in_registration(generation: int, victim: int, step: str) -> str:
-    rank = Rank(generation, deadline_seconds=2.0)
-    if rank.rank == victim:
-        rank.group._board = board = FailingBoard(rank.group._board)
-        board.arm(step, "kill")
-    told = rank.fails(rank.register, RegistrationError)
-    rank.check_unregistered()
-    return told
 
 
 def loads_behind_work(generation: int) -> bool:

@@ -15,7 +15,7 @@ from placement import State, checkpoint
 from placement.storage.shared.ranges import SharedRange
 from placement.testing import assert_nothing_resident
 from tests.group import trained_worker
-from tests.group.replicated_worker import PAGE, as_bytes, calls_to_fail, meet_again
+from tests.group.replicated_worker import PAGE, as_bytes
 from tests.support.ranks import Ranks, on_ranks
 
 _SIZE = 128
@@ -193,47 +193,3 @@ def test_a_checkpoint_of_changed_weights_that_are_on_the_device(generation: int,
         rank.look()
     assert rank.frozen.is_shared == (len(on) == rank.world_size or rank.rank not in on)
     rank.end()
-
-
-def faults(generation: int, failing: int) -> int:
-    """Device calls of a phase that changes frozen weights fail once on one rank: see `calls_to_fail`. Returns the cases."""
-    rank = Rank(generation)
-    rank.step()
-    calls = rank.device.calls.copy()
-    rank.both(Actor.merge)
-    in_merge = {name: count - calls[name] for name, count in rank.device.calls.items()}
-    cases = 0
-    for operation, count in in_merge.items():
-        for at in calls_to_fail(count):
-            rank.end()
-            rank = Rank(generation + 100_000 * (cases + 1))
-            rank.step()
-            rank.twin.merge()
-            if rank.rank == failing:
-                rank.device.fail(operation, at=at)
-            meet_again(lambda rank=rank: _merge(rank))
-            rank.look()
-            cases += 1
-    rank.end()
-    return cases
-
-
-def _merge(rank: Rank) -> None:
-    """Merge once, as the twin did, in a phase that may fail."""
-    try:
-        with rank.manager.phase("weight_sync"):
-            if as_bytes(rank.actor) != as_bytes(rank.twin):
-                rank.actor.merge()
-    finally:
-        rank.device.clear()
-    if as_bytes(rank.actor) != as_bytes(rank.twin):
-        raise RuntimeError("it was not merged")
-
-
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_device_calls_may_fail_while_ranks_stop_sharing(
-    two_ranks: Ranks, generation: int, failing: int, counted: Callable[[str], None]
-) -> None:
-    cases = two_ranks.run(faults, generation, failing, deadline_seconds=120.0)
-    assert min(cases) > 10
-    counted(f"replicated frozen weights that change: device calls of rank {failing} fail once: {cases[0]} cases")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,21 +80,11 @@ def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Proces
         Lease("GPU-1", 100, folder=folder).wait(101)
 
 
-def test_the_dead_hold_nothing(processes: Processes, folder: str) -> None:
-    holder, dies_waiting, waiter = (processes.start(Holder, folder) for _ in range(3))
-    holder.call("grow", 100)
-    for process in (dies_waiting, waiter):
-        wait_for(folder, process, 100)
-    for process in (dies_waiting, holder):
-        os.kill(process.pid, signal.SIGKILL)
-    assert waiter.answer() == 100
-    assert held(folder) == {waiter.pid: 100}
-
-
 def test_killed_at_every_line(processes: Processes, folder: str, counted: Callable[[str], None]) -> None:
     other = Lease("GPU-1", 100, folder=folder)
     lines = processes.start(Doomed, folder).call("die_at", -1)
-    for line in range(1, lines + 1):
+    points = range(1, lines + 1, 1 if os.environ.get("SWEEP") == "all" else 4)
+    for line in points:
         doomed = processes.start(Doomed, folder)
         doomed.begin("die_at", line)
         with pytest.raises(EOFError):
@@ -105,19 +94,7 @@ def test_killed_at_every_line(processes: Processes, folder: str, counted: Callab
         assert [holder.is_mine for holder in other.snapshot().holders] == [True]
         other.settle(0)
     assert lines > 100
-    counted(f"leases: killed at each of {lines} lines of taking and giving back, the bytes free at once")
-
-
-def test_a_stopped_holder_is_not_dead(processes: Processes, folder: str) -> None:
-    holder, waiter = processes.start(Holder, folder), processes.start(Holder, folder, {"deadline_seconds": 0.3})
-    holder.call("grow", 100)
-    holder.stop()
-    with pytest.raises(DeviceMemoryError, match="waited"):
-        waiter.call("wait", 1)
-    assert held(folder)[holder.pid] == 100
-    holder.go_on()
-    holder.call("settle", 50)
-    assert waiter.call("wait", 50) == 50
+    counted(f"leases: killed at {len(points)} of {lines} lines of taking and giving back, the bytes free at once")
 
 
 def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(processes: Processes, folder: str) -> None:
@@ -151,18 +128,6 @@ def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_bac
     stopped.go_on()
     stopped.answer()
     assert mine.grow(60)
-
-
-def test_a_forked_child_does_not_hold_what_its_parent_had(processes: Processes, folder: str) -> None:
-    holder, waiter = processes.start(Holder, folder), processes.start(Holder, folder)
-    holder.call("grow", 100)
-    child = holder.call("fork_and_die")
-    try:
-        holder.kill()
-        os.kill(child, 0)  # it lives, with every descriptor of its parent
-        assert waiter.call("wait", 100) == 100
-    finally:
-        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -25,7 +25,6 @@ from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES
 from tests.engines.test_tagged import Own
 from tests.group.lease_processes import CAPACITY, CHUNK, GpuSharer, lease_of
-from tests.group.processes import Processes
 
 ACTOR = 33 * CHUNK
 """The actor of a `GpuSharer`: its weights, and a chunk for the bias."""
@@ -35,11 +34,11 @@ GPU, OFF, TRAIN = State.GPU_RESIDENT, State.CPU_OFFLOADED, State.TRAINING
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[GpuSharer]:
     """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer 66."""
-    trainer = GpuSharer("trainer", str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
+    trainer = GpuSharer(str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
     trainer.work()
     yield trainer
     if not trainer.manager.snapshot().phases:
-        trainer.close()
+        trainer.manager.close()
 
 
 def other(tmp_path: Path, nbytes: int = 0) -> Lease:
@@ -74,6 +73,7 @@ def until_waiting(worker: GpuSharer) -> int:
 
 def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: GpuSharer, tmp_path: Path) -> None:
     assert worker.held_bytes() == (0, 0)
+    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [("trainer node0/rank0", True)]
     with worker.manager.phase("log_prob") as step:
         assert worker.held_bytes() == (ACTOR, ACTOR)
         assert worker.manager.snapshot().budget_bytes <= ACTOR
@@ -84,12 +84,12 @@ def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: GpuSharer, tmp_p
         step.switch("log_prob")
         assert worker.held_bytes() == (ACTOR, ACTOR)
     assert worker.held_bytes() == (0, 0)
-    worker.close()
+    worker.manager.close()
     assert Ledger.of(tmp_path / "leases", f"simulated{tmp_path / 'capacity'}").claims() == []
 
 
 def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path) -> None:
-    worker = GpuSharer("trainer", str(tmp_path), lease_deadline_seconds=20.0)
+    worker = GpuSharer(str(tmp_path), lease_deadline_seconds=20.0)
     with worker.manager.phase("train") as step:
         assert worker.held_bytes() == (2 * ACTOR, ACTOR)
         with worker.manager.phase("away", only=[]):
@@ -103,22 +103,7 @@ def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path
         raise AssertionError("entered")
     assert worker.held_bytes() == (0, 0)
     lease.close()
-    worker.close()
-
-
-def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_path: Path) -> None:
-    engine = processes.start(GpuSharer, "rollout", str(tmp_path))
-    with worker.manager.phase("train"):
-        engine.begin("enter", "rollout")
-        assert engine.is_busy(0.2)
-    engine.answer()
-    assert engine.call("states") == {"engine": "GPU_RESIDENT"}
-    working = in_thread(worker.work)
-    assert until_waiting(worker) == 0
-    engine.call("leave")
-    working.result(30)
-    engine.call("work_on", 3)
-    engine.end()
+    worker.manager.close()
 
 
 def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuSharer, tmp_path: Path) -> None:
@@ -163,7 +148,7 @@ def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: GpuSharer
 
 
 def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Path) -> None:
-    worker = GpuSharer("trainer", str(tmp_path))
+    worker = GpuSharer(str(tmp_path))
     lease = other(tmp_path)
     with worker.manager.phase("log_prob"):
         with worker.manager.phase("away"):
@@ -190,7 +175,7 @@ def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Pa
         assert "other processes have the memory of actor" in ended.value.__notes__[0]
         lease.settle(0)
     assert_nothing_resident(worker.manager)
-    worker.close()
+    worker.manager.close()
 
 
 @pytest.mark.parametrize("gives_way", [False, True])
@@ -302,6 +287,22 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
     manager.close()
 
 
+def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_afterwards(tmp_path: Path) -> None:
+    device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25, phases={"again": ("actor",)})
+    model, lease = nn.Linear(256, 128), other(tmp_path)
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        pass
+    with manager.phase("log_prob") as step:  # now it is known that it needs nothing beside its handles
+        lease.settle(CAPACITY - ACTOR)
+        threading.Timer(0.1, lease.settle, (0,)).start()
+        step.switch("again")  # for the headroom of this one it has to give way
+        assert manager.handles["actor"].state is GPU
+        model(torch.ones(1, 256))
+    manager.close()
+
+
 def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_path: Path) -> None:
     shared = tmp_path / "capacity"
     sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
@@ -344,21 +345,13 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
     lease = other(tmp_path, 90 * CHUNK)
     working = in_thread(worker.work)
     until_waiting(worker)
-    registry = make_registry(worker.manager.snapshot)
-    assert registry.get_sample_value("placement_lease_wanted_bytes") == ACTOR
-    assert registry.get_sample_value("placement_lease_others_bytes") == 90 * CHUNK
-    assert registry.get_sample_value("placement_lease_bytes") == 0
-    assert registry.get_sample_value("placement_lease_capacity_bytes") == CAPACITY
-    assert registry.get_sample_value("placement_lease_processes") == 2
+    value_of = make_registry(worker.manager.snapshot).get_sample_value
+    found = {name: value_of(f"placement_lease_{name}") for name in ("wanted_bytes", "others_bytes", "bytes", "capacity_bytes", "processes")}
+    assert [*found.values()] == [ACTOR, 90 * CHUNK, 0, CAPACITY, 2]
     lease.close()
     working.result(30)
-    waited = registry.get_sample_value("placement_lease_wait_seconds_total")
-    assert waited is not None
-    assert waited > 0
-    assert registry.get_sample_value("placement_lease_wanted_bytes") == 0
-    seen = worker.manager.snapshot()
-    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [("trainer node0/rank0", True)]
-    assert seen.model_validate_json(seen.model_dump_json()) == seen
+    assert (value_of("placement_lease_wait_seconds_total") or 0) > 0
+    assert value_of("placement_lease_wanted_bytes") == 0
     alone = make_registry(Manager(device=SimulatedDevice(1 << 20)).snapshot)
     assert alone.get_sample_value("placement_lease_bytes") is None
 

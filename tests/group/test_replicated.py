@@ -146,13 +146,6 @@ def test_a_rank_dies_while_all_load() -> None:
             assert (alone or "").startswith("a collective failed") == enters
 
 
-def test_a_rank_dies_while_all_register() -> None:
-    for results in beside(worker.killed_in_registration, [(0, "after wait basis"), (2, "before put vote")]):
-        told = [each for each in results if each is not None]
-        assert len(told) == 2
-        assert all("cannot be replicated" in each for each in told)
-
-
 @pytest.mark.parametrize("together", [True, False])
 @on_ranks("three")
 def test_rejoin(generation: int, together: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,23 +32,15 @@ from tests.support.masters import Job
 from tests.support.ranks import Ranks, group_of_all, on_ranks
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    started = Ranks(4)
-    yield started
-    started.close()
-
-
-def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(four: Ranks, generation: int) -> None:
-    together = four.run(trained.trains, generation, 6, False, True, {})
-    alone = four.run(trained.trains, generation + 100_000, 6, False, False, {})
+def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(three: Ranks, generation: int) -> None:
+    together = three.run(trained.trains, generation, 6, False, True, {})
+    alone = three.run(trained.trains, generation + 100_000, 6, False, False, {})
     for ours, theirs in zip(together, alone, strict=True):
         names = [name for name in ours["values"] if name != "seen"]
         assert all(ours["values"][name] == theirs["values"][name] == together[0]["values"][name] for name in names)
         slack = 20 * PAGE  # whole pages of each chunk
-        assert abs(ours["host"] - ours["own"] - ours["shared"] / 4) < slack
-        assert abs(ours["to_host"] - ours["shared"] / 4) < slack
-        assert abs(ours["first"] - ours["shared"] / 4) < slack
+        for held in (ours["host"] - ours["own"], ours["to_host"], ours["first"]):
+            assert abs(held - ours["shared"] / 3) < slack
         assert theirs["host"] > 0.95 * ours["shared"] < 1.05 * theirs["to_host"]
 
 
@@ -230,8 +222,9 @@ def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation
 
     if lacks:
         rank.device.fail("host", at=1, forever=True)
-    told = rank.fails(lambda: rank.step(also=spoil))
-    assert ("HostMemoryError" if lacks else "rank 0: HostMemoryError") in told
+    with pytest.raises(HostMemoryError if lacks else GroupError) as caught:
+        rank.step(also=spoil)
+    assert lacks or "rank 0: HostMemoryError" in str(caught.value)
     assert bool(rank.handle("actor").resident_bytes) == lacks
     rank.group.deadline_seconds = 1.0
     if lacks:
@@ -297,50 +290,15 @@ def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
 # --- a part of the group
 
 
-def test_ranks_of_a_mesh_that_replicates_share_their_shards(four: Ranks, generation: int) -> None:
+def test_ranks_of_a_mesh_that_replicates_share_their_shards(generation: int) -> None:
+    four = Ranks(4)
     seen = four.run(part_worker.hybrid, generation, "cpu")
+    four.close()
     for rank, (members, _) in enumerate(seen):
         assert set(members) == {(rank % 2, rank % 2 + 2)}
         assert len(members) >= 2  # of the weights, and of the optimizer's state
     shares = [share for _, share in seen]
     assert [shares[rank] + shares[rank + 2] for rank in (0, 1)] == pytest.approx([1, 1], rel=0.15)  # whole pages
-
-
-@pytest.mark.parametrize("different", [None, 3])
-@on_ranks("four")
-def test_ranks_of_each_process_group_share_a_copy(generation: int, different: int | None) -> None:
-    """Ranks 0 and 2 have one model, 1 and 3 another one. After the third step one rank differs."""
-    numbers = [[0, 2], [1, 3]]
-    made = [dist.new_group(each, backend="gloo") for each in numbers]
-    ours = dist.get_rank() % 2
-    torch.manual_seed(ours)
-    model, twin = Actor(), Actor()
-    twin.load_state_dict(model.state_dict())
-    manager, heard = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0)), Heard()
-    handle = manager.register("actor", model, role="actor", replicated=made[ours])
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (twin, model)]
-    manager.register("optimizer", optimizers[1])
-
-    def step(actor: Actor, optimizer: torch.optim.Optimizer, number: int) -> None:
-        actor(torch.full((2, actor.size), float(number)).to(actor.odd.device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 3 and dist.get_rank() == different:
-            with torch.no_grad():
-                actor.odd += 1
-
-    parts = different in numbers[ours]
-    for number in range(1, 4):
-        step(twin, optimizers[0], number)
-        with manager.phase("train"):
-            step(model, optimizers[1], number)
-        assert part_worker.shared_with(handle) == [() if parts and number == 3 else tuple(numbers[ours])]
-    assert bytes_of(handle.state_dict()) == bytes_of(twin.state_dict())
-    manager.close()
-    assert as_bytes(model) == as_bytes(twin)
-    told = heard.take()
-    assert bool(told) == parts
-    assert not parts or "'odd' or 'body.0.weight' has other bytes on rank 3 than on the rest" in told[0]
 
 
 @on_ranks("three")

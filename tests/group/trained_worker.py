@@ -161,14 +161,6 @@ class Rank:
         assert bytes_of(self.handle("actor").state_dict()) == as_bytes(self.twin)
         assert bytes_of(self.handle("optimizer").state_dict()["state"]) == bytes_of(self.twins_optimizer.state_dict()["state"])
 
-    def fails(self, do: Callable[[], Any]) -> str:
-        """What it raised."""
-        try:
-            do()
-        except PlacementError as error:
-            return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
-        raise AssertionError("nothing failed")
-
     def end(self, *, together: bool = True) -> None:
         """Close the manager: the actor has its values in ordinary memory."""
         self.manager.close()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement import HandleView, Plan, State, View
-from placement.planning.host_tier import PhaseHistory
+from placement.planning.planner import PhaseHistory
 from placement.planning.prefetcher import Share, Wish, divide
 from placement.policies import Colocated, Cyclic, Policy
 

@@ -14,7 +14,7 @@ from tests.support.threads import until
 
 
 def tier_of(manager: Manager) -> DiskTier:
-    tier = manager._stack.reconciler.host_tier
+    tier = manager._stack.reconciler.disk_tier
     assert isinstance(tier, DiskTier)
     return tier
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import os
@@ -118,24 +117,6 @@ def test_a_job_runs_bit_by_bit_with_less_host_memory_than_its_host_copies_take(w
     worker.check_values()
     worker.manager.check_integrity()
     assert worker.manager.audit().ok
-
-
-def test_nobody_waits_for_the_disk_once_the_cycle_is_known(worker: Worker) -> None:
-    for _ in range(3):
-        worker.step()
-    waited = worker.manager.snapshot().disk_wait_seconds
-    counts = [sum(handle.counters.disk_read_bytes for handle in worker.handles.values())]
-    for _ in range(2):
-        with worker.manager.phase("log_prob") as step:
-            worker.settle()
-            step.switch("values")
-            worker.settle()
-            step.switch("train")
-            worker.settle()
-        worker.settle()
-    counts.append(sum(handle.counters.disk_read_bytes for handle in worker.handles.values()))
-    assert counts[1] > counts[0]
-    assert worker.manager.snapshot().disk_wait_seconds == waited
 
 
 # --- readers
@@ -353,33 +334,4 @@ def test_who_needs_it_all_at_once_waits_for_it_and_that_is_told(caplog: pytest.L
         worker.settle()
         worker.check_values()
     assert worker.manager.snapshot().disk_wait_seconds == waited
-    worker.manager.close()
-
-
-def test_it_is_taken_again_before_a_phase_that_is_expected_to_need_it() -> None:
-    """A cycle in which the models leave: nothing is given back, and nobody waits."""
-    worker = Staying(policy="colocated")
-    for _ in range(5):
-        worker.step()
-        assert all(worker.sizes().values())
-    assert worker.manager.snapshot().disk_wait_seconds == 0
-    worker.check_values()
-    worker.manager.close()
-
-
-@pytest.mark.parametrize("reader", ["save", "deepcopy"])
-def test_readers_of_what_was_given_back_get_the_values(reader: str, tmp_path: Path) -> None:
-    worker = Staying()
-    worker.rest()
-    if reader == "deepcopy":
-        with worker.manager.phase("train"):
-            copied = copy.deepcopy(worker.models["actor"])
-        assert all(torch.equal(value, worker.twin.state_dict()[key]) for key, value in copied.state_dict().items())
-    else:
-        want = copy.deepcopy(worker.twin.state_dict())
-        placement.checkpoint.async_save(worker.manager, tmp_path / "saved").result()
-        worker.step()
-        placement.checkpoint.load(worker.manager, tmp_path / "saved")
-        assert all(torch.equal(value, want[key]) for key, value in worker.models["actor"].state_dict().items())
-    worker.manager.check_integrity()
     worker.manager.close()

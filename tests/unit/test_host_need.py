@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
-from placement.planning.host_tier import HostShare, PhaseHistory, UseHistory, check_fits_host
+from placement.planning.host_tier import HostShare, UseHistory, check_fits_host
+from placement.planning.planner import PhaseHistory
 from placement.storage.disk import HostCopy, next_step
 
 COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.just(value=False)), max_size=12)
@@ -87,8 +88,8 @@ def test_the_cycle_tells_who_is_needed_next() -> None:
 
 def test_without_a_cycle_the_least_recently_used_goes_first() -> None:
     history = UseHistory()
-    for name in ("a", "b", "c", "a"):
-        history.note(f"phase {name}{history._count}", frozenset({name}))
+    for number, name in enumerate("abca"):
+        history.note(f"phase {number}", frozenset({name}))
     assert history.order(["never", "a", "b", "c"]) == ["a", "c", "b", "never"]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import placement
 from placement import Manager, PhaseError, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice
 from tests.support.threads import in_threads
@@ -46,26 +45,6 @@ def test_every_policy_trains_to_the_same_bits(policy: str) -> None:
     assert_same(worker.optimizer.state_dict(), adam.state_dict())
     worker.manager.check_integrity()
     assert worker.manager.audit().ok
-
-
-def test_a_view_is_pure_data() -> None:
-    views: list[placement.View] = []
-
-    class Watching(placement.policies.Colocated):
-        def plan(self, view: placement.View) -> placement.Plan:
-            views.append(view)
-            return super().plan(view)
-
-    worker = Worker(policy=Watching(), budget_bytes="1GiB", worker_role="trainer")
-    with worker.manager.phase("values"), worker.manager.phase("train"):
-        pass
-    inner = next(view for view in views if view.phase == "train")
-    assert (inner.enclosing, inner.budget_bytes, inner.worker_role) == ("values", 1 << 30, "trainer")
-    actor, adam = inner.handles["actor"], inner.handles["actor.optimizer"]
-    assert (actor.kind, actor.role, actor.state, actor.readonly) == ("module", "actor", OFF, False)
-    assert (adam.owners, adam.role) == (("actor",), "actor")
-    assert inner.handles["ref"].readonly
-    assert inner.handles["critic"].resident_bytes == inner.handles["critic"].num_bytes > 0
 
 
 # --- asking
@@ -137,12 +116,6 @@ def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(work
             assert before.at_seconds <= after.at_seconds
         assert handle.counters.loaded_bytes == sum(r.nbytes for r in records if r.trigger == "load")
         assert handle.counters.offloaded_bytes == sum(r.nbytes for r in records if r.trigger == "offload")
-
-
-def test_from_settings_takes_a_mapping_and_objects() -> None:
-    device = SimulatedDevice(1 << 20)
-    manager = Manager.from_settings({"policy": "resident", "budget_bytes": "512KiB"}, device=device)
-    assert (manager.snapshot().policy, manager.snapshot().budget_bytes) == ("resident", 512 << 10)
 
 
 @pytest.mark.parametrize(("given", "is_tight"), [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)])

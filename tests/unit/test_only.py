@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from placement import DeviceMemoryError, Manager, Plan, View
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice
-from tests.support.worker import SYNC, TRAIN, Scripted
-from tests.unit.test_policies import KeepReference
+from tests.support.worker import GPU, SYNC, TRAIN, Scripted
 
 UNIT = 4096
 
@@ -44,6 +43,15 @@ class Job:
             return None
 
 
+class KeepReference(Colocated):
+    """Colocated, but the reference model stays on the GPU whenever it fits."""
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        ref = view.handles.get("ref")
+        return plan.also(ref, GPU) if ref and view.fits(plan, ref) else plan
+
+
 THREE = {"ref": 8, "actor": 8, "critic": 8}
 
 
@@ -56,16 +64,6 @@ def test_only_the_deficit_leaves_cheapest_first() -> None:
     assert Job("resident", 6, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "critic"}
     assert Job("resident", 5, sizes, ["actor"]).fits("values", ["critic"]) == {"critic"}
     assert Job("resident", 3, sizes, ["actor"]).fits("values", ["critic"]) is None
-
-
-def test_what_the_enclosing_phase_needs_stays_or_the_phase_is_refused() -> None:
-    job = Job("resident", 20, {**THREE, "teacher": 4})
-    with job.manager.phase("log_prob"):
-        assert job.fits("values") == {"critic", "actor", "teacher"}  # a phase of its own
-        assert job.fits("values", ["critic"]) is None  # actor and ref are needed
-        assert job.on_device() >= {"actor", "ref"}
-    with job.manager.phase("ref_log_prob"):
-        assert job.fits("values", ["critic"]) == {"ref", "critic", "teacher"}
 
 
 def test_what_trains_or_is_published_never_gives_way() -> None:

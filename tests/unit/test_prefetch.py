@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Mapping
@@ -9,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import placement
 from placement import State
+from placement.planning.prefetcher import Share, Wish, divide
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Early, wait_for_copies
-from tests.support.worker import CAPACITY, Worker, assert_same
+from tests.support.late_device import LateDevice
+from tests.support.threads import until
+from tests.support.worker import CAPACITY, Worker, assert_same, learn
 
 ALL = 1 << 40
 CHUNK = 4096
@@ -140,12 +146,55 @@ def test_done_with_offloads_at_once_and_its_memory_is_used_for_what_comes_next()
     assert_nothing_resident(worker.manager)
 
 
-def test_done_with_says_what_it_cannot_do() -> None:
-    worker = early_worker({})
-    with worker.manager.phase("log_prob") as step:
-        with pytest.raises(placement.PhaseError, match="no handle 'rf', did you mean 'ref'"):
-            step.done_with("rf")
-        with worker.manager.phase("values"), pytest.raises(placement.PhaseError, match="is open inside phase"):
-            step.done_with("ref")
-    with pytest.raises(placement.PhaseError, match="not open"):
-        step.done_with("ref")
+@given(st.integers(0, 100), st.lists(st.builds(Wish, st.integers(0, 60), st.integers(0, 60)), max_size=6))
+def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wish]) -> None:
+    assert divide(10, [Wish(8), Wish(7, held_bytes=7)]) == [Share(3, 8), Share(7, 2)]  # what leaves holds its room at first
+    shares = divide(room, wishes)
+    wanted = sum(wish.wanted_bytes for wish in wishes)
+    assert sum(share.last_bytes for share in shares) == min(room, wanted)
+    assert sum(share.first_bytes for share in shares) <= min(room, wanted)
+    in_need = False
+    for share, wish in zip(shares, wishes, strict=True):
+        assert 0 <= share.first_bytes <= wish.wanted_bytes
+        assert not (in_need and share.last_bytes)  # nobody gets anything behind one that lacks something
+        in_need = in_need or share.last_bytes < wish.wanted_bytes
+
+
+def train(worker: Worker, seed: int = 0) -> None:
+    learn(worker.net, worker.adam, seed)
+    learn(worker.critic_net, worker.sgd, seed)
+    worker.adam.zero_grad()
+    worker.sgd.zero_grad()
+
+
+def trained_values(worker: Worker) -> Any:
+    return copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict(), worker.sgd.state_dict()))
+
+
+def test_what_is_saved_gives_its_memory_to_what_comes_sooner() -> None:
+    """The reference comes sooner than what leaves. At first there is no room for three of its five chunks."""
+    lacking, wanted_early = 3, {"ref": ALL, "actor.optimizer": ALL, "actor": ALL, "critic.optimizer": ALL}
+    device = LateDevice(64 << 20, chunk_bytes=CHUNK)
+    worker = Worker(policy=Early({"values": wanted_early}), device=device, budget_bytes=(30 - lacking) * CHUNK)
+    with worker.manager.phase("train"):
+        train(worker)
+    with worker.manager.phase("train") as step:
+        train(worker, 1)
+        wanted = trained_values(worker)
+        step.switch("values")
+        others = [worker.manager.handles[name] for name in ("actor.optimizer", "actor", "critic.optimizer")]
+        copies = worker.manager._stack.reconciler.prefetcher.copies
+        until(lambda: not copies._bursts)
+        with copies._lock:  # the thread has started the last burst
+            pass
+        assert worker.ref.prefetched_bytes == worker.ref.num_bytes
+        assert sum(each.num_bytes - each.prefetched_bytes for each in others) == lacking * CHUNK
+        worker.manager.check_integrity()
+        assert_same(trained_values(worker), wanted)  # from the host copies
+        step.switch("ref_log_prob")
+        assert last_load(worker, "ref") == (0, used_bytes(worker, "ref"))
+        assert_same(worker.ref_net.state_dict(), worker.ref_values)
+        step.switch("train")
+        assert_same(trained_values(worker), wanted)
+    assert worker.manager.snapshot().prefetch_discarded_bytes == 0
+    assert_nothing_resident(worker.manager)

@@ -97,16 +97,12 @@ class TestResolve:
         ("spec", "message"),
         [
             ("residant", r"no policy 'residant', did you mean 'resident'\? Registered: async_rollout, colocated, cyclic, resident"),
-            ("", "no policy ''"),
             ("os:system('true')", "no policy"),
             ("no_such_module:Mine", "cannot be imported from no_such_module:Mine: ModuleNotFoundError"),
-            (".:Mine", "cannot be imported"),
             ("json:dumps", r"'json:dumps' has no method plan\(view\): write a class with a `name` and that method"),
             (NoPlan, "NoPlan has no method plan"),
             (NoName, "NoName needs a name"),
             (NeedsAnArgument, "NeedsAnArgument cannot be constructed without arguments"),
-            (Policy, "Policy cannot be constructed"),
-            (None, "has no method plan"),
         ],
     )
     def test_what_is_no_policy(self, spec: Any, message: str) -> None:
@@ -131,13 +127,11 @@ class TestResolve:
             ("colocated(drop_gradients=true)", "options are literals.*: true is not a literal; write True, False"),
             ("colocated(optimizer_step)", "options are literals.*: optimizer_step is not a literal; .* a word in quotes: 'optimizer_step'"),
             ("colocated(__import__('os').getpid())", "options are literals"),
-            ("colocated(*[1])", "options are literals"),
             ("colocated(stream_sync=True", "options are literals"),
             ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
             ("colocated(drop_grad=True)", r"no option 'drop_grad', did you mean 'drop_gradients'\? \(its options: optimizer_in, stream"),
             (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
             ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
-            ("colocted(stream_sync=True)", "no policy 'colocted', did you mean 'colocated'"),
             (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
         ],
     )
