@@ -176,9 +176,8 @@ class ShardedWeight(Weight):
 
     def _own_rows(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """New memory for this rank's rows, inside that for all rows, into which the other ranks' are gathered."""
-        group = self._even_rows()
         self._all_rows = torch.empty(self.shape, dtype=dtype, device=reader.device)
-        return self._all_rows.chunk(group.size())[group.rank()]
+        return _own(self._all_rows, self._even_rows())
 
     def part(self) -> Part | None:
         sharded, torch_sharding = self._tensor, sys.modules["torch.distributed.tensor"]
@@ -211,7 +210,7 @@ class ShardedWeight(Weight):
         read = reader.read(local, dtype) if id(local) in reader.fetched else reader.fill(self._own_rows(reader, dtype), local.detach())
         full, self._all_rows = self._all_rows, None
         assert full is not None
-        rows = full.chunk(group.size())[group.rank()]
+        rows = _own(full, group)
         if read.data_ptr() != rows.data_ptr():  # the same weight was fetched for another name
             rows.copy_(read)
         full, rows = _copyable(full, rows)
@@ -235,6 +234,12 @@ class ShardedWeight(Weight):
         distribute: Any = vars(sys.modules["torch.distributed.tensor"])["distribute_tensor"]
         # Every rank has the full value, and takes its part out of it.
         return lambda: into.copy_(distribute(out_of, sharded.device_mesh, sharded.placements, src_data_rank=None)._local_tensor)
+
+
+def _own(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's part of rows that the ranks of a group have evenly."""
+    own: torch.Tensor = rows.chunk(group.size())[group.rank()]
+    return own
 
 
 def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

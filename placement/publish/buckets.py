@@ -48,7 +48,7 @@ def published(
             bare = unload.of(bare)
             weights = weights | unload.merged()
         places = lora.separate(skeleton, bare) if adapters == "separate" else named_places(bare)
-        named = ((name, weights[key_of(place)], not isinstance(place, torch.nn.Parameter)) for name, place in places)
+        named = iter((name, weights[key_of(place)], not isinstance(place, torch.nn.Parameter)) for name, place in places)
     else:
         named = shown.named(root)  # no library needs a copy that it can change
     pairs, buffers, seen = [], set[str](), set[int]()
