@@ -31,8 +31,8 @@ from placement.storage.range import RANGES, Range
 from placement.storage.scan import BORROWED, Relocated, StorageScanner, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.transfer.fingerprint import fingerprints
-from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
-from placement.tensors.plain import has_storage, is_plain_type
+from placement.storage.writes import Gradients, WritesWhileOffloaded
+from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 
 _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 

@@ -21,7 +21,6 @@ from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
-from placement.storage.unadoption import Unadoption
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +414,7 @@ class ManagedStorage(AdoptedStorage):
                 self.stage = before
             raise
         self.stage = Stage.LEAVING
-        Unadoption(self.scanner, self.device, on_device=self.on_device).run()
+        self.scanner.unadopt(on_device=self.on_device)
         if self.on_device:
             self.device.wait_for_work()  # the kernels that copy the values out of the ranges have only been started
         self.on_device = False

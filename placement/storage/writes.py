@@ -12,7 +12,7 @@ tensor inside, `half()` every dtype.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from placement.storage.layout import Adoptee, Form, exchange, form_of, point
 from placement.storage.nan_check import has_nan, is_poison, listed
 from placement.storage.range import Place, Range
 from placement.storage.scan import Relocated, Scan, StorageScanner, Versions, lent_gradients
-from placement.tensors.plain import Outline, is_sparse, parts_of, restore, sparse_parts
+from placement.tensors.plain import Outline, dense_parts, is_sparse, parts_of, restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,6 @@ def _names(adoptees: Sequence[Adoptee]) -> str:
 
 
 # --- gradients
-
-
-def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The paths and dense tensors that hold a tensor's bytes."""
-    return sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, "")
 
 
 class Gradients:

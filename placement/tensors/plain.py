@@ -332,6 +332,11 @@ def sparse_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.T
     return ((path, part) for path, part in parts if part.numel())
 
 
+def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The paths and dense tensors that hold a tensor's bytes."""
+    return sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, "")
+
+
 def own_storages(tensor: torch.Tensor) -> None:
     """Copy indices or values that lie in another object's storage: an embedding's backward pass uses the user's tensor of tokens itself as
     indices, and moving its storage would take the tokens away. The tensor object stays the same."""

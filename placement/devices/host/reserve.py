@@ -51,9 +51,7 @@ class Reservation:
         self._let_go = itertools.count(1)
         _alive.add(self)
 
-    def begin(
-        self, address: int, nbytes: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None
-    ) -> None:
+    def begin(self, address: int, nbytes: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
         """Hand the memory over to the threads.
         `touch`: allocates memory; None if it is allocated already.
         `unregister`: undoes `register`; called for a successful registration, and for one that raised."""
