@@ -3,7 +3,7 @@
 The values of that version are in the host copy, where they were left when the model was offloaded after it had been published, or when
 training began again (`Published.keep`). So no second snapshot is kept: of each publication only the fingerprints of its pages are, 8
 bytes a page. Where they are those of the host copy, it has the values that were published, and is compared with the device, bit by bit in
-the published dtype. An offload after that overwrites them. It records the positions of what it changes (`storage.record`), and the next
+the published dtype. An offload after that overwrites them. It records the positions of what it changes (`storage.changes`), and the next
 publication takes the values there. Where neither can be proved, because the model was trained on before it was offloaded, or somebody wrote
 the host copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged
 adapters, converted names).
@@ -25,10 +25,9 @@ import torch
 from placement.frameworks.weights import Part, Reader, Weight
 from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
+from placement.storage.changes import BITS, ChangeRecord, RecordedPiece
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.record import BITS, ChangeRecord, RecordedPiece
-from placement.storage.transfer.verification import mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Published:
         """Copy to the host copy what it lacks of this version, before training changes the values, where no offload has done so already.
         Waits for the copies."""
         if not all(r.prints is not None and r.prints.cpu().equal(prints) for r, prints in self.prints.items()):
-            mirror(storage)
+            storage.mirror()
 
 
 class Publication:

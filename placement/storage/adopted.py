@@ -24,13 +24,13 @@ from placement.devices.base import Device
 from placement.devices.host.slab import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
+from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
 from placement.storage.scan import BORROWED, Relocated, StorageScanner, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
-from placement.storage.transfer.fingerprint import fingerprints
 from placement.storage.writes import Gradients, WritesWhileOffloaded
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 

@@ -18,6 +18,7 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityE
 from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
+from placement.storage.changes import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
@@ -340,6 +341,34 @@ class ManagedStorage(AdoptedStorage):
                 "the handle's value from the next offload on" if self.readonly else "lost",
             )
         return bool(names)
+
+    def mirror(self) -> None:
+        """Copy the chunks that changed on the device to the host copy, as an offload would, for who reads that (an asynchronous checkpoint).
+        Nothing moves and no memory is given up. It takes no memory, and the next offload need not copy the same chunks again. Gradients are
+        left out, and storages that are new since the last offload, because they have no place in the host copy yet."""
+        if not self.on_device or self.readonly:  # the host copy of a readonly object is always right
+            return
+        self.host_read_locks.wait()
+        self.device.sync()
+        prints: list[tuple[Range, torch.Tensor]] = []
+        for r in self.ranges:
+            if r.transient or r.moving_in is not None:
+                continue
+            r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
+            host_prints = None if r.prints is None else r.prints.cpu()
+            device_prints = self.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+            if changed := differing(host_prints, device_prints):
+                self.make_host_copy_own(r)
+                if r.pages.record is not None:
+                    r.pages.record.expect(0, host_prints, device_prints)
+                r.pages.save(changed)
+            prints.append((r, device_prints))
+        self.device.wait(self.device.mark("to_host"))
+        for r, device_prints in prints:
+            if r.pages.record is not None:
+                r.pages.record.finish()
+            r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
+            r.prints = device_prints
 
     # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`, `ReplicatedStorage`. They also have an
     # `adopt_apart` and a `before_shown` of their own

@@ -16,15 +16,15 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import POISON_WORD, Device
+from placement.storage.changes import BITS
 from placement.storage.layout import Adoptee, Form, form_of, over
 from placement.storage.range import ObjectRanges, Place, PlacedStorage, Range
 from placement.tensors.plain import plain_parts
 
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBERS = sorted(
     {
         int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
-        for width in SIGNED
+        for width in BITS
         for start in range(0, len(POISON_WORD), width)
     }
 )
@@ -47,7 +47,7 @@ def is_poison(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a type that has no NaN, or one byte, has the numbers of poison and no others."""
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(SIGNED[tensor.dtype.itemsize])
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(BITS[tensor.dtype.itemsize])
     return bool(are_poison(numbers).all().item())
 
 
@@ -102,7 +102,7 @@ class Samples:
         """The names of the tensors that may be NaN throughout, by what the device has in their words."""
         start = 0
         for dtype, those in self._groups:
-            part, signed = slice(start, start := start + len(those)), SIGNED[dtype.itemsize]
+            part, signed = slice(start, start := start + len(those)), BITS[dtype.itemsize]
             mine = words.view(-1, _SAMPLES)[part].view(signed).gather(1, self._elements[part])
             wrong = are_nan(mine.view(dtype))
             if dtype.itemsize == 1 or not dtype.is_floating_point:
@@ -216,7 +216,7 @@ def _is_gone(tensor: torch.Tensor) -> bool:
     if not all(has_nan(each, throughout=True) or is_poison(each) for each in (values[:_SAMPLES], *values.split(_PIECE))):
         return False
     # Integers that are -1 throughout may be meant: poison has other bytes among them.
-    return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(SIGNED[values.itemsize]) != -1).any())
+    return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(BITS[values.itemsize]) != -1).any())
 
 
 def _on_device(place: Place) -> torch.Tensor:

@@ -39,7 +39,7 @@ import torch
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction, HostSlab, Mark
-from placement.storage.record import ChangeRecord
+from placement.storage.changes import ChangeRecord
 
 
 class Side(enum.Flag):
@@ -207,8 +207,11 @@ class Pages:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
         self._num_saves += 1
+        self._start_saving(unsaved)
+        return self.bytes_to_save(unsaved)
+
+    def _start_saving(self, unsaved: Sequence[int]) -> None:
         _copy(self._device, [(self, unsaved)], "to_host", None if self.record is None else partial(self.record.save, self))
-        return self.used_bytes_of(unsaved)
 
     def note_clean(self, indices: Iterable[int]) -> None:
         """The host copy has the same bytes as these pages on the device, or what they have there does not count."""
@@ -335,14 +338,9 @@ class Pages:
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
         """Runs of neighbours among pages (ascending) whose memory shows in one place, with that place."""
-        run: list[int] = []
-        for index in indices:
-            if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):
-                yield self.table[run[0]].behind, run
-                run = []
-            run.append(index)
-        if run:
-            yield self.table[run[0]].behind, run
+        for behind, those in itertools.groupby(indices, key=lambda index: self.table[index].behind):
+            for run in runs(those):
+                yield behind, run
 
 
 Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending

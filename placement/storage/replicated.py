@@ -29,6 +29,7 @@ from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE, round_up
 from placement.devices.memory import Copy, HostSlab, Mark
 from placement.ownership.adapter import Adapter
+from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
@@ -36,7 +37,6 @@ from placement.storage.range import Owner, Range, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.shared import ALONE, LEFT, Ranks, Refusal, SharedCopy, SharedRange, minority, numbers, others_say, spans_of
 from placement.storage.state_dicts import are_only_read
-from placement.storage.transfer.fingerprint import fingerprints
 
 _PIECE_BYTES = 64 << 20  # bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much.
 _REASONS = {ALONE: "rank {} takes part no longer, and has logged why", LEFT: "rank {} has unregistered it"}

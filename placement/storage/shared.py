@@ -45,7 +45,7 @@ from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import PAGE, round_up
 from placement.devices.memory import Copy, HostSlab
 from placement.storage.layout import Adoptee, RangeLayout
-from placement.storage.pages import Behind, Pages, Side
+from placement.storage.pages import Pages, Side
 from placement.storage.range import Range, used_bytes
 
 _PAUSE_SECONDS = (0.00005, 0.005)  # pause between two looks at what the others say: the first one, and the longest
@@ -327,17 +327,11 @@ class SharedPages(Pages):
             return super().bytes_to_save(indices)
         return sum(copy.nbytes for index in indices if (copy := self.share(self.shares.rank, index)) is not None)
 
-    def save(self, indices: Iterable[int]) -> int:
+    def _start_saving(self, unsaved: Sequence[int]) -> None:
         if self.together is None:
-            return super().save(indices)
-        pages = ((index, self.table[index]) for index in indices)
-        unsaved = [index for index, page in pages if page.newest is Side.DEVICE and page.behind is Behind.OWN]
-        if unsaved:
-            self.prints = None
-            self._num_saves += 1
-            # Newest stays the device until the shares of all ranks are there.
-            self._send([self.shares.rank], unsaved)
-        return self.bytes_to_save(unsaved)
+            super()._start_saving(unsaved)
+        else:
+            self._send([self.shares.rank], unsaved)  # newest stays the device until the shares of all ranks are there
 
     def wait(self, indices: Iterable[int]) -> None:
         """Where the ranks write together, wait for the shares of all of them as well, of all pages up to the last of these."""

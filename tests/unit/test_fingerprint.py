@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from placement.storage.transfer import fingerprint
-from placement.storage.transfer.fingerprint import fingerprints
+from placement.storage import changes
+from placement.storage.changes import fingerprints
 
 Change = Callable[[torch.Tensor], object]
 
@@ -76,11 +76,11 @@ def test_a_kernel_that_cannot_be_compiled_is_reported_and_done_without(
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(fingerprints=fails))
-    fingerprint._kernel.cache_clear()
+    changes._kernel.cache_clear()
     try:
-        assert fingerprint._kernel(torch.device("cpu")) is None
-        assert fingerprint._kernel(torch.device("cpu")) is None
+        assert changes._kernel(torch.device("cpu")) is None
+        assert changes._kernel(torch.device("cpu")) is None
     finally:
-        fingerprint._kernel.cache_clear()
+        changes._kernel.cache_clear()
     assert [record.getMessage() for record in caplog.records if "Failed to find C compiler" in record.getMessage()] != []
     assert len(caplog.records) == 1, "said once"

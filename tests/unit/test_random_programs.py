@@ -247,9 +247,7 @@ class Program:
     memory=(190_000, "reserved", 400),
     bucket_chunks=3,
 )
-@example(
-    steps=[("rollout", {"actor.optimizer": ALL}, [], False)], optimizer_in="train", memory=(None, "reserved", 84), bucket_chunks=3
-)
+@example(steps=[("rollout", {"actor.optimizer": ALL}, [], False)], optimizer_in="train", memory=(None, "reserved", 84), bucket_chunks=3)
 @example(
     steps=[("train", {}, [("begin anew", 0)], False), ("restore", {}, [], False)],
     optimizer_in="streamed",

@@ -348,6 +348,7 @@ class TestFirstBuckets:
             pair.step_both(2)
         pair.check()
 
+
 class TestMemory:
     def test_a_phase_whose_window_does_not_fit_is_refused(self) -> None:
         enough = Pair(adamw)

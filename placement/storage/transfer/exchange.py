@@ -22,10 +22,10 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
+from placement.storage.changes import differing
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
-from placement.storage.transfer.fingerprint import differing
 from placement.storage.transfer.verification import Span, Verifier
 
 WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).

@@ -2,8 +2,6 @@
 
 Verifying waits for every byte that it compares, so a load returns only when its last byte has arrived, and the CPU computes the host
 copy's fingerprints. This finds a bad memory module or link; it is no mode for training at full speed.
-
-`mirror` brings the host copy up to date while the bytes stay on the device, for a reader of the host copy (an asynchronous checkpoint).
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
+from placement.storage.changes import differing, fingerprints
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
 from placement.storage.range import Range
-from placement.storage.transfer.fingerprint import differing, fingerprints
 
 Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a range
 
@@ -119,32 +117,3 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
     names = [p.name for p in r.placed if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)]
     chunks = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
     return f"chunk{'s' if len(indices) > 1 else ''} {chunks} of {len(r.chunk_sizes)} ({listed(names)})"
-
-
-def mirror(holding: ManagedStorage) -> None:
-    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up. It takes
-    no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since the last
-    offload, because they have no place in the host copy yet."""
-    if not holding.on_device or holding.readonly:  # the host copy of a readonly object is always right
-        return
-    holding.host_read_locks.wait()
-    holding.device.sync()
-    prints: list[tuple[Range, torch.Tensor]] = []
-    for r in holding.ranges:
-        if r.transient or r.moving_in is not None:
-            continue
-        r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
-        host_prints = None if r.prints is None else r.prints.cpu()
-        device_prints = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-        if changed := differing(host_prints, device_prints):
-            holding.make_host_copy_own(r)
-            if r.pages.record is not None:
-                r.pages.record.expect(0, host_prints, device_prints)
-            r.pages.save(changed)
-        prints.append((r, device_prints))
-    holding.device.wait(holding.device.mark("to_host"))
-    for r, device_prints in prints:
-        if r.pages.record is not None:
-            r.pages.record.finish()
-        r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
-        r.prints = device_prints
