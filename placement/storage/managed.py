@@ -343,9 +343,9 @@ class ManagedStorage(AdoptedStorage):
         return bool(names)
 
     def mirror(self) -> None:
-        """Copy the chunks that changed on the device to the host copy, as an offload would, for who reads that (an asynchronous checkpoint).
-        Nothing moves and no memory is given up. It takes no memory, and the next offload need not copy the same chunks again. Gradients are
-        left out, and storages that are new since the last offload, because they have no place in the host copy yet."""
+        """Copy the chunks that changed on the device to the host copy, as an offload would. Nothing moves and no memory is given up, for a
+        reader of the host copy (an asynchronous checkpoint). The next offload need not copy the same chunks again. Gradients are left out,
+        and storages that are new since the last offload, because they have no place in the host copy yet."""
         if not self.on_device or self.readonly:  # the host copy of a readonly object is always right
             return
         self.host_read_locks.wait()
