@@ -130,6 +130,7 @@ class AdoptedStorage(Storage):
 
     @property
     def is_leaving(self) -> bool:
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
         return self.stage is Stage.LEAVING
 
     # --- measuring
@@ -368,7 +369,7 @@ class AdoptedStorage(Storage):
         """Make these the object's ranges, also in the process's table."""
         for r in ranges:
             if r.moving_in is not None:
-                self.object_ranges.places.add(r)
+                self.object_ranges.add_places(r)
         self.object_ranges.set(ranges)
         RANGES.note(self)
 

@@ -45,11 +45,6 @@ class Storage(abc.ABC):
         """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
         return False
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
-        return False
-
     # --- bytes
 
     @property

@@ -134,7 +134,7 @@ class NanCheck:
                 continue
             samples = self._samples.get(r)
             if samples is None or samples.placed is not r.placed:
-                samples = self._samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
+                samples = self._samples[r] = Samples(r, self._ranges.places([r]), self._device.torch_device)
             words = r.on_device(0, r.nbytes).view(torch.int64)
             asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
         return asked

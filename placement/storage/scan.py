@@ -254,7 +254,7 @@ class StorageScanner:
     def note_places(self, born: Scan) -> None:
         """Remember the places of the tensors that a look has found there."""
         if born.in_place is not None:
-            self.ranges.places.note(born.in_place, self.adapter.other_names())
+            self.ranges.note_places(born.in_place, self.adapter.other_names())
 
     def align_wrappers(self) -> None:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""

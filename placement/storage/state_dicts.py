@@ -207,7 +207,7 @@ class StateDictTensors:
         if (place := self.place_of(tensor)) is None:
             return None
         host = self._over(tensor, *place)
-        self.note_shown([host])
+        place[0].note_shown()
         return host
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
@@ -256,16 +256,9 @@ class StateDictTensors:
         host = self._at(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self._versions.counting(host, version_of(tensor))
 
-    def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that holders of these tensors can write into the host copy from now on."""
-        for tensor in tensors:
-            if (place := self._ranges.find(tensor)) is not None:
-                place[0].note_shown()
-
     def note_all_shown(self) -> None:
-        """Note the same of all tensors that were handed out, of views of them, which are known by their storages, and of ranges that were
-        shown since the last load (of a readonly object): pages aside do not have what was written there."""
-        self.note_shown(self)
+        """Note it of the ranges in which anybody holds a tensor that was handed out, or a view of one, and can write there from now on, and
+        of those that were shown since the last load (of a readonly object): pages aside do not have what was written there."""
         held = self._held()
         for r in self._ranges.all:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):

@@ -226,7 +226,7 @@ class WritesWhileOffloaded:
             return FoundChanges()
         scanner = self._scanner
         places = scanner.ranges.named_places()
-        every = scanner.ranges.places.within(scanner.ranges.all) | places  # gradients, too
+        every = scanner.ranges.places(scanner.ranges.all) | places  # gradients, too
         self._bring_back(born.relocated, every)
         told = scanner.ranges.told
         stay = [c for c in born.lasting if c.storage._cdata not in told or any(owned.name in places for owned in c.owned)]
@@ -234,7 +234,7 @@ class WritesWhileOffloaded:
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
             gradients = [adoptee for adoptee in changes.gradients if any(owned.name in every for owned in adoptee.owned)]
-            if self._put_back([*changes.replaced, *gradients], every, scanner.ranges.places.outlines()):
+            if self._put_back([*changes.replaced, *gradients], every, scanner.ranges.outlines()):
                 changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in scanner.adapter.frameworks)), None))
             scanner.align_wrappers()
             _renew_empty(scanner.adapter.with_gradients())

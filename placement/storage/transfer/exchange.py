@@ -39,7 +39,6 @@ copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map.""
 BATCH = 2
 """The number of copied pages that are vacated together when none waits for their memory. While the link is busy the driver takes 0.9 ms
 to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
-_LAST = 1  # the last pages of a range are vacated separately, once the link is idle: copying takes longer than vacating
 _CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
 _LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
 _SECOND = 16  # the least pages in the second part, if none has to be copied: computed while every tensor is looked at
@@ -364,11 +363,10 @@ class Exchange:
         for newest, run in itertools.groupby(indices, key=lambda index: r.pages.table[index].newest):
             those, is_dirty = [*run], newest is Side.DEVICE
             step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else BATCH
-            rest = _LAST if is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes) else 0
-            starts = [*range(0, max(1, len(those) - rest), step)]
-            if 0 < rest < len(those):
-                starts.append(len(those) - rest)
-            for start, end in itertools.pairwise([*starts, len(those)]):
+            # The last page of a range is vacated separately, once the link is idle: copying takes longer than vacating.
+            is_last = is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes)
+            most = max(1, len(those) - is_last)
+            for start, end in itertools.pairwise(dict.fromkeys([*range(0, most, step), most, len(those)])):
                 r.pages.save(those[start:end])
                 yield r, those[start:end]
 

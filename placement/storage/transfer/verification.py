@@ -15,6 +15,7 @@ import torch
 from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
 from placement.storage.changes import differing, fingerprints
+from placement.storage.disk import NO_OTHER_COPY, chunk_words
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
@@ -88,10 +89,8 @@ class Verifier:
                     "The load was undone; the host copy is complete."
                 )
             since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
-            holding.lost = (
-                f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}, and no other copy "
-                "of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it again."
-            )
+            changed = f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}"
+            holding.lost = f"{changed}, {NO_OTHER_COPY}"
             raise IntegrityError(holding.lost)
 
 
@@ -115,5 +114,4 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
     """Words for a message: the numbers of chunks, and the names of the storages in them."""
     spans = [(r.starts[index], r.starts[index] + r.used_sizes[index]) for index in indices]
     names = [p.name for p in r.placed if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)]
-    chunks = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    return f"chunk{'s' if len(indices) > 1 else ''} {chunks} of {len(r.chunk_sizes)} ({listed(names)})"
+    return f"{chunk_words(indices, len(r.chunk_sizes))} ({listed(names)})"
