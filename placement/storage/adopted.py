@@ -264,7 +264,6 @@ class AdoptedStorage(Storage):
         return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
     def stray_references(self) -> dict[str, int]:
-        """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
         return stray_references(self.ranges, self.gradients.lasting())
 
     def count_uses(self) -> None:
@@ -334,7 +333,6 @@ class AdoptedStorage(Storage):
         return found
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Like `hand_out`, but returns a tensor that was handed out before as it is."""
         return tensor if was_handed_out(tensor) else self.hand_out(tensor)
 
     def _owner_of(self, tensor: torch.Tensor) -> AdoptedStorage:
@@ -361,7 +359,6 @@ class AdoptedStorage(Storage):
         return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """See `StorageScanner.reserve`."""
         self.scanner.reserve(sizes, parts)
         self.look_at_unborn()
 

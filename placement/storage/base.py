@@ -116,18 +116,13 @@ class Storage(abc.ABC):
     # --- tags, for engines that place their own memory
 
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
+    resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     keeps_weights = True  # whether the weights survive an offload
     stale: str | None = None  # why the weights are invalid until they are published again; None while they are valid
 
     @property
-    def resident_tags(self) -> frozenset[str]:
-        """The tags that are on the device now."""
-        return frozenset()
-
-    @property
     def offloaded_tags(self) -> frozenset[str]:
-        """The tags that are not on the device now."""
-        return frozenset()
+        return frozenset(self.tags) - self.resident_tags
 
     def bytes_by_tag(self) -> Mapping[str, int]:
         """Device bytes of each tag; 0 while the figure is not known."""

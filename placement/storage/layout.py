@@ -162,7 +162,6 @@ def over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A uint8 tensor over a whole storage."""
     return over(storage, (torch.uint8, 0, torch.Size((storage.nbytes(),)), (1,)))
 
 

@@ -255,7 +255,13 @@ class ManagedStorage(AdoptedStorage):
             self._have_back(chunk_pool)
             self.stage = Stage.BEGUN  # who asks for a value from here on is shown the side that was decided on
             self.state_dict_tensors.point_to_device()
-            self._distrust_host_copies_with_views()
+            # Views may still write into the host copy, so the next offload copies every chunk there. That of a readonly object stays as
+            # they leave it: the next load takes the fingerprints anew.
+            for r, _ in self.state_dict_tensors.left_on_host():
+                if self.readonly:
+                    r.note_shown()
+                elif not r.is_shared:
+                    r.prints = None
         if self.on_device:
             self.calls.allow()
         else:
@@ -290,8 +296,15 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
         for r in self.ranges:
             r.move_in()
-        if self.stage is Stage.STEPPING:
-            self._end_step()
+        if self.stage is Stage.STEPPING:  # take in what a streamed step has created, wherever it stopped
+            with without_modes():
+                if (fresh := self.adopt_created()) is not None:
+                    self.device.sync()
+                    self.set_ranges((*self.ranges, fresh))
+                    fresh.move_in()
+                self.scanner.rescan()
+                self.writes.note()  # the step has written the state
+            self.stage = Stage.BEGUN
         for r, entry, _, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
         self._offload.relocated = ()
@@ -303,26 +316,6 @@ class ManagedStorage(AdoptedStorage):
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
-
-    def _end_step(self) -> None:
-        """Take in what a streamed step has created, wherever it stopped. Its pages are on the host."""
-        with without_modes():
-            if (fresh := self.adopt_created()) is not None:
-                self.device.sync()
-                self.set_ranges((*self.ranges, fresh))
-                fresh.move_in()
-            self.scanner.rescan()
-            self.writes.note()  # the step has written the state
-        self.stage = Stage.BEGUN
-
-    def _distrust_host_copies_with_views(self) -> None:
-        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view. The host copy of a
-        readonly object stays as they leave it: the next load takes the fingerprints anew."""
-        for r, _ in self.state_dict_tensors.left_on_host():
-            if self.readonly:
-                r.note_shown()
-            elif not r.is_shared:
-                r.prints = None
 
     def immovable(self) -> Iterator[RegistrationError]:
         """Errors about tensors that an offload has left on the device."""

@@ -76,7 +76,6 @@ def are_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 

@@ -11,10 +11,6 @@ no address (`NOWHERE` with memory). Its newest bytes are in the host copy, on th
   of what is aside.
 * `settle`: from any state to one side.
 
-A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory
-may stay and be saved under the next phase. A prefetch puts and fills aside. A streamed step puts and fills two buckets ahead of the one
-that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
-
 Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours, so that the driver gets few calls.
 Each can fail in a call of the device. The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is
 set when a copy is started; the page's mark tells when that is so in fact, and everything here waits for the mark before it takes memory

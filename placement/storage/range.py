@@ -47,7 +47,6 @@ class PlacedStorage:
     are stray references."""
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage; None once no tensor uses it."""
         if self.ref.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
@@ -322,7 +321,6 @@ class ObjectRanges:
                 self._outlines[owned.name] = outlines[id(owned.wrapper)]
 
     def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        """The places in these ranges, by name."""
         entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
         found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
         return {other: found[name] for other, name in self._others(found) if other not in found} | found
@@ -337,5 +335,4 @@ class ObjectRanges:
                 yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
 
     def outlines(self) -> dict[str, Outline]:
-        """The outlines of wrappers, by the names of their parts."""
         return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines

@@ -252,12 +252,10 @@ class StorageScanner:
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
     def note_places(self, born: Scan) -> None:
-        """Remember the places of the tensors that a look has found there."""
         if born.in_place is not None:
             self.ranges.note_places(born.in_place, self.adapter.other_names())
 
     def align_wrappers(self) -> None:
-        """Correct the device that each wrapper names, where its parts were rebound to another one."""
         if self.adapter.unchanged() is None:  # else the last walk found none
             align_all(self.adapter.owned())
 
@@ -343,12 +341,10 @@ class StorageScanner:
         return used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT) if sizes else 0
 
     def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
-        """Host memory that this process needs for `reserve`."""
         return self.host_bytes_for(sizes, parts)
 
     @property
     def reserved_bytes(self) -> int:
-        """Host memory that is reserved for state that is not created yet."""
         return 0 if self.reserved is None else self.reserved.held_bytes
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:

@@ -69,7 +69,6 @@ class Shares:
         return len(self.members)
 
     def part_bytes(self, nbytes: int) -> int:
-        """Size in bytes of each rank's part."""
         return nbytes // self.world_size // PAGE * PAGE
 
     def of(self, rank: int, nbytes: int) -> tuple[int, int]:
@@ -113,7 +112,6 @@ class Ranks:
         return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
     def exchange_texts(self, what: str, text: str) -> list[str]:
-        """See `Group.exchange_texts`."""
         return cast("list[str]", self.group.exchange_texts(what, text, self.shares.members))
 
     def agree(self, plan: Plan, stage: str, lacks_engines: bool) -> Any:

@@ -216,8 +216,11 @@ class StateDictTensors:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if (place := self._place_of(storage) or self._registered_place(storage)) is not None:
+        if (place := self._place_of(storage)) is not None:
             return place
+        for r in self._ranges.all:  # it may have been relocated: its bytes are at its place, although it is not
+            if (entry := r.place_of(storage)) is not None and entry.nbytes == storage.nbytes():
+                return r, entry.offset
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             if (place := self._place_of(storage)) is not None:  # it has moved in just now, in another thread's transition
                 return place
@@ -235,11 +238,6 @@ class StateDictTensors:
         coming = ((r, r.place_of(storage)) for r in self._ranges.all if r.moving_in is not None)
         new = next(((r, entry.offset) for r, entry in coming if entry is not None), None)
         return new or self._ranges.at(storage.data_ptr())
-
-    def _registered_place(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
-        """The place of a storage that was relocated: its bytes are there, although it is not."""
-        found = ((r, r.place_of(storage)) for r in self._ranges.all)
-        return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
 
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
         """The name of the object's tensor in this storage. None for a tensor that a hook has just computed: it belongs to nobody."""
@@ -275,7 +273,6 @@ class StateDictTensors:
         self._point_to(find)
 
     def point_to_device(self) -> None:
-        """Point every living tensor to the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
@@ -330,7 +327,6 @@ def handed_out() -> list[StateDictTensors]:
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or a wrapper, was handed out, by whichever object."""
     return any(tensor in each._tensors or tensor in each._wrappers for each in _IN_USE)
 
 

@@ -43,7 +43,6 @@ class FoundChanges:
         return bool(self.replaced or self.added or self.gradients or self.moved)
 
     def message(self, name: str) -> str:
-        """The text of an error: what happened to the object, and what to do."""
         told = []
         if self.moved:
             told.append(
@@ -125,7 +124,6 @@ class Gradients:
                 buffer.detach().zero_()
 
     def drop_in(self, storages: Set[int]) -> None:
-        """Set the gradients that lie in these storages (`_cdata`) to None."""
         for owner in self._adapter.with_gradients():
             if owner.grad is not None and any(part.untyped_storage()._cdata in storages for _, part in dense_parts(owner.grad)):
                 owner.grad = None
@@ -252,18 +250,15 @@ class WritesWhileOffloaded:
         for adoptee in adoptees:
             for tensor, place, form in _targets(adoptee, places):
                 converted = converted or tensor.dtype is not form[0] or tensor.device != self._device.torch_device
-                point(tensor, self._home(place), form)
+                if (home := place.entry.storage()) is None:
+                    home = place.home()
+                    place.range.replace(place.entry, home)
+                point(tensor, home, form)
         # Gradients first: a wrapper refuses a gradient of another dtype than its own.
         for owned in sorted((owned for adoptee in adoptees for owned in adoptee.owned), key=lambda owned: not owned.transient):
             if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
                 restore(owned.wrapper, known)
         return converted
-
-    def _home(self, place: Place) -> torch.UntypedStorage:
-        if (home := place.entry.storage()) is None:
-            home = place.home()
-            place.range.replace(place.entry, home)
-        return home
 
     def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
         """Point relocated storages to their places again. The bytes of the other memory are dropped."""

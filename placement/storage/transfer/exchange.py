@@ -68,7 +68,6 @@ class Comparison:
 
     @property
     def num_left(self) -> int:
-        """The number of pages that are not compared yet."""
         return len(self.device_prints) - self._num_compared
 
     @property

@@ -60,25 +60,23 @@ class Bucket:
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
-    found: list[Bucket] = []
-    before: frozenset[RangeChunk] = frozenset()
-    chunks: dict[RangeChunk, None] = {}
-    first = unborn = used = 0
+    firsts, used = [0] if pieces else [], 0
+    before, chunks = set[RangeChunk](), set[RangeChunk]()  # of the bucket before, and of this one so far
     for index, piece in enumerate(pieces):
-        more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
-        if index > first and used + more > bucket_bytes:
-            found.append(Bucket(first, index, tuple(sorted(chunks, key=_address)), unborn))
-            before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
-            more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
-        chunks.update(dict.fromkeys(piece.chunks))
-        unborn, used = unborn + piece.unborn_bytes, used + more
-    if pieces:
-        found.append(Bucket(first, len(pieces), tuple(sorted(chunks, key=_address)), unborn))
-    return found
+        more = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks - before)
+        if index > firsts[-1] and used + more > bucket_bytes:
+            firsts.append(index)
+            before, chunks, used = chunks, set(), 0
+            more = piece.unborn_bytes + bytes_of({*piece.chunks} - before)
+        chunks.update(piece.chunks)
+        used += more
+    return [_bucket(pieces, first, last) for first, last in itertools.pairwise([*firsts, len(pieces)])]
 
 
-def _address(chunk: RangeChunk) -> int:
-    return chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]]
+def _bucket(pieces: Sequence[Piece], first: int, last: int) -> Bucket:
+    chunks = {each for piece in pieces[first:last] for each in piece.chunks}
+    by_address = sorted(chunks, key=lambda chunk: chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]])
+    return Bucket(first, last, tuple(by_address), sum(piece.unborn_bytes for piece in pieces[first:last]))
 
 
 def most_buckets(nbytes: int, bucket_bytes: int) -> int:
@@ -101,7 +99,6 @@ def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
 
 
 def bytes_of(chunks: Iterable[RangeChunk]) -> int:
-    """Device bytes of chunks."""
     return sum(r.chunk_sizes[index] for r, index in chunks)
 
 
