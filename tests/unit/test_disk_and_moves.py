@@ -129,16 +129,6 @@ def test_a_folder_that_is_missing_or_not_writable_is_refused_before_anything_is_
 # --- a manager that nobody closed
 
 
-def test_a_manager_that_is_dropped_hands_the_values_back_from_the_disk(tmp_path: Path) -> None:
-    worker = disk_worker(tmp_path, {})
-    wanted = copy.deepcopy(worker.ref_values)
-    send_to_disk(worker.manager, "ref", "critic")
-    reference = worker.ref_net
-    del worker
-    gc.collect()
-    assert_same(dict(reference.state_dict()), dict(wanted))
-
-
 def test_a_manager_that_is_collected_on_the_keepers_own_thread_is_closed_beside_it(tmp_path: Path) -> None:
     """Closing needs what is on disk, which the thread on which the collection happens would have to read."""
     worker = disk_worker(tmp_path, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import os
@@ -364,22 +363,4 @@ def test_it_is_taken_again_before_a_phase_that_is_expected_to_need_it() -> None:
         assert all(worker.sizes().values())
     assert worker.manager.snapshot().disk_wait_seconds == 0
     worker.check_values()
-    worker.manager.close()
-
-
-@pytest.mark.parametrize("reader", ["save", "deepcopy"])
-def test_readers_of_what_was_given_back_get_the_values(reader: str, tmp_path: Path) -> None:
-    worker = Staying()
-    worker.rest()
-    if reader == "deepcopy":
-        with worker.manager.phase("train"):
-            copied = copy.deepcopy(worker.models["actor"])
-        assert all(torch.equal(value, worker.twin.state_dict()[key]) for key, value in copied.state_dict().items())
-    else:
-        want = copy.deepcopy(worker.twin.state_dict())
-        placement.checkpoint.async_save(worker.manager, tmp_path / "saved").result()
-        worker.step()
-        placement.checkpoint.load(worker.manager, tmp_path / "saved")
-        assert all(torch.equal(value, want[key]) for key, value in worker.models["actor"].state_dict().items())
-    worker.manager.check_integrity()
     worker.manager.close()
