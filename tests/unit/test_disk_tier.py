@@ -353,14 +353,3 @@ def test_who_needs_it_all_at_once_waits_for_it_and_that_is_told(caplog: pytest.L
         worker.check_values()
     assert worker.manager.snapshot().disk_wait_seconds == waited
     worker.manager.close()
-
-
-def test_it_is_taken_again_before_a_phase_that_is_expected_to_need_it() -> None:
-    """A cycle in which the models leave: nothing is given back, and nobody waits."""
-    worker = Staying(policy="colocated")
-    for _ in range(5):
-        worker.step()
-        assert all(worker.sizes().values())
-    assert worker.manager.snapshot().disk_wait_seconds == 0
-    worker.check_values()
-    worker.manager.close()
