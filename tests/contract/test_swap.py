@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from placement import DeviceMemoryError, Manager
 from placement.devices.base import Device
-from placement.devices.memory import Chunk, Copy, Direction, Mark
+from placement.devices.memory import Addresses, Chunk, Copy, Direction, Mark
 from placement.storage.transfer.exchange import WINDOW
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.contract import growing
 from tests.faults.harness import calls_to_fail
 from tests.support.worker import GPU, OFF, Turns, assert_same
 
@@ -230,3 +236,69 @@ def test_a_link_that_stays_dead_loses_nothing(operation: str) -> None:
         if not fired:
             return
     pytest.fail("the faults never came to an end")
+
+
+# --- hundreds of ranges in one phase transition: handles that are many, or that grew at every step
+
+
+class Mapped(Faults):
+    """Notes how many chunks each call maps."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        super().__init__(SimulatedDevice(1 << 24, chunk_bytes=chunk_bytes, granularity=PAGE))
+        self.mapped: list[int] = []
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        super().map(addresses, chunks, start)
+        self.mapped.append(len(chunks))
+
+
+def mapped_by_a_load(*sizes_bytes: int) -> list[int]:
+    device = Mapped(chunk_bytes=PAGE)
+    manager = Manager(device=device)
+    modules = [nn.ParameterList([nn.Parameter(torch.randn(nbytes // 4))]) for nbytes in sizes_bytes]
+    for index, module in enumerate(modules):
+        manager.register(f"m{index}", module, role="actor")
+    with manager.phase("log_prob"):
+        found = list(device.mapped)
+    assert_nothing_resident(manager)
+    return found
+
+
+def test_a_burst_grows_under_the_copies_of_the_one_before() -> None:
+    assert mapped_by_a_load(300 * PAGE) == [1, 16, 256, 27]
+
+
+def test_a_burst_goes_over_the_boundaries_of_ranges() -> None:
+    assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 9, 7, 3, 10, 10, 10]
+
+
+COUNTS = st.sampled_from([1, 2, 9, 17, 30])
+
+
+@settings(max_examples=100 if os.environ.get("SWEEP") == "all" else 8, deadline=None)
+@given(
+    counts=st.tuples(COUNTS, COUNTS),
+    chunk_pages=st.sampled_from([1, 2, 5, 64]),
+    spare_chunks=st.sampled_from([0, 1, WINDOW, 1000]),
+    steps=st.integers(1, 6),
+    seed=st.integers(0, 1 << 32),
+)
+def test_swaps_between_handles_that_grow(counts: tuple[int, int], chunk_pages: int, spare_chunks: int, steps: int, seed: int) -> None:
+    chance, chunk_bytes = random.Random(seed), chunk_pages * PAGE
+    torch.manual_seed(seed)
+    drawn = growing.sizes(PAGE, min(chunk_bytes, 5 * PAGE))  # with large chunks everything is a tail
+    names = [f"{side}.{index}" for side, count in zip(growing.SIDES, counts, strict=True) for index in range(count)]
+    device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)
+    trained = [name for name in names if chance.random() < 0.3]
+    scene = growing.Scene(device, {name: chance.choices(drawn, k=chance.randint(1, 3)) for name in names}, trained)
+    turns = itertools.cycle(growing.SIDES)
+    with scene.manager.phase(side := next(turns)) as phase:
+        for _ in range(steps):
+            scene.check(side)
+            scene.grow(side, chance, drawn)
+            gone, side = side, next(turns)
+            device.capacity_bytes = max(scene.needs(gone), scene.needs(side)) + spare_chunks * chunk_bytes
+            phase.switch(side)
+            scene.check(side)
+    scene.leave()

@@ -327,7 +327,7 @@ def test_masters_that_go_while_offloaded(way: Callable[[Job], None]) -> None:
     assert_same(job.actor.state_dict(), job.plain.state_dict())
 
 
-@pytest.mark.parametrize("how", ["close", "unregister", "drop"])
+@pytest.mark.parametrize("how", ["close", "drop"])
 def test_handing_back(how: str) -> None:
     job = Job()
     job.train()
@@ -335,9 +335,6 @@ def test_handing_back(how: str) -> None:
     model, plain, adam = job.model, job.plain, job.adam
     if how == "close":
         job.manager.close()
-    elif how == "unregister":
-        job.manager.unregister("actor.optimizer")
-        job.manager.unregister("actor")
     del job
     gc.collect()
     assert_same(model.state_dict(), plain.state_dict())
