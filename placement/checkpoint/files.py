@@ -121,7 +121,7 @@ def async_save(
             for name in state:
                 if (holding := manager.handles[name].holding) is not None:
                     holding.mirror()
-                    held.callback(holding.host_read_locks.lend().set)
+                    held.callback(holding.lend_host_copy().set)
             frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
             return writer(os.getpid()).submit(write)
         except BaseException:

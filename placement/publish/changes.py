@@ -103,7 +103,7 @@ class Published:
     def keep(self, storage: ManagedStorage) -> None:
         """Copy to the host copy what it lacks of this version, before training changes the values, where no offload has done so already.
         Waits for the copies."""
-        if not all(r.prints is not None and r.prints.cpu().equal(prints) for r, prints in self.prints.items()):
+        if not all(r.pages.prints is not None and r.pages.prints.cpu().equal(prints) for r, prints in self.prints.items()):
             storage.mirror()
 
 
@@ -182,7 +182,7 @@ class Publication:
         last, now = self._last.prints[r], self.published.prints[r]
         if now[pages].equal(last[pages]):
             return Basis(None, False)
-        host = r.prints.cpu() if r.prints is not None and self._storage.on_device else None
+        host = r.pages.prints.cpu() if r.pages.prints is not None and self._storage.on_device else None
         if host is not None and host[pages].equal(last[pages]):
             return Basis(None, True)
         record = r.pages.record
@@ -236,4 +236,4 @@ def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
     """The fingerprints of the values that are valid now, on the CPU; None where they are not known."""
     if isinstance(storage, ManagedStorage) and storage.on_device:
         return storage.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-    return None if r.prints is None or r.is_shown else r.prints.cpu()  # whoever was shown the host copy may have written there
+    return None if r.pages.prints is None or r.is_shown else r.pages.prints.cpu()  # whoever was shown the host copy may have written there

@@ -37,27 +37,6 @@ from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
-class HostReadLocks:
-    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint. What would overwrite or give up the
-    host copy waits until every lock has been given back. A load does not, because it only reads."""
-
-    def __init__(self) -> None:
-        self._open: list[threading.Event] = []
-
-    def lend(self) -> threading.Event:
-        """Lock the host copy for reading until the event is set, by any thread. Only the thread that moves the object lends and waits."""
-        lock = threading.Event()
-        self._open = [*(each for each in self._open if not each.is_set()), lock]
-        return lock
-
-    def wait(self) -> None:
-        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
-        for lock in self._open:
-            while not lock.wait(_GLANCE_SECONDS):
-                interrupts.check()
-        self._open = []
-
-
 class Stage(enum.Enum):
     """How far the present move of an object has come. Each stage names what the decision, `on_device`, may be then, and where the values
     are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side that was
@@ -69,9 +48,6 @@ class Stage(enum.Enum):
     HIDING = enum.auto()  # True. An offload has put memory aside that it has not begun to save. Read in the host copy, once it is there.
     VACATING = enum.auto()  # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
     LEAVING = enum.auto()  # True, then False. `unadopt` has begun to move tensors out, and must be called again before anything else.
-
-
-_FROM_HOST = (Stage.HIDING, Stage.VACATING)  # while the bytes on the device are still the authoritative ones
 
 
 @dataclass(slots=True)
@@ -102,7 +78,7 @@ class AdoptedStorage(Storage):
         self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
         self.nan_check = NanCheck(self.object_ranges, device, adapter.kind, readonly=readonly)
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
-        self.host_read_locks = HostReadLocks()
+        self._host_readers: list[threading.Event] = []
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
         self.stage = Stage.SETTLED  # left before the first change of a move, and set again at the end of `make_consistent`
         self.host_has_newest = threading.Event()  # cleared while an offload hides. Who is to be shown the host copy waits for it.
@@ -121,7 +97,7 @@ class AdoptedStorage(Storage):
 
     @property
     def is_on_host(self) -> bool:
-        return not self.on_device or self.stage in _FROM_HOST
+        return not self.on_device or self.stage in (Stage.HIDING, Stage.VACATING)
 
     @property
     def is_consistent(self) -> bool:
@@ -278,9 +254,23 @@ class AdoptedStorage(Storage):
     def has_place(self, tensor: torch.Tensor) -> bool:
         return self.object_ranges.find(tensor) is not None
 
+    def lend_host_copy(self) -> threading.Event:
+        """Lock the host copy until the event is set, by any thread: another thread reads it, such as the writer of a checkpoint. What would
+        overwrite it or give it up waits; a load does not, because it only reads. Only the thread that moves the object lends and waits."""
+        lock = threading.Event()
+        self._host_readers = [*(each for each in self._host_readers if not each.is_set()), lock]
+        return lock
+
+    def wait_for_host_readers(self) -> None:
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
+        for lock in self._host_readers:
+            while not lock.wait(_GLANCE_SECONDS):
+                interrupts.check()
+        self._host_readers = []
+
     def wait_for_readers(self) -> None:
         if not self.on_device:
-            self.host_read_locks.wait()
+            self.wait_for_host_readers()
 
     def note_written(self) -> None:
         if not self.on_device:

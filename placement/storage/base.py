@@ -143,7 +143,7 @@ class Storage(abc.ABC):
 
     def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
         """The same tensor with its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
-        `host_read_locks`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
+        `lend_host_copy`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
         `storages`: those that were made for the same reader, by address. Tensors that shared a storage share one again."""
         return None
 
@@ -199,6 +199,5 @@ class ExternalStorage(Storage):
         self._adapter = adapter
 
     def measure(self) -> None:
-        """Count the bytes that the object has on an accelerator now, each torch storage once."""
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
         self.resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())

@@ -176,7 +176,7 @@ class CastStorage(ManagedStorage):
                 raise RegistrationError(f"{self.name!r}: {r.lacks() or differ}")
             r.expected = prints
             if not self.on_device and not r.host.has_views:
-                r.prints, r.is_cast = prints, True
+                r.pages.prints, r.is_cast = prints, True
         self.make_consistent(ChunkPool(self.device))
         optimizer.casts.add(self)
 
@@ -230,7 +230,7 @@ class CastStorage(ManagedStorage):
             for r in self._cast_ranges():
                 with r.lock:
                     if self.on_device and r.is_cast:  # not before: until every page is there, readers are shown the host copy
-                        r.prints, r.is_cast = None, False
+                        r.pages.prints, r.is_cast = None, False
             if not self.on_device:
                 self.is_complete = True
                 for r in self._cast_ranges():

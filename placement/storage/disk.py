@@ -204,7 +204,7 @@ class Spill:
         holder = self._holder()
         for r in () if holder is None else holder.ranges:
             if r.spill is self:
-                r.prints = None
+                r.pages.prints = None
 
 
 def chunk_words(chunks: Sequence[int], num_chunks: int) -> str:

@@ -139,7 +139,7 @@ class ManagedStorage(AdoptedStorage):
         self.drop(dead, chunk_pool)
 
     def _begin_offload(self, chunk_pool: ChunkPool) -> None:
-        self.host_read_locks.wait()  # the offload will overwrite the host copy
+        self.wait_for_host_readers()  # the offload will overwrite the host copy
         for r in self.ranges:
             r.pages.note_idle()
         self.adapter.ready()
@@ -218,7 +218,7 @@ class ManagedStorage(AdoptedStorage):
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
         for r, now in prints:
-            r.prints = now
+            r.pages.prints = now
         self.show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
@@ -235,8 +235,8 @@ class ManagedStorage(AdoptedStorage):
     def commit_load(self) -> None:
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
-            if r.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value from now on
-                r.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
+            if r.pages.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value now
+                r.pages.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
             r.is_shown = False
         self.state_dict_tensors.raise_written()
         self.on_device = True
@@ -261,7 +261,7 @@ class ManagedStorage(AdoptedStorage):
                 if self.readonly:
                     r.note_shown()
                 elif not r.is_shared:
-                    r.prints = None
+                    r.pages.prints = None
         if self.on_device:
             self.calls.allow()
         else:
@@ -341,14 +341,14 @@ class ManagedStorage(AdoptedStorage):
         and storages that are new since the last offload, because they have no place in the host copy yet."""
         if not self.on_device or self.readonly:  # the host copy of a readonly object is always right
             return
-        self.host_read_locks.wait()
+        self.wait_for_host_readers()
         self.device.sync()
         prints: list[tuple[Range, torch.Tensor]] = []
         for r in self.ranges:
             if r.transient or r.moving_in is not None:
                 continue
             r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
-            host_prints = None if r.prints is None else r.prints.cpu()
+            host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
             device_prints = self.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):
                 self.make_host_copy_own(r)
@@ -361,7 +361,7 @@ class ManagedStorage(AdoptedStorage):
             if r.pages.record is not None:
                 r.pages.record.finish()
             r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
-            r.prints = device_prints
+            r.pages.prints = device_prints
 
     # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`, `ReplicatedStorage`. They also have an
     # `adopt_apart` and a `before_shown` of their own
@@ -422,7 +422,7 @@ class ManagedStorage(AdoptedStorage):
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
             return
-        self.host_read_locks.wait()
+        self.wait_for_host_readers()
         before = self.stage
         if self.on_device:
             self.end_calls(time.monotonic())

@@ -144,7 +144,7 @@ class NanCheck:
         lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
         for name, place in gone.items():
             if name not in lacking & self._known:
-                self._go_back(name, _on_device(place), place)
+                self._go_back(name, place.on_device(), place)
         self._known = lacking
 
     def refuse(self) -> None:
@@ -194,10 +194,10 @@ class NanCheck:
         suspects = [name for _, samples, words in asked for name in samples.suspects(torch.cat([part() for part in words]))]
         everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
         places = {name: place for name, place in everything if not place.entry.ref.expired()}
-        likely = [name for name in suspects if name in places and _is_gone(_on_device(places[name]))]
+        likely = [name for name in suspects if name in places and _is_gone(places[name].on_device())]
         gone = {name: places[name] for name in likely if _was_numbers(places[name])}
         for name, place in places.items() if gone else ():
-            if name not in gone and _has_nan(_on_device(place)) and not _lacks_values(place) and not _has_nan(place.on_host()):
+            if name not in gone and _has_nan(place.on_device()) and not _lacks_values(place) and not _has_nan(place.on_host()):
                 gone[name] = place
         return gone
 
@@ -218,10 +218,6 @@ def _is_gone(tensor: torch.Tensor) -> bool:
     return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(BITS[values.itemsize]) != -1).any())
 
 
-def _on_device(place: Place) -> torch.Tensor:
-    return over(place.home(), place.form)
-
-
 def _has_nan(tensor: torch.Tensor) -> bool:
     return any(has_nan(each, throughout=False) for each in tensor.reshape(-1).split(_PIECE))
 
@@ -232,7 +228,7 @@ def _was_numbers(place: Place) -> bool:
 
 def _lacks_values(place: Place) -> bool:
     """Whether the host copy may have come back to host memory without its bytes, because the device had them."""
-    return place.range.can_be_cast or (place.range.spill is not None and place.range.prints is None)
+    return place.range.can_be_cast or (place.range.spill is not None and place.range.pages.prints is None)
 
 
 def _spots(entry: PlacedStorage, form: Form) -> list[int]:

@@ -87,14 +87,6 @@ class Range:
         return self.pages.host
 
     @property
-    def prints(self) -> torch.Tensor | None:
-        return self.pages.prints
-
-    @prints.setter
-    def prints(self, prints: torch.Tensor | None) -> None:
-        self.pages.prints = prints
-
-    @property
     def is_shared(self) -> bool:
         """Whether other processes read the slab, too. If so, it is written only by all of them together."""
         return False
@@ -268,6 +260,10 @@ class Place(NamedTuple):
     def home(self) -> torch.UntypedStorage:
         """A new storage over the place on the device."""
         return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
+
+    def on_device(self) -> torch.Tensor:
+        """A tensor of the same form, over the place on the device."""
+        return over(self.home(), self.form)
 
     def on_host(self) -> torch.Tensor:
         """A tensor with the registered values, over the host copy."""

@@ -35,7 +35,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Owner, Range, used_bytes
 from placement.storage.scan import StorageScanner
-from placement.storage.shared import ALONE, LEFT, Ranks, Refusal, SharedCopy, SharedRange, minority, numbers, others_say, spans_of
+from placement.storage.shared import ALONE, LEFT, Ranks, Refusal, SharedCopy, SharedRange, others, spans_of
 from placement.storage.state_dicts import are_only_read
 
 _PIECE_BYTES = 64 << 20  # bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much.
@@ -187,10 +187,10 @@ class ReplicatedStorage(ManagedStorage):
 
     def make_host_copy_own(self, r: Range) -> None:
         if isinstance(r, SharedRange) and r.is_shared:
-            prints, own = r.prints, self.device.host(r.nbytes)
+            prints, own = r.pages.prints, self.device.host(r.nbytes)
             own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
             self._use(r, own)
-            r.prints = prints
+            r.pages.prints = prints
 
     def _use(self, r: SharedRange, slab: HostSlab) -> None:
         r.pages.host, r.pages.prints = slab, None
@@ -200,7 +200,7 @@ class ReplicatedStorage(ManagedStorage):
         if not isinstance(r, SharedRange) or not r.is_shared:
             return
         held = r.pages.at(Behind.OWN)
-        prints = None if r.prints is None else r.prints.cpu()
+        prints = None if r.pages.prints is None else r.pages.prints.cpu()
         if not self.readonly and (prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)):
             self.make_host_copy_own(r)
             r.pages.note_changed(held)
@@ -346,8 +346,9 @@ class SharedScanner(StorageScanner):
         self._ranks.exchange_texts(f"share of {what}", "written")
         table = copy.table[:, : len(prints)]
         for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
+            other = others(shares, table[:, column].tolist())
             raise UnequalRanks(
-                f"{self.name!r} cannot be replicated: {prints[column][0]!r} {others_say(shares, table[:, column].tolist())}. "
+                f"{self.name!r} cannot be replicated: {prints[column][0]!r} has other bytes on {other} than on the rest. "
                 "Load the same values on every rank before you register it, or register it without replicated=True."
             )
         self._try_out()
@@ -391,10 +392,9 @@ class SharedScanner(StorageScanner):
         self._device.sync()
 
     def _check_layouts(self, layouts: Sequence[str]) -> None:
-        others = minority(layouts)
-        if others:
+        if (other := others(self._ranks.shares, layouts)) is not None:
             raise UnequalRanks(
-                f"{self.name!r} cannot be replicated: rank{numbers(self._ranks.shares, others)} "
+                f"{self.name!r} cannot be replicated: {other} "
                 "has other tensors than the rest (names, shapes, dtypes, device, order), or registers them in another way "
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
             )

@@ -418,8 +418,10 @@ def _users_in_the_process(storages: Collection[int]) -> list[Owned]:
         for tensor in _tensors_of_the_process():
             with suppress(Exception):  # somebody's wrapper that cannot name its parts must not keep this object's values
                 for path, part in dense_parts(tensor):
-                    wrapper = None if part is tensor else tensor
-                    if _can_be_rebound(part) and part.untyped_storage()._cdata in storages:
+                    wrapper, cls = None if part is tensor else tensor, type(part)
+                    # A class with a dispatch of its own has not its bytes in a storage of its own, to be given another.
+                    is_plain = is_plain_type(cls) or cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+                    if is_plain and has_storage(part) and part.untyped_storage()._cdata in storages:
                         found += [Owned(path, each, wrapper=wrapper) for each in (part, part._base) if each is not None]
     return found
 
@@ -432,11 +434,6 @@ def _tensors_of_the_process() -> Iterator[torch.Tensor]:
             yield each
             if is_leaf(each) and (gradient := each.grad) is not None:
                 yield gradient
-
-
-def _can_be_rebound(part: torch.Tensor) -> bool:
-    """Whether a tensor has its bytes in a storage of its own, and may be given another. A class with a dispatch of its own has not."""
-    return (is_plain_type(type(part)) or type(part).__torch_dispatch__ is torch.Tensor.__torch_dispatch__) and has_storage(part)
 
 
 # --- stray references: references to adopted storages that others hold, which read poison after the offload

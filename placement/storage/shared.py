@@ -239,7 +239,8 @@ class SharedCopy:
         if any(turn >> 1 != number for turn in self._turns.tolist()):  # the others have given the change up, and one is in the next one
             return Refusal("the ranks have gone on", False)
         for column in (rows != rows[:1]).any(dim=0).nonzero().flatten().tolist():
-            return Refusal(f"{name_of(column)} {others_say(self.shares, rows[:, column].tolist())}", True)
+            other = others(self.shares, rows[:, column].tolist())
+            return Refusal(f"{name_of(column)} has other bytes on {other} than on the rest", True)
         return None
 
     # --- step 3
@@ -272,20 +273,12 @@ class SharedCopy:
         return bool(poll.poll(0))
 
 
-def others_say(shares: Shares, said: Sequence[object]) -> str:
-    """Words for the ranks that say something else than most do."""
-    return f"has other bytes on rank{numbers(shares, minority(said))} than on the rest"
-
-
-def numbers(shares: Shares, ranks: Sequence[int]) -> str:
-    """The numbers of these ranks in the group, behind the word "rank"."""
-    return f"{'s' if len(ranks) > 1 else ''} {', '.join(str(shares.members[rank]) for rank in ranks)}"
-
-
-def minority(said: Sequence[object]) -> list[int]:
-    """The ranks that say something else than most do. If no answer is the most frequent, the earliest of the frequent ones counts."""
+def others(shares: Shares, said: Sequence[object]) -> str | None:
+    """Words for the ranks that say something else than most do; None where all say the same. If no answer is the most frequent, the
+    earliest of the frequent ones counts."""
     usual, _ = Counter(said).most_common(1)[0]
-    return [rank for rank, each in enumerate(said) if each != usual]
+    numbers = [str(shares.members[rank]) for rank, each in enumerate(said) if each != usual]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else None
 
 
 def _close(files: Sequence[int]) -> None:

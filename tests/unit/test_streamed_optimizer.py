@@ -300,7 +300,7 @@ def test_the_implementation_is_that_of_the_whole_group(monkeypatch: pytest.Monke
 def test_a_step_waits_for_readers_of_the_host_copy(pair: Pair) -> None:
     holding = pair.handle.holding
     assert holding is not None
-    lock = holding.host_read_locks.lend()
+    lock = holding.lend_host_copy()
     original = lock.wait
 
     def wait(timeout: float | None = None) -> bool:

@@ -156,7 +156,7 @@ class StreamedStep:
         for r in holding.ranges:
             r.claim()  # before anything changes
         holding.note_change()
-        holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
+        holding.wait_for_host_readers()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:
                 r.pages.discard_unusable(aside)

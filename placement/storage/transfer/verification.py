@@ -21,8 +21,6 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
 from placement.storage.range import Range
 
-Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a range
-
 
 class Verifier:
     """Compares the bytes that arrived with those that were sent.
@@ -32,29 +30,35 @@ class Verifier:
         self._mode = mode
         self._random = random.Random()  # noqa: S311 - not the global one, which a training script seeds
 
-    def choose(self, ranges: Iterable[Range]) -> list[Span]:
+    def choose(self, ranges: Iterable[Range]) -> dict[Range, range]:
         """The chunks of these ranges to compare in one move."""
-        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges if not r.can_be_cast]
+        whole = {r: range(len(r.chunk_sizes)) for r in ranges if not r.can_be_cast}
         if self._mode == "always" or not whole:
             return whole
-        r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])
-        return [(r, index, index + 1)]
+        r, index = self._random.choice([(r, index) for r, chunks in whole.items() for index in chunks])
+        return {r: range(index, index + 1)}
 
     def note(self, holdings: Iterable[ManagedStorage]) -> None:
         """With "always", fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so that changes are found."""
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
-                    if r.prints is None and not holding.on_device and r.moving_in is None:
-                        r.prints = _of_host(r, 0, len(r.chunk_sizes))
+                    if r.pages.prints is None and not holding.on_device and r.moving_in is None:
+                        r.pages.prints = _of_host(r, 0, len(r.chunk_sizes))
 
-    def check_host(self, holding: ManagedStorage, span: Span, wanted: torch.Tensor) -> None:
+    def check_host(self, holding: ManagedStorage, r: Range, chunks: range, wanted: torch.Tensor) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
-        `span`: chunks that have arrived.
+        `chunks`: those that have arrived.
         `wanted`: the fingerprints that the host copy of the range must have."""
-        r, first, last = span
-        if bad := differing(wanted[first:last], _of_host(r, first, last), first):
-            _mend(holding, r, bad, wanted)
+        if bad := differing(wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start):
+            # Have the chunks written again: now if the object is readonly and no offload would do it, else by the next offload.
+            found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+            if found and not any(differing(wanted[index : index + 1], each) for each, index in zip(found, bad, strict=True)):
+                holding.device.copy(r.pages.copies(bad), "to_host")
+                holding.device.wait(holding.device.mark("to_host"))
+            else:
+                r.pages.prints = None
+                r.pages.note_changed(bad)
             raise IntegrityError(
                 f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
                 "The handle stays on the device, complete; its next offload copies them again."
@@ -77,8 +81,9 @@ class Verifier:
     def check_device(self, holding: ManagedStorage) -> None:
         """Check before a load is committed that the device has the bytes that the host copy had when it was written. Waits for the copies.
         If the host copy is as it was, the load can be tried again. If not, no good copy exists any more, and the storage is `lost`."""
-        for r, first, last in self.choose(holding.ranges):
-            wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
+        for r, chunks in self.choose(holding.ranges).items():
+            first, last = chunks.start, chunks.stop
+            wanted = _of_host(r, first, last) if r.pages.prints is None or r.is_shown else r.pages.prints[first:last].cpu()
             bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
             if not bad:
                 continue
@@ -92,17 +97,6 @@ class Verifier:
             changed = f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}"
             holding.lost = f"{changed}, {NO_OTHER_COPY}"
             raise IntegrityError(holding.lost)
-
-
-def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
-    """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
-    found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
-    if found and not any(differing(wanted[index : index + 1], each) for each, index in zip(found, bad, strict=True)):
-        holding.device.copy(r.pages.copies(bad), "to_host")
-        holding.device.wait(holding.device.mark("to_host"))
-    else:
-        r.prints = None
-        r.pages.note_changed(bad)
 
 
 def _of_host(r: Range, first: int, last: int) -> torch.Tensor:
