@@ -31,11 +31,12 @@ BEFORE, AFTER = "rollout", "eval"
 
 
 class Watched(Faults):
-    """Notes the most that chunks came to, and what was copied and waited for in which order."""
+    """Notes the most that chunks came to, how many each call mapped, and what was copied and waited for in which order."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.peak_bytes = 0
+        self.mapped: list[int] = []
         self.log: list[tuple[str, int]] = []
         """("to_host" | "to_device" | "wait", bytes)."""
 
@@ -43,6 +44,10 @@ class Watched(Faults):
         chunk = super().create(nbytes)
         self.peak_bytes = max(self.peak_bytes, self.memory().chunk_bytes)
         return chunk
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        super().map(addresses, chunks, start)
+        self.mapped.append(len(chunks))
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         super().copy(copies, direction)
@@ -241,20 +246,8 @@ def test_a_link_that_stays_dead_loses_nothing(operation: str) -> None:
 # --- hundreds of ranges in one phase transition: handles that are many, or that grew at every step
 
 
-class Mapped(Faults):
-    """Notes how many chunks each call maps."""
-
-    def __init__(self, chunk_bytes: int) -> None:
-        super().__init__(SimulatedDevice(1 << 24, chunk_bytes=chunk_bytes, granularity=PAGE))
-        self.mapped: list[int] = []
-
-    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
-        super().map(addresses, chunks, start)
-        self.mapped.append(len(chunks))
-
-
 def mapped_by_a_load(*sizes_bytes: int) -> list[int]:
-    device = Mapped(chunk_bytes=PAGE)
+    device = Watched(SimulatedDevice(1 << 24, chunk_bytes=PAGE, granularity=PAGE))
     manager = Manager(device=device)
     modules = [nn.ParameterList([nn.Parameter(torch.randn(nbytes // 4))]) for nbytes in sizes_bytes]
     for index, module in enumerate(modules):

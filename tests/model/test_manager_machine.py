@@ -16,8 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from placement import Lazy, PhaseError, State, TorchEngine
 from placement.policies import Colocated, Cyclic, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
-from tests.model.drawn_policy import drawn_policies
-from tests.model.phase_rules import FAULTS, Fault, Phases
+from tests.model.phase_rules import FAULTS, Fault, Phases, drawn_policies
 from tests.model.shadow import Shadow
 from tests.model.values import about, is_engine, is_module, is_not_stepped, may_change
 from tests.support.seeds import seed

@@ -179,11 +179,6 @@ def _kept_state_dict(world: World) -> None:
     world.values["0.weight"] = world.values["0.weight"] + 1
 
 
-def _checkpoint(world: World, folder: Path) -> None:
-    placement.checkpoint.save(world.manager, folder, only=["actor.optimizer"])
-    placement.checkpoint.load(world.manager, folder, only=["actor.optimizer"])
-
-
 def _zeroed(world: World, *objects: Any) -> None:
     for each in objects:
         each.zero_grad(set_to_none=False)
@@ -309,13 +304,6 @@ def test_the_page_is_right(make_world: type[World], outcome: str, way: Way) -> N
     if outcome.startswith("`IntegrityError`"):
         with pytest.raises(placement.IntegrityError):
             world.entered()
-    world.check_values()
-
-
-@pytest.mark.parametrize("make_world", [World, EarlyWorld])
-def test_checkpoints_are_right_in_every_state(make_world: type[World], tmp_path: Path) -> None:
-    world = make_world()
-    _checkpoint(world, tmp_path)
     world.check_values()
 
 
