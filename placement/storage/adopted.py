@@ -389,8 +389,8 @@ class AdoptedStorage(Storage):
         born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
-        lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
-        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
+        lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.adoptee.owned[0].transient]
+        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.adoptee.owned[0].transient]
         self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)

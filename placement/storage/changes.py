@@ -194,7 +194,6 @@ class ChangeRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
         return sum(4 * piece.num_found for piece in self._pieces.values())
 
     def piece(self, start: int, *form: object) -> RecordedPiece | None:

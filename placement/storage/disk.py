@@ -305,7 +305,6 @@ class Keeper:
             return self._fixed_bytes + sum(spill.held_bytes for spill in self._order)
 
     def stop(self) -> None:
-        """Stop the thread. Idempotent."""
         if self._thread.is_alive():  # it is not in a forked child, in which nobody would give the lock back
             with self._changed:
                 self._is_stopping = True

@@ -305,7 +305,7 @@ class ManagedStorage(AdoptedStorage):
                 self.scanner.rescan()
                 self.writes.note()  # the step has written the state
             self.stage = Stage.BEGUN
-        for r, entry, _, _ in self._offload.relocated:  # which have moved to new places
+        for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
         self._offload.relocated = ()
         self.state_dict_tensors.point_to_host()
@@ -318,7 +318,6 @@ class ManagedStorage(AdoptedStorage):
         self.look_at_framework_memory()
 
     def immovable(self) -> Iterator[RegistrationError]:
-        """Errors about tensors that an offload has left on the device."""
         for name, problem in self.adapter.immovable():
             yield RegistrationError(f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
 

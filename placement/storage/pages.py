@@ -334,9 +334,14 @@ class Pages:
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
         """Runs of neighbours among pages (ascending) whose memory shows in one place, with that place."""
-        for behind, those in itertools.groupby(indices, key=lambda index: self.table[index].behind):
-            for run in runs(those):
-                yield behind, run
+        run: list[int] = []
+        for index in indices:
+            if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):
+                yield self.table[run[0]].behind, run
+                run = []
+            run.append(index)
+        if run:
+            yield self.table[run[0]].behind, run
 
 
 Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending

@@ -43,7 +43,6 @@ class Relocated(NamedTuple):
     range: Range
     entry: PlacedStorage
     adoptee: Adoptee
-    transient: bool
 
 
 class Scan(NamedTuple):
@@ -235,7 +234,7 @@ class StorageScanner:
         for tensor in self.state_dict_tensors:
             shown[tensor.untyped_storage()._cdata].append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
-        relocated = [Relocated(*entries[key], _adoptee(each, shown[key]), each[0].transient) for key, each in walk.elsewhere.items()]
+        relocated = [Relocated(*entries[key], _adoptee(each, shown[key])) for key, each in walk.elsewhere.items()]
         lasting: list[Adoptee] = []
         transient: list[Adoptee] = []
         for adoptee in [_adoptee(each, shown[key]) for key, each in walk.new.items()]:

@@ -221,7 +221,10 @@ class StateDictTensors:
         for r in self._ranges.all:  # it may have been relocated: its bytes are at its place, although it is not
             if (entry := r.place_of(storage)) is not None and entry.nbytes == storage.nbytes():
                 return r, entry.offset
-        if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
+        if not tensor.dim() or not has_nan(tensor.detach(), throughout=True):
+            return None
+        names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
+        if (name := next(names, None)) is not None:  # else a hook has just computed it: it belongs to nobody
             if (place := self._place_of(storage)) is not None:  # it has moved in just now, in another thread's transition
                 return place
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
@@ -238,11 +241,6 @@ class StateDictTensors:
         coming = ((r, r.place_of(storage)) for r in self._ranges.all if r.moving_in is not None)
         new = next(((r, entry.offset) for r, entry in coming if entry is not None), None)
         return new or self._ranges.at(storage.data_ptr())
-
-    def _name_of(self, storage: torch.UntypedStorage) -> str | None:
-        """The name of the object's tensor in this storage. None for a tensor that a hook has just computed: it belongs to nobody."""
-        names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
-        return next(names, None)
 
     def _over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""

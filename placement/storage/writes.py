@@ -262,7 +262,7 @@ class WritesWhileOffloaded:
 
     def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
         """Point relocated storages to their places again. The bytes of the other memory are dropped."""
-        for r, entry, adoptee, _ in relocated:
+        for r, entry, adoptee in relocated:
             home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage
