@@ -348,7 +348,7 @@ class SharedScanner(StorageScanner):
         for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
             other = others(shares, table[:, column].tolist())
             raise UnequalRanks(
-                f"{self.name!r} cannot be replicated: {prints[column][0]!r} has other bytes on {other} than on the rest. "
+                f"{self.name!r} cannot be replicated: {prints[column][0]!r} has other bytes on rank{other} than on the rest. "
                 "Load the same values on every rank before you register it, or register it without replicated=True."
             )
         self._try_out()
@@ -394,7 +394,7 @@ class SharedScanner(StorageScanner):
     def _check_layouts(self, layouts: Sequence[str]) -> None:
         if (other := others(self._ranks.shares, layouts)) is not None:
             raise UnequalRanks(
-                f"{self.name!r} cannot be replicated: {other} "
+                f"{self.name!r} cannot be replicated: rank{other} "
                 "has other tensors than the rest (names, shapes, dtypes, device, order), or registers them in another way "
                 "(readonly=True). Build the same model on every rank and on the same kind of device, or leave out replicated=True."
             )

@@ -240,7 +240,7 @@ class SharedCopy:
             return Refusal("the ranks have gone on", False)
         for column in (rows != rows[:1]).any(dim=0).nonzero().flatten().tolist():
             other = others(self.shares, rows[:, column].tolist())
-            return Refusal(f"{name_of(column)} has other bytes on {other} than on the rest", True)
+            return Refusal(f"{name_of(column)} has other bytes on rank{other} than on the rest", True)
         return None
 
     # --- step 3
@@ -274,11 +274,11 @@ class SharedCopy:
 
 
 def others(shares: Shares, said: Sequence[object]) -> str | None:
-    """Words for the ranks that say something else than most do; None where all say the same. If no answer is the most frequent, the
-    earliest of the frequent ones counts."""
+    """The ranks that say something else than most do, as words behind "rank"; None where all say the same. If no answer is the most
+    frequent, the earliest of the frequent ones counts."""
     usual, _ = Counter(said).most_common(1)[0]
     numbers = [str(shares.members[rank]) for rank, each in enumerate(said) if each != usual]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else None
+    return f"{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else None
 
 
 def _close(files: Sequence[int]) -> None:
