@@ -51,7 +51,7 @@ def fits(sizes: Sequence[int]) -> bool:
 
 
 def fingerprints(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """What `placement.storage.changes.fingerprints` computes, of data as int64. `fits` must be True of the sizes."""
+    """Compute `placement.storage.changes.fingerprints` of data as int64. `fits` must be True of the sizes."""
     out = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)
     span = _BLOCK * _BLOCKS_A_PROGRAM
     piece_words = sizes[0] // 8 if len(sizes) > 1 else -(-words.numel() // span) * span
