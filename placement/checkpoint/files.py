@@ -30,7 +30,6 @@ from placement.core.journal import logger
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
 from placement.storage.state_dicts import are_only_read
-from placement.storage.transfer.verification import mirror
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:
@@ -121,8 +120,8 @@ def async_save(
         try:
             for name in state:
                 if (holding := manager.handles[name].holding) is not None:
-                    mirror(holding)
-                    held.callback(holding.host_read_locks.lend().set)
+                    holding.mirror()
+                    held.callback(holding.lend_host_copy().set)
             frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
             return writer(os.getpid()).submit(write)
         except BaseException:

@@ -41,8 +41,6 @@ class Residency(Storage):
     answer such a call with a warning and do nothing, others crash. The manager's lock is held to change it; fields are replaced whole.
     """
 
-    resident_tags: frozenset[str] = frozenset()
-
     def __init__(
         self,
         engine: TaggedEngine,
@@ -128,10 +126,6 @@ class Residency(Storage):
     @property
     def host_bytes(self) -> int:
         return self.mirror_bytes if self._has_mirror else 0
-
-    @property
-    def offloaded_tags(self) -> frozenset[str]:
-        return frozenset(self.tags) - self.resident_tags
 
     def _bytes_of(self, tags: frozenset[str]) -> int:
         known = sum(self._given.get(tag, self._measured.get(frozenset({tag}), 0)) for tag in tags)

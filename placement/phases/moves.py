@@ -27,7 +27,7 @@ from placement.registration import guards
 from placement.registration.handle import Handle, Node, path
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import ChunkPool
-from placement.storage.transfer.exchange import Exchange, nothing
+from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import WrittenWhileOffloaded
 
@@ -181,7 +181,7 @@ class Mover:
         plan: Plan,
         *,
         back_to: Mapping[Handle, Node] | None = None,
-        while_copying: Callable[[], None] = nothing,
+        while_copying: Callable[[], object] = lambda: None,
         ahead: Ahead = NOTHING_AHEAD,
         is_together: bool = False,
     ) -> list[Exception]:

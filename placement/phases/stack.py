@@ -273,7 +273,7 @@ class PhaseStack:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
             self._gone.popleft()  # last, so that after a failure the next phase transition does this again
-        for handle in [each for each in self._handles.values() if each.storage.is_leaving]:
+        for handle in [each for each in self._handles.values() if each.holding is not None and each.holding.is_leaving]:
             self.forget(handle)
 
     def _look_for_writes(self, *, wait: bool) -> None:

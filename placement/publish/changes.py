@@ -3,7 +3,7 @@
 The values of that version are in the host copy, where they were left when the model was offloaded after it had been published, or when
 training began again (`Published.keep`). So no second snapshot is kept: of each publication only the fingerprints of its pages are, 8
 bytes a page. Where they are those of the host copy, it has the values that were published, and is compared with the device, bit by bit in
-the published dtype. An offload after that overwrites them. It records the positions of what it changes (`storage.record`), and the next
+the published dtype. An offload after that overwrites them. It records the positions of what it changes (`storage.changes`), and the next
 publication takes the values there. Where neither can be proved, because the model was trained on before it was offloaded, or somebody wrote
 the host copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged
 adapters, converted names).
@@ -25,10 +25,9 @@ import torch
 from placement.frameworks.weights import Part, Reader, Weight
 from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
+from placement.storage.changes import BITS, ChangeRecord, RecordedPiece
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.record import BITS, ChangeRecord, RecordedPiece
-from placement.storage.transfer.verification import mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,8 @@ class Published:
     def keep(self, storage: ManagedStorage) -> None:
         """Copy to the host copy what it lacks of this version, before training changes the values, where no offload has done so already.
         Waits for the copies."""
-        if not all(r.prints is not None and r.prints.cpu().equal(prints) for r, prints in self.prints.items()):
-            mirror(storage)
+        if not all(r.pages.prints is not None and r.pages.prints.cpu().equal(prints) for r, prints in self.prints.items()):
+            storage.mirror()
 
 
 class Publication:
@@ -183,7 +182,7 @@ class Publication:
         last, now = self._last.prints[r], self.published.prints[r]
         if now[pages].equal(last[pages]):
             return Basis(None, False)
-        host = r.prints.cpu() if r.prints is not None and self._storage.on_device else None
+        host = r.pages.prints.cpu() if r.pages.prints is not None and self._storage.on_device else None
         if host is not None and host[pages].equal(last[pages]):
             return Basis(None, True)
         record = r.pages.record
@@ -237,4 +236,4 @@ def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
     """The fingerprints of the values that are valid now, on the CPU; None where they are not known."""
     if isinstance(storage, ManagedStorage) and storage.on_device:
         return storage.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-    return None if r.prints is None or r.is_shown else r.prints.cpu()  # whoever was shown the host copy may have written there
+    return None if r.pages.prints is None or r.is_shown else r.pages.prints.cpu()  # whoever was shown the host copy may have written there

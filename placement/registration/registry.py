@@ -34,7 +34,7 @@ from placement.storage.cast import CastStorage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES
 from placement.storage.replicated import ReplicatedStorage
-from placement.storage.shared.copy import Ranks
+from placement.storage.shared import Ranks
 from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 

@@ -21,7 +21,7 @@ from placement.core.states import Plan
 from placement.group.vote import GroupVote
 from placement.ownership.adapter import Adapter
 from placement.registration.handle import Lazy
-from placement.storage.shared.copy import Ranks
+from placement.storage.shared import Ranks
 
 if TYPE_CHECKING:
     from placement.group.protocol import Group

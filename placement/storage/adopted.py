@@ -24,38 +24,17 @@ from placement.devices.base import Device
 from placement.devices.host.slab import round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
+from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
 from placement.storage.scan import BORROWED, Relocated, StorageScanner, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
-from placement.storage.transfer.fingerprint import fingerprints
-from placement.storage.writes import Gradients, WritesWhileOffloaded, dense_parts
-from placement.tensors.plain import has_storage, is_plain_type
+from placement.storage.writes import Gradients, WritesWhileOffloaded
+from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 
 _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
-
-
-class HostReadLocks:
-    """Locks on an object's host copy while another thread reads it, such as the writer of a checkpoint. What would overwrite or give up the
-    host copy waits until every lock has been given back. A load does not, because it only reads."""
-
-    def __init__(self) -> None:
-        self._open: list[threading.Event] = []
-
-    def lend(self) -> threading.Event:
-        """Lock the host copy for reading until the event is set, by any thread. Only the thread that moves the object lends and waits."""
-        lock = threading.Event()
-        self._open = [*(each for each in self._open if not each.is_set()), lock]
-        return lock
-
-    def wait(self) -> None:
-        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
-        for lock in self._open:
-            while not lock.wait(_GLANCE_SECONDS):
-                interrupts.check()
-        self._open = []
 
 
 class Stage(enum.Enum):
@@ -69,9 +48,6 @@ class Stage(enum.Enum):
     HIDING = enum.auto()  # True. An offload has put memory aside that it has not begun to save. Read in the host copy, once it is there.
     VACATING = enum.auto()  # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
     LEAVING = enum.auto()  # True, then False. `unadopt` has begun to move tensors out, and must be called again before anything else.
-
-
-_FROM_HOST = (Stage.HIDING, Stage.VACATING)  # while the bytes on the device are still the authoritative ones
 
 
 @dataclass(slots=True)
@@ -102,7 +78,7 @@ class AdoptedStorage(Storage):
         self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
         self.nan_check = NanCheck(self.object_ranges, device, adapter.kind, readonly=readonly)
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
-        self.host_read_locks = HostReadLocks()
+        self._host_readers: list[threading.Event] = []
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
         self.stage = Stage.SETTLED  # left before the first change of a move, and set again at the end of `make_consistent`
         self.host_has_newest = threading.Event()  # cleared while an offload hides. Who is to be shown the host copy waits for it.
@@ -121,7 +97,7 @@ class AdoptedStorage(Storage):
 
     @property
     def is_on_host(self) -> bool:
-        return not self.on_device or self.stage in _FROM_HOST
+        return not self.on_device or self.stage in (Stage.HIDING, Stage.VACATING)
 
     @property
     def is_consistent(self) -> bool:
@@ -130,6 +106,7 @@ class AdoptedStorage(Storage):
 
     @property
     def is_leaving(self) -> bool:
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
         return self.stage is Stage.LEAVING
 
     # --- measuring
@@ -263,7 +240,6 @@ class AdoptedStorage(Storage):
         return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
     def stray_references(self) -> dict[str, int]:
-        """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
         return stray_references(self.ranges, self.gradients.lasting())
 
     def count_uses(self) -> None:
@@ -278,9 +254,23 @@ class AdoptedStorage(Storage):
     def has_place(self, tensor: torch.Tensor) -> bool:
         return self.object_ranges.find(tensor) is not None
 
+    def lend_host_copy(self) -> threading.Event:
+        """Lock the host copy until the event is set, by any thread: another thread reads it, such as the writer of a checkpoint. What would
+        overwrite it or give it up waits; a load does not, because it only reads. Only the thread that moves the object lends and waits."""
+        lock = threading.Event()
+        self._host_readers = [*(each for each in self._host_readers if not each.is_set()), lock]
+        return lock
+
+    def wait_for_host_readers(self) -> None:
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
+        for lock in self._host_readers:
+            while not lock.wait(_GLANCE_SECONDS):
+                interrupts.check()
+        self._host_readers = []
+
     def wait_for_readers(self) -> None:
         if not self.on_device:
-            self.host_read_locks.wait()
+            self.wait_for_host_readers()
 
     def note_written(self) -> None:
         if not self.on_device:
@@ -333,7 +323,6 @@ class AdoptedStorage(Storage):
         return found
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Like `hand_out`, but returns a tensor that was handed out before as it is."""
         return tensor if was_handed_out(tensor) else self.hand_out(tensor)
 
     def _owner_of(self, tensor: torch.Tensor) -> AdoptedStorage:
@@ -360,7 +349,6 @@ class AdoptedStorage(Storage):
         return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """See `StorageScanner.reserve`."""
         self.scanner.reserve(sizes, parts)
         self.look_at_unborn()
 
@@ -368,7 +356,7 @@ class AdoptedStorage(Storage):
         """Make these the object's ranges, also in the process's table."""
         for r in ranges:
             if r.moving_in is not None:
-                self.object_ranges.places.add(r)
+                self.object_ranges.add_places(r)
         self.object_ranges.set(ranges)
         RANGES.note(self)
 
@@ -401,8 +389,8 @@ class AdoptedStorage(Storage):
         born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
-        lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
-        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
+        lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.adoptee.owned[0].transient]
+        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.adoptee.owned[0].transient]
         self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)

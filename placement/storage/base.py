@@ -45,11 +45,6 @@ class Storage(abc.ABC):
         """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
         return False
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
-        return False
-
     # --- bytes
 
     @property
@@ -121,18 +116,13 @@ class Storage(abc.ABC):
     # --- tags, for engines that place their own memory
 
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
+    resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     keeps_weights = True  # whether the weights survive an offload
     stale: str | None = None  # why the weights are invalid until they are published again; None while they are valid
 
     @property
-    def resident_tags(self) -> frozenset[str]:
-        """The tags that are on the device now."""
-        return frozenset()
-
-    @property
     def offloaded_tags(self) -> frozenset[str]:
-        """The tags that are not on the device now."""
-        return frozenset()
+        return frozenset(self.tags) - self.resident_tags
 
     def bytes_by_tag(self) -> Mapping[str, int]:
         """Device bytes of each tag; 0 while the figure is not known."""
@@ -153,7 +143,7 @@ class Storage(abc.ABC):
 
     def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
         """The same tensor with its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
-        `host_read_locks`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
+        `lend_host_copy`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
         `storages`: those that were made for the same reader, by address. Tensors that shared a storage share one again."""
         return None
 
@@ -209,6 +199,5 @@ class ExternalStorage(Storage):
         self._adapter = adapter
 
     def measure(self) -> None:
-        """Count the bytes that the object has on an accelerator now, each torch storage once."""
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
         self.resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())

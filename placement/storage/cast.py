@@ -28,11 +28,11 @@ from placement.devices.base import Device
 from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
-from placement.storage.transfer.fingerprint import fingerprints
 
 STAGING_BYTES = 64 << 20  # the most bytes of masters on the device at a time while weights are cast from masters on the host
 
@@ -175,7 +175,7 @@ class CastStorage(ManagedStorage):
                 raise RegistrationError(f"{self.name!r}: {r.lacks() or differ}")
             r.expected = prints
             if not self.on_device and not r.host.has_views:
-                r.prints, r.is_cast = prints, True
+                r.pages.prints, r.is_cast = prints, True
         self.make_consistent(ChunkPool(self.device))
         optimizer.casts.add(self)
 
@@ -229,7 +229,7 @@ class CastStorage(ManagedStorage):
             for r in self._cast_ranges():
                 with r.lock:
                     if self.on_device and r.is_cast:  # not before: until every page is there, readers are shown the host copy
-                        r.prints, r.is_cast = None, False
+                        r.pages.prints, r.is_cast = None, False
             if not self.on_device:
                 self.is_complete = True
                 for r in self._cast_ranges():

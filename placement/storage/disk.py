@@ -26,6 +26,10 @@ from placement.devices.host.disk_file import DiskFile, GoesOn
 from placement.devices.host.slab import Slab
 
 _NAN = 0xFF
+NO_OTHER_COPY = (
+    "and no other copy of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it "
+    "again."
+)
 _FOR_NOW = (errno.ENOMEM, errno.EAGAIN)  # errors of a read that tell of the kernel's memory, and nothing of the file
 _EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for the thread
 _GLANCE_SECONDS = 0.1  # how often who waits looks for a Ctrl-C
@@ -188,11 +192,7 @@ class Spill:
         for index in chunks:  # NaN, as offloaded tensors read it, rather than half of the bytes
             offset, nbytes = file.block(index)
             ctypes.memset(slab.address + offset, _NAN, nbytes)
-        numbers = ", ".join(map(str, chunks[:8])) + (", ..." if len(chunks) > 8 else "")
-        self.lost = (
-            f"chunk{'s' if len(chunks) > 1 else ''} {numbers} of {file.num_blocks} of the host copy of {self._name!r} {what}, and no other "
-            "copy of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it again."
-        )
+        self.lost = f"{chunk_words(chunks, file.num_blocks)} of the host copy of {self._name!r} {what}, {NO_OTHER_COPY}"
         self._file = None
         self._forget_prints()
         if (holder := self._holder()) is not None:
@@ -203,7 +203,12 @@ class Spill:
         holder = self._holder()
         for r in () if holder is None else holder.ranges:
             if r.spill is self:
-                r.prints = None
+                r.pages.prints = None
+
+
+def chunk_words(chunks: Sequence[int], num_chunks: int) -> str:
+    numbers = ", ".join(map(str, chunks[:8])) + (", ..." if len(chunks) > 8 else "")
+    return f"chunk{'s' if len(chunks) > 1 else ''} {numbers} of {num_chunks}"
 
 
 class HostCopy(NamedTuple):
@@ -299,7 +304,6 @@ class Keeper:
             return self._fixed_bytes + sum(spill.held_bytes for spill in self._order)
 
     def stop(self) -> None:
-        """Stop the thread. Idempotent."""
         if self._thread.is_alive():  # it is not in a forked child, in which nobody would give the lock back
             with self._changed:
                 self._is_stopping = True

@@ -135,8 +135,6 @@ def _refuse_unknown(adoptee: Adoptee) -> None:
                 f"{adoptee.name!r} cannot change device, because it is a sparse or quantised tensor (layout {alias.layout}), or a lazily "
                 "conjugated or negated view. Move the object to the device before you register it."
             )
-        if alias.untyped_storage()._cdata != adoptee.storage._cdata:
-            raise RegistrationError(f"{adoptee.name!r}: a tensor that lies in another storage is named as its alias")
     # One reference from each tensor and one from the Python object of the storage.
     surplus = int(torch._C._storage_Use_Count(adoptee.storage._cdata)) - len(named) - len(adoptee.bases) - 1
     if surplus > 0:
@@ -164,7 +162,6 @@ def over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A uint8 tensor over a whole storage."""
     return over(storage, (torch.uint8, 0, torch.Size((storage.nbytes(),)), (1,)))
 
 

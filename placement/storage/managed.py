@@ -18,10 +18,10 @@ from placement.core.call_guard import without_modes
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
+from placement.storage.changes import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
-from placement.storage.unadoption import Unadoption
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class ManagedStorage(AdoptedStorage):
         self.drop(dead, chunk_pool)
 
     def _begin_offload(self, chunk_pool: ChunkPool) -> None:
-        self.host_read_locks.wait()  # the offload will overwrite the host copy
+        self.wait_for_host_readers()  # the offload will overwrite the host copy
         for r in self.ranges:
             r.pages.note_idle()
         self.adapter.ready()
@@ -218,7 +218,7 @@ class ManagedStorage(AdoptedStorage):
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
         for r, now in prints:
-            r.prints = now
+            r.pages.prints = now
         self.show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
@@ -235,8 +235,8 @@ class ManagedStorage(AdoptedStorage):
     def commit_load(self) -> None:
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
-            if r.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value from now on
-                r.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
+            if r.pages.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value now
+                r.pages.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
             r.is_shown = False
         self.state_dict_tensors.raise_written()
         self.on_device = True
@@ -255,7 +255,13 @@ class ManagedStorage(AdoptedStorage):
             self._have_back(chunk_pool)
             self.stage = Stage.BEGUN  # who asks for a value from here on is shown the side that was decided on
             self.state_dict_tensors.point_to_device()
-            self._distrust_host_copies_with_views()
+            # Views may still write into the host copy, so the next offload copies every chunk there. That of a readonly object stays as
+            # they leave it: the next load takes the fingerprints anew.
+            for r, _ in self.state_dict_tensors.left_on_host():
+                if self.readonly:
+                    r.note_shown()
+                elif not r.is_shared:
+                    r.pages.prints = None
         if self.on_device:
             self.calls.allow()
         else:
@@ -290,9 +296,16 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
         for r in self.ranges:
             r.move_in()
-        if self.stage is Stage.STEPPING:
-            self._end_step()
-        for r, entry, _, _ in self._offload.relocated:  # which have moved to new places
+        if self.stage is Stage.STEPPING:  # take in what a streamed step has created, wherever it stopped
+            with without_modes():
+                if (fresh := self.adopt_created()) is not None:
+                    self.device.sync()
+                    self.set_ranges((*self.ranges, fresh))
+                    fresh.move_in()
+                self.scanner.rescan()
+                self.writes.note()  # the step has written the state
+            self.stage = Stage.BEGUN
+        for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
         self._offload.relocated = ()
         self.state_dict_tensors.point_to_host()
@@ -304,28 +317,7 @@ class ManagedStorage(AdoptedStorage):
         self.adapter.drop_caches()
         self.look_at_framework_memory()
 
-    def _end_step(self) -> None:
-        """Take in what a streamed step has created, wherever it stopped. Its pages are on the host."""
-        with without_modes():
-            if (fresh := self.adopt_created()) is not None:
-                self.device.sync()
-                self.set_ranges((*self.ranges, fresh))
-                fresh.move_in()
-            self.scanner.rescan()
-            self.writes.note()  # the step has written the state
-        self.stage = Stage.BEGUN
-
-    def _distrust_host_copies_with_views(self) -> None:
-        """Let the next offload copy every chunk of ranges whose host copy somebody may still write through a view. The host copy of a
-        readonly object stays as they leave it: the next load takes the fingerprints anew."""
-        for r, _ in self.state_dict_tensors.left_on_host():
-            if self.readonly:
-                r.note_shown()
-            elif not r.is_shared:
-                r.prints = None
-
     def immovable(self) -> Iterator[RegistrationError]:
-        """Errors about tensors that an offload has left on the device."""
         for name, problem in self.adapter.immovable():
             yield RegistrationError(f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
 
@@ -341,6 +333,34 @@ class ManagedStorage(AdoptedStorage):
                 "the handle's value from the next offload on" if self.readonly else "lost",
             )
         return bool(names)
+
+    def mirror(self) -> None:
+        """Copy the chunks that changed on the device to the host copy, as an offload would. Nothing moves and no memory is given up, for a
+        reader of the host copy (an asynchronous checkpoint). The next offload need not copy the same chunks again. Gradients are left out,
+        and storages that are new since the last offload, because they have no place in the host copy yet."""
+        if not self.on_device or self.readonly:  # the host copy of a readonly object is always right
+            return
+        self.wait_for_host_readers()
+        self.device.sync()
+        prints: list[tuple[Range, torch.Tensor]] = []
+        for r in self.ranges:
+            if r.transient or r.moving_in is not None:
+                continue
+            r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
+            host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
+            device_prints = self.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+            if changed := differing(host_prints, device_prints):
+                self.make_host_copy_own(r)
+                if r.pages.record is not None:
+                    r.pages.record.expect(0, host_prints, device_prints)
+                r.pages.save(changed)
+            prints.append((r, device_prints))
+        self.device.wait(self.device.mark("to_host"))
+        for r, device_prints in prints:
+            if r.pages.record is not None:
+                r.pages.record.finish()
+            r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
+            r.pages.prints = device_prints
 
     # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`, `ReplicatedStorage`. They also have an
     # `adopt_apart` and a `before_shown` of their own
@@ -401,7 +421,7 @@ class ManagedStorage(AdoptedStorage):
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
             return
-        self.host_read_locks.wait()
+        self.wait_for_host_readers()
         before = self.stage
         if self.on_device:
             self.end_calls(time.monotonic())
@@ -415,7 +435,7 @@ class ManagedStorage(AdoptedStorage):
                 self.stage = before
             raise
         self.stage = Stage.LEAVING
-        Unadoption(self.scanner, self.device, on_device=self.on_device).run()
+        self.scanner.unadopt(on_device=self.on_device)
         if self.on_device:
             self.device.wait_for_work()  # the kernels that copy the values out of the ranges have only been started
         self.on_device = False

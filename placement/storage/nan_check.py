@@ -16,15 +16,15 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import POISON_WORD, Device
+from placement.storage.changes import BITS
 from placement.storage.layout import Adoptee, Form, form_of, over
 from placement.storage.range import ObjectRanges, Place, PlacedStorage, Range
 from placement.tensors.plain import plain_parts
 
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBERS = sorted(
     {
         int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
-        for width in SIGNED
+        for width in BITS
         for start in range(0, len(POISON_WORD), width)
     }
 )
@@ -47,7 +47,7 @@ def is_poison(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a type that has no NaN, or one byte, has the numbers of poison and no others."""
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(SIGNED[tensor.dtype.itemsize])
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(BITS[tensor.dtype.itemsize])
     return bool(are_poison(numbers).all().item())
 
 
@@ -76,7 +76,6 @@ def are_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -102,7 +101,7 @@ class Samples:
         """The names of the tensors that may be NaN throughout, by what the device has in their words."""
         start = 0
         for dtype, those in self._groups:
-            part, signed = slice(start, start := start + len(those)), SIGNED[dtype.itemsize]
+            part, signed = slice(start, start := start + len(those)), BITS[dtype.itemsize]
             mine = words.view(-1, _SAMPLES)[part].view(signed).gather(1, self._elements[part])
             wrong = are_nan(mine.view(dtype))
             if dtype.itemsize == 1 or not dtype.is_floating_point:
@@ -134,7 +133,7 @@ class NanCheck:
                 continue
             samples = self._samples.get(r)
             if samples is None or samples.placed is not r.placed:
-                samples = self._samples[r] = Samples(r, self._ranges.places.within([r]), self._device.torch_device)
+                samples = self._samples[r] = Samples(r, self._ranges.places([r]), self._device.torch_device)
             words = r.on_device(0, r.nbytes).view(torch.int64)
             asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
         return asked
@@ -145,7 +144,7 @@ class NanCheck:
         lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
         for name, place in gone.items():
             if name not in lacking & self._known:
-                self._go_back(name, _on_device(place), place)
+                self._go_back(name, place.on_device(), place)
         self._known = lacking
 
     def refuse(self) -> None:
@@ -195,10 +194,10 @@ class NanCheck:
         suspects = [name for _, samples, words in asked for name in samples.suspects(torch.cat([part() for part in words]))]
         everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
         places = {name: place for name, place in everything if not place.entry.ref.expired()}
-        likely = [name for name in suspects if name in places and _is_gone(_on_device(places[name]))]
+        likely = [name for name in suspects if name in places and _is_gone(places[name].on_device())]
         gone = {name: places[name] for name in likely if _was_numbers(places[name])}
         for name, place in places.items() if gone else ():
-            if name not in gone and _has_nan(_on_device(place)) and not _lacks_values(place) and not _has_nan(place.on_host()):
+            if name not in gone and _has_nan(place.on_device()) and not _lacks_values(place) and not _has_nan(place.on_host()):
                 gone[name] = place
         return gone
 
@@ -216,11 +215,7 @@ def _is_gone(tensor: torch.Tensor) -> bool:
     if not all(has_nan(each, throughout=True) or is_poison(each) for each in (values[:_SAMPLES], *values.split(_PIECE))):
         return False
     # Integers that are -1 throughout may be meant: poison has other bytes among them.
-    return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(SIGNED[values.itemsize]) != -1).any())
-
-
-def _on_device(place: Place) -> torch.Tensor:
-    return over(place.home(), place.form)
+    return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(BITS[values.itemsize]) != -1).any())
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -233,7 +228,7 @@ def _was_numbers(place: Place) -> bool:
 
 def _lacks_values(place: Place) -> bool:
     """Whether the host copy may have come back to host memory without its bytes, because the device had them."""
-    return place.range.can_be_cast or (place.range.spill is not None and place.range.prints is None)
+    return place.range.can_be_cast or (place.range.spill is not None and place.range.pages.prints is None)
 
 
 def _spots(entry: PlacedStorage, form: Form) -> list[int]:

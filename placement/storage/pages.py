@@ -11,10 +11,6 @@ no address (`NOWHERE` with memory). Its newest bytes are in the host copy, on th
   of what is aside.
 * `settle`: from any state to one side.
 
-A load is `show` for what was prefetched, and `put` and `fill` for the rest; an offload is `save` and `vacate`, or `hide` where the memory
-may stay and be saved under the next phase. A prefetch puts and fills aside. A streamed step puts and fills two buckets ahead of the one
-that it steps, and saves and vacates behind it. The mirror for a checkpoint saves.
-
 Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours, so that the driver gets few calls.
 Each can fail in a call of the device. The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is
 set when a copy is started; the page's mark tells when that is so in fact, and everything here waits for the mark before it takes memory
@@ -39,7 +35,7 @@ import torch
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction, HostSlab, Mark
-from placement.storage.record import ChangeRecord
+from placement.storage.changes import ChangeRecord
 
 
 class Side(enum.Flag):
@@ -207,8 +203,11 @@ class Pages:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
         self._num_saves += 1
+        self._start_saving(unsaved)
+        return self.bytes_to_save(unsaved)
+
+    def _start_saving(self, unsaved: Sequence[int]) -> None:
         _copy(self._device, [(self, unsaved)], "to_host", None if self.record is None else partial(self.record.save, self))
-        return self.used_bytes_of(unsaved)
 
     def note_clean(self, indices: Iterable[int]) -> None:
         """The host copy has the same bytes as these pages on the device, or what they have there does not count."""

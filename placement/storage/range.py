@@ -47,7 +47,6 @@ class PlacedStorage:
     are stray references."""
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage; None once no tensor uses it."""
         if self.ref.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
@@ -86,14 +85,6 @@ class Range:
     def host(self) -> HostSlab:
         """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes it asks for a `view`, or claims it."""
         return self.pages.host
-
-    @property
-    def prints(self) -> torch.Tensor | None:
-        return self.pages.prints
-
-    @prints.setter
-    def prints(self, prints: torch.Tensor | None) -> None:
-        self.pages.prints = prints
 
     @property
     def is_shared(self) -> bool:
@@ -270,63 +261,23 @@ class Place(NamedTuple):
         """A new storage over the place on the device."""
         return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
 
+    def on_device(self) -> torch.Tensor:
+        """A tensor of the same form, over the place on the device."""
+        return over(self.home(), self.form)
+
     def on_host(self) -> torch.Tensor:
         """A tensor with the registered values, over the host copy."""
         return over(self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form)
 
 
-class Places:
-    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
-
-    def __init__(self) -> None:
-        self._forms: dict[str, tuple[int, Form]] = {}  # the address of the storage, and the form, by the tensor's name
-        self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
-        self._other_names: Mapping[str, str] = {}
-
-    def note(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
-        """Replace everything known by these tensors, which are at their places now."""
-        self._forms, self._outlines, self._other_names = {}, {}, other_names
-        self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
-
-    def add(self, fresh: Range) -> None:
-        """Add the tensors that are about to move into a new range."""
-        places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
-        self._add((owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned)
-
-    def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
-        outlines: dict[int, Outline] = {}
-        for owned, address in found:
-            self._forms[owned.name] = address, form_of(owned.tensor)
-            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
-                if id(owned.wrapper) not in outlines:
-                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
-                self._outlines[owned.name] = outlines[id(owned.wrapper)]
-
-    def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
-        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
-        return {other: found[name] for other, name in self._others(found) if other not in found} | found
-
-    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
-        others: dict[str, list[str]] = {}
-        for other, first in self._other_names.items():
-            others.setdefault(first, []).append(other)
-        for name in names if others else ():
-            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
-                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
-
-    def outlines(self) -> dict[str, Outline]:
-        """The outlines of wrappers, by the names of their parts."""
-        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
-
-
 class ObjectRanges:
-    """The ranges of one object, and the places of its tensors there."""
+    """The ranges of one object, and the places and forms of its tensors there, as of its last offload. Holds no tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.places = Places()
+        self._forms: dict[str, tuple[int, Form]] = {}  # the address of the storage, and the form, by the tensor's name
+        self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
+        self._other_names: Mapping[str, str] = {}
         self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
         self.set(())
 
@@ -344,4 +295,40 @@ class ObjectRanges:
 
     def named_places(self) -> dict[str, Place]:
         """The places of what lasts, by name. What a forward has left under a name is no earlier value of a parameter of that name."""
-        return self.places.within([r for r in self.all if not r.transient])
+        return self.places([r for r in self.all if not r.transient])
+
+    def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
+        """Replace all places by those of these tensors, which are there now."""
+        self._forms, self._outlines, self._other_names = {}, {}, other_names
+        self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
+
+    def add_places(self, fresh: Range) -> None:
+        """Add those of the tensors that are about to move into a new range."""
+        places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
+        self._add((owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned)
+
+    def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
+        outlines: dict[int, Outline] = {}
+        for owned, address in found:
+            self._forms[owned.name] = address, form_of(owned.tensor)
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
+                if id(owned.wrapper) not in outlines:
+                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
+                self._outlines[owned.name] = outlines[id(owned.wrapper)]
+
+    def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
+        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
+        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
+        return {other: found[name] for other, name in self._others(found) if other not in found} | found
+
+    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
+        others: dict[str, list[str]] = {}
+        for other, first in self._other_names.items():
+            others.setdefault(first, []).append(other)
+        for name in names if others else ():
+            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
+                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+
+    def outlines(self) -> dict[str, Outline]:
+        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines

@@ -1,4 +1,5 @@
-"""Look at what an object owns now: which storages lie at their places, which are new, who else uses them, and where each new one goes.
+"""Look at what an object owns now: which storages lie at their places, which are new, who else uses them, where each new one goes, and
+how all of them get ordinary memory again at the end.
 
 Several tensors may lie in one storage, each in its own form: FSDP2's flat view of a padded storage and the local tensor cut from it,
 parameters cut from one buffer, tied weights of different shapes. A tensor that was put in place of one of them is known by its name
@@ -7,12 +8,14 @@ alone. Storages are known by `_cdata`, their address in C++.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
 import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -24,10 +27,10 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
-from placement.storage.layout import ALIGNMENT, Adoptee, RangeLayout, byte_view, expected_bytes
+from placement.storage.layout import ALIGNMENT, Adoptee, RangeLayout, byte_view, expected_bytes, move_out
 from placement.storage.range import RANGES, ObjectRanges, Owner, PlacedStorage, Range, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
-from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
+from placement.tensors.plain import Owned, align_all, dense_parts, follow, has_storage, is_leaf, is_plain_type, is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
 _STORAGE = torch.Tensor.untyped_storage
@@ -40,7 +43,6 @@ class Relocated(NamedTuple):
     range: Range
     entry: PlacedStorage
     adoptee: Adoptee
-    transient: bool
 
 
 class Scan(NamedTuple):
@@ -232,7 +234,7 @@ class StorageScanner:
         for tensor in self.state_dict_tensors:
             shown[tensor.untyped_storage()._cdata].append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
-        relocated = [Relocated(*entries[key], _adoptee(each, shown[key]), each[0].transient) for key, each in walk.elsewhere.items()]
+        relocated = [Relocated(*entries[key], _adoptee(each, shown[key])) for key, each in walk.elsewhere.items()]
         lasting: list[Adoptee] = []
         transient: list[Adoptee] = []
         for adoptee in [_adoptee(each, shown[key]) for key, each in walk.new.items()]:
@@ -249,12 +251,10 @@ class StorageScanner:
         return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
     def note_places(self, born: Scan) -> None:
-        """Remember the places of the tensors that a look has found there."""
         if born.in_place is not None:
-            self.ranges.places.note(born.in_place, self.adapter.other_names())
+            self.ranges.note_places(born.in_place, self.adapter.other_names())
 
     def align_wrappers(self) -> None:
-        """Correct the device that each wrapper names, where its parts were rebound to another one."""
         if self.adapter.unchanged() is None:  # else the last walk found none
             align_all(self.adapter.owned())
 
@@ -308,9 +308,7 @@ class StorageScanner:
         """Host memory that this process needs for storages that are not transient and exist at registration."""
         return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
-    def adopt(
-        self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False, kind: type[Range] = Range
-    ) -> Range | None:
+    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False, kind: type[Range] = Range) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
         `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is taken."""
         if not adoptees:
@@ -342,12 +340,10 @@ class StorageScanner:
         return used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT) if sizes else 0
 
     def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
-        """Host memory that this process needs for `reserve`."""
         return self.host_bytes_for(sizes, parts)
 
     @property
     def reserved_bytes(self) -> int:
-        """Host memory that is reserved for state that is not created yet."""
         return 0 if self.reserved is None else self.reserved.held_bytes
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
@@ -362,6 +358,81 @@ class StorageScanner:
             addresses, self._reserved_addresses = self._reserved_addresses, None
             return addresses
         return self._device.reserve(nbytes)
+
+    # --- the end of adoption
+
+    def unadopt(self, *, on_device: bool) -> None:
+        """Give every tensor ordinary memory again, on the device or on the host. The ranges stay, empty. Idempotent: where memory lacks, it
+        can be repeated."""
+        self.state_dict_tensors.leave()
+        for r in self.ranges.all:  # first, because a registration that broke off may have tensors to point to other storages
+            r.move_in()
+        everything = list(self.adapter.owned())
+        # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from,
+        # and a shard of an optimizer in the module's buffer.
+        own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
+        homes: dict[int, torch.UntypedStorage] = {}
+        # Some lie in a range without having been adopted there: a state dict showed them, and was loaded back.
+        self._move_out(self._in_range(each.tensor.untyped_storage() for each in everything), (*own, *BORROWED), homes, on_device)
+        others: list[Owned] = []
+        if left := self._in_range(self.state_dict_tensors.shown()):
+            # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
+            # takes tens of milliseconds, so nobody is asked before.
+            others = _users_in_the_process({storage._cdata for storage, _, _ in left})
+            self._move_out(left, (*tensors_of_all_objects(), *(each.tensor for each in others)), homes, on_device)
+        BORROWED.update(each.tensor for each in everything if RANGES.owner_of(each.tensor.untyped_storage().data_ptr()) is not None)
+        follow((*everything, *others))
+        self.align_wrappers()
+        align_all(others)
+
+    def _move_out(
+        self, placed: list[_InRange], tensors: Iterable[torch.Tensor], homes: dict[int, torch.UntypedStorage], on_device: bool
+    ) -> None:
+        """Give these storages, and those of these tensors that use them, ordinary memory. Empties the list, which keeps them alive."""
+        aliases: dict[int, dict[int, torch.Tensor]] = {}
+        for tensor in tensors:
+            aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        while placed:
+            storage, r, offset = placed.pop()
+            nbytes = storage.nbytes()
+            bytes_now = r.on_device(offset, nbytes) if on_device else r.view(offset, nbytes, even_if_lost=True)
+            target = self._device.torch_device if on_device else torch.device("cpu")
+            move_out(self._device, storage, [*aliases.get(storage._cdata, {}).values()], target, bytes_now, homes)
+
+    def _in_range(self, more: Iterable[torch.UntypedStorage]) -> list[_InRange]:
+        """The storages that lie at addresses of a range, among the adopted ones and these."""
+        adopted = [storage for r in self.ranges.all for entry in r.placed if (storage := entry.storage()) is not None]
+        storages = {storage._cdata: storage for storage in (*adopted, *more)}.values()
+        places = [(storage, *place) for storage in storages if (place := self.ranges.at(storage.data_ptr())) is not None]
+        return [(s, r, offset) for s, r, offset in places if s.data_ptr() == r.layout.addresses.base + offset]
+
+
+_InRange = tuple[torch.UntypedStorage, Range, int]  # a storage at the addresses of a range, the range, and its offset there
+
+
+def _users_in_the_process(storages: Collection[int]) -> list[Owned]:
+    """The tensors that use these storages (`_cdata`), among all that Python's garbage collector knows. `gc.freeze()` hides some."""
+    found: list[Owned] = []
+    with torch._C.DisableTorchFunctionSubclass():  # the subclasses that anybody made would run code of theirs at each question
+        for tensor in _tensors_of_the_process():
+            with suppress(Exception):  # somebody's wrapper that cannot name its parts must not keep this object's values
+                for path, part in dense_parts(tensor):
+                    wrapper, cls = None if part is tensor else tensor, type(part)
+                    # A class with a dispatch of its own has not its bytes in a storage of its own, to be given another.
+                    is_plain = is_plain_type(cls) or cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+                    if is_plain and has_storage(part) and part.untyped_storage()._cdata in storages:
+                        found += [Owned(path, each, wrapper=wrapper) for each in (part, part._base) if each is not None]
+    return found
+
+
+def _tensors_of_the_process() -> Iterator[torch.Tensor]:
+    # Not isinstance, which asks some objects for their `__class__`, and lazy ones then run code of theirs.
+    known: list[torch.Tensor] = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    for each in known:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(each):
+            yield each
+            if is_leaf(each) and (gradient := each.grad) is not None:
+                yield gradient
 
 
 # --- stray references: references to adopted storages that others hold, which read poison after the offload

@@ -207,7 +207,7 @@ class StateDictTensors:
         if (place := self.place_of(tensor)) is None:
             return None
         host = self._over(tensor, *place)
-        self.note_shown([host])
+        place[0].note_shown()
         return host
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
@@ -216,9 +216,15 @@ class StateDictTensors:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if (place := self._place_of(storage) or self._registered_place(storage)) is not None:
+        if (place := self._place_of(storage)) is not None:
             return place
-        if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
+        for r in self._ranges.all:  # it may have been relocated: its bytes are at its place, although it is not
+            if (entry := r.place_of(storage)) is not None and entry.nbytes == storage.nbytes():
+                return r, entry.offset
+        if not tensor.dim() or not has_nan(tensor.detach(), throughout=True):
+            return None
+        names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
+        if (name := next(names, None)) is not None:  # else a hook has just computed it: it belongs to nobody
             if (place := self._place_of(storage)) is not None:  # it has moved in just now, in another thread's transition
                 return place
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
@@ -236,16 +242,6 @@ class StateDictTensors:
         new = next(((r, entry.offset) for r, entry in coming if entry is not None), None)
         return new or self._ranges.at(storage.data_ptr())
 
-    def _registered_place(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
-        """The place of a storage that was relocated: its bytes are there, although it is not."""
-        found = ((r, r.place_of(storage)) for r in self._ranges.all)
-        return next(((r, entry.offset) for r, entry in found if entry is not None and entry.nbytes == storage.nbytes()), None)
-
-    def _name_of(self, storage: torch.UntypedStorage) -> str | None:
-        """The name of the object's tensor in this storage. None for a tensor that a hook has just computed: it belongs to nobody."""
-        names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
-        return next(names, None)
-
     def _over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""
         place = self._place_of(tensor.untyped_storage())
@@ -256,16 +252,9 @@ class StateDictTensors:
         host = self._at(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self._versions.counting(host, version_of(tensor))
 
-    def note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that holders of these tensors can write into the host copy from now on."""
-        for tensor in tensors:
-            if (place := self._ranges.find(tensor)) is not None:
-                place[0].note_shown()
-
     def note_all_shown(self) -> None:
-        """Note the same of all tensors that were handed out, of views of them, which are known by their storages, and of ranges that were
-        shown since the last load (of a readonly object): pages aside do not have what was written there."""
-        self.note_shown(self)
+        """Note it of the ranges in which anybody holds a tensor that was handed out, or a view of one, and can write there from now on, and
+        of those that were shown since the last load (of a readonly object): pages aside do not have what was written there."""
         held = self._held()
         for r in self._ranges.all:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
@@ -282,7 +271,6 @@ class StateDictTensors:
         self._point_to(find)
 
     def point_to_device(self) -> None:
-        """Point every living tensor to the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
@@ -337,7 +325,6 @@ def handed_out() -> list[StateDictTensors]:
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or a wrapper, was handed out, by whichever object."""
     return any(tensor in each._tensors or tensor in each._wrappers for each in _IN_USE)
 
 

@@ -12,7 +12,7 @@ tensor inside, `half()` every dtype.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from placement.storage.layout import Adoptee, Form, exchange, form_of, point
 from placement.storage.nan_check import has_nan, is_poison, listed
 from placement.storage.range import Place, Range
 from placement.storage.scan import Relocated, Scan, StorageScanner, Versions, lent_gradients
-from placement.tensors.plain import Outline, is_sparse, parts_of, restore, sparse_parts
+from placement.tensors.plain import Outline, dense_parts, is_sparse, parts_of, restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class FoundChanges:
         return bool(self.replaced or self.added or self.gradients or self.moved)
 
     def message(self, name: str) -> str:
-        """The text of an error: what happened to the object, and what to do."""
         told = []
         if self.moved:
             told.append(
@@ -76,11 +75,6 @@ def _names(adoptees: Sequence[Adoptee]) -> str:
 
 
 # --- gradients
-
-
-def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The paths and dense tensors that hold a tensor's bytes."""
-    return sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, "")
 
 
 class Gradients:
@@ -130,7 +124,6 @@ class Gradients:
                 buffer.detach().zero_()
 
     def drop_in(self, storages: Set[int]) -> None:
-        """Set the gradients that lie in these storages (`_cdata`) to None."""
         for owner in self._adapter.with_gradients():
             if owner.grad is not None and any(part.untyped_storage()._cdata in storages for _, part in dense_parts(owner.grad)):
                 owner.grad = None
@@ -231,7 +224,7 @@ class WritesWhileOffloaded:
             return FoundChanges()
         scanner = self._scanner
         places = scanner.ranges.named_places()
-        every = scanner.ranges.places.within(scanner.ranges.all) | places  # gradients, too
+        every = scanner.ranges.places(scanner.ranges.all) | places  # gradients, too
         self._bring_back(born.relocated, every)
         told = scanner.ranges.told
         stay = [c for c in born.lasting if c.storage._cdata not in told or any(owned.name in places for owned in c.owned)]
@@ -239,7 +232,7 @@ class WritesWhileOffloaded:
         changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
             gradients = [adoptee for adoptee in changes.gradients if any(owned.name in every for owned in adoptee.owned)]
-            if self._put_back([*changes.replaced, *gradients], every, scanner.ranges.places.outlines()):
+            if self._put_back([*changes.replaced, *gradients], every, scanner.ranges.outlines()):
                 changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in scanner.adapter.frameworks)), None))
             scanner.align_wrappers()
             _renew_empty(scanner.adapter.with_gradients())
@@ -257,22 +250,19 @@ class WritesWhileOffloaded:
         for adoptee in adoptees:
             for tensor, place, form in _targets(adoptee, places):
                 converted = converted or tensor.dtype is not form[0] or tensor.device != self._device.torch_device
-                point(tensor, self._home(place), form)
+                if (home := place.entry.storage()) is None:
+                    home = place.home()
+                    place.range.replace(place.entry, home)
+                point(tensor, home, form)
         # Gradients first: a wrapper refuses a gradient of another dtype than its own.
         for owned in sorted((owned for adoptee in adoptees for owned in adoptee.owned), key=lambda owned: not owned.transient):
             if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
                 restore(owned.wrapper, known)
         return converted
 
-    def _home(self, place: Place) -> torch.UntypedStorage:
-        if (home := place.entry.storage()) is None:
-            home = place.home()
-            place.range.replace(place.entry, home)
-        return home
-
     def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
         """Point relocated storages to their places again. The bytes of the other memory are dropped."""
-        for r, entry, adoptee, _ in relocated:
+        for r, entry, adoptee in relocated:
             home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage

@@ -145,7 +145,6 @@ def fields_of(obj: object) -> dict[str, Any]:
 
 
 def attributes_of(obj: object) -> dict[str, Any]:
-    """The attributes of an object, in `__dict__` or in slots."""
     slots = [vars(base).get("__slots__", ()) for base in type(obj).__mro__]
     names = (name for given in slots for name in ((given,) if isinstance(given, str) else given) if not name.startswith("__"))
     return {name: getattr(obj, name) for name in names if hasattr(obj, name)} | getattr(obj, "__dict__", {})
@@ -190,7 +189,6 @@ def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tenso
 
 
 def has_bytes(part: torch.Tensor) -> bool:
-    """Whether a part is a plain tensor with bytes behind it."""
     return is_plain_type(type(part)) and has_storage(part) and part.numel() > 0
 
 
@@ -286,7 +284,6 @@ class Owned:
 
 
 def owned_parts(tensor: torch.Tensor, name: str, transient: bool = False) -> Iterator[Owned]:
-    """The parts of a tensor as those of an object."""
     return (Owned(path, part, transient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
 
 
@@ -330,6 +327,11 @@ def sparse_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.T
     """The indices and values that have elements."""
     parts = ((f"{name}.indices", tensor._indices()), (f"{name}.values", tensor._values()))
     return ((path, part) for path, part in parts if part.numel())
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The paths and dense tensors that hold a tensor's bytes."""
+    return sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, "")
 
 
 def own_storages(tensor: torch.Tensor) -> None:

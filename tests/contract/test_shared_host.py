@@ -16,8 +16,7 @@ from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy
 from placement.storage.layout import Adoptee, RangeLayout
-from placement.storage.shared.copy import SharedCopy, Shares
-from placement.storage.shared.ranges import SharedRange, spans_of
+from placement.storage.shared import SharedCopy, SharedRange, Shares, spans_of
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
 from tests.support.forked import exit_code

@@ -48,7 +48,7 @@ class Actor(nn.Module):
 
 
 class FaultyWorker:
-    """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one phase transition after the other."""
+    """Models, optimizers and a manager over a faulty device. `steps` are those of one RL step."""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, device: Faults | None = None, **settings: Any) -> None:
         seed(7)
@@ -97,37 +97,30 @@ class FaultyWorker:
     def run_step(self) -> None:
         """One step as a user writes it, in one open phase."""
         with self.manager.phase("rollout") as step:
-            for _ in self.steps(step):
-                pass
+            self.steps(step)
 
-    def steps(self, step: placement.Phase) -> Iterator[str]:
-        """The bodies of a step's phases and the switches between them. Yields the phase's name at the end of each body."""
+    def steps(self, step: placement.Phase) -> None:
+        """The bodies of a step's phases and the switches between them."""
         self.engine.module.eval()
         with torch.no_grad():
             self.engine.module(self.tokens)
-        yield "rollout"
         step.switch("log_prob", only=["actor", "ref"])
         with torch.no_grad():
             self.actor.eval()(self.tokens)
             self.ref.eval()(self.tokens)
-        yield "log_prob"
         step.switch("values")
         with torch.no_grad():
             self.critic(self.states)
-        yield "values"
         step.switch("reward")
         self.commit("reward")
-        yield "reward"
         step.switch("train")
         self.train()
         with self.manager.phase("checkpoint"):
             assert digest(self.manager.handles["actor"]) == self.committed["actor"]
-        yield "train"
         step.switch("weight_sync")
         for bucket in self.manager.handles["actor"].weights(bucket_bytes=4096):
             self.engine.update_weights(bucket)
         self.commit("rollout")
-        yield "weight_sync"
 
     def train_actor(self) -> None:
         """Forward, backward and step of the actor, and a second backward pass whose gradients stay."""

@@ -5,16 +5,25 @@ Two steps in a row are swept, because they differ: in the first one optimizer st
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from torch import nn
 
+import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
-from placement.testing import InjectedFault
-from tests.faults.harness import FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes
+from placement.devices.memory import Copy, Direction
+from placement.planning.prefetcher import BURST_CHUNKS
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import PAGE, FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes
+from tests.support.early import Foresight
+from tests.support.threads import until
 
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
@@ -47,7 +56,7 @@ def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:
 def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
     survey = FaultyWorker().register()
     points = calls_to_fail(survey.device, operation, lambda: run_until_it_fails(survey))
-    if operation in ("copy", "sync") and os.environ.get("SWEEP") != "all":
+    if operation not in ("host", "reserve") and os.environ.get("SWEEP") != "all":
         points = points[::2]  # the sweeps of swaps, of prefetch and of streamed steps have each
     for at in points:
         worker = FaultyWorker().register()
@@ -132,3 +141,139 @@ def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() ->
     with worker.manager.phase("log_prob"):
         assert [as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None] == gradients
     check_left(worker)
+
+
+# --- the same with prefetch, and copies that a thread starts
+
+
+CAPACITY_BYTES = 256 * 1024
+
+
+def a_few_phases(worker: FaultyWorker) -> None:
+    """Everything arrives early once, is used, and is given up once."""
+    with worker.manager.phase("log_prob") as step:
+        for name in ("weight_sync", "train"):
+            step.switch(name)
+        worker.train_actor()
+        worker.actor.zero_grad()
+        worker.commit("actor")
+        with worker.manager.phase("rollout"):
+            pass
+        step.switch("log_prob")
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
+def test_every_call_failed_with_prefetch(operation: str, forever: bool, counted: Callable[[str], None]) -> None:
+    def worker_before() -> FaultyWorker:
+        worker = FaultyWorker(CAPACITY_BYTES, policy=Foresight()).register_few()
+        if operation != "reserve":  # addresses are reserved once, when something arrives early for the first time
+            a_few_phases(worker)
+        return worker
+
+    survey = worker_before()
+    points = calls_to_fail(survey.device, operation, lambda: a_few_phases(survey))
+    for at in points:
+        worker = worker_before()
+        worker.device.fail(operation, at=at, forever=forever)
+        with contextlib.suppress(*FAULTS):
+            a_few_phases(worker)
+        assert worker.device.fired, f"{operation} call {at} was not made"
+        worker.manager.check_integrity()
+        broken = {name for name, handle in worker.manager.handles.items() if handle.broken}
+        assert not broken or (forever and operation in ("map", "copy", "sync"))
+        check_values(worker, except_for=broken)
+        worker.device.clear()
+        with worker.manager.phase("log_prob"):
+            check_sound(worker)
+        check_left(worker)
+        a_few_phases(worker)
+        check_left(worker)
+    assert points
+    how = "for ever" if forever else "once"
+    counted(f"{len(points)} calls of {operation} failed {how} in phases with prefetch: nothing lost, nothing left")
+
+
+class Gate(Faults):
+    """A device whose copies to the device wait, in the thread that starts them, until the test lets them through."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(SimulatedDevice(capacity_bytes, chunk_bytes=PAGE))
+        self.let = threading.Semaphore(0)
+        self.started = 0
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        if threading.current_thread().name == "placement-prefetch":
+            self.let.acquire(timeout=60)
+            self.started += 1
+        super().copy(copies, direction)
+
+    def wait_until_started(self, bursts: int) -> None:
+        until(lambda: self.started >= bursts)
+
+
+BURSTS = 6
+
+
+@pytest.fixture
+def gated() -> tuple[placement.Manager, Gate, torch.nn.Module]:
+    """A critic of six bursts that arrives early in `log_prob`: two are started at once, and a thread starts the others, one at a time."""
+    device = Gate(4 << 20)
+    manager = placement.Manager(device=device, policy=Foresight())
+    critic = torch.nn.Linear(BURSTS * BURST_CHUNKS * PAGE // 4, 1, bias=False)
+    torch.nn.init.constant_(critic.weight, 3)
+    manager.register("critic", critic, role="critic")
+    return manager, device, critic
+
+
+def early_bytes(manager: placement.Manager) -> int:
+    return manager.snapshot().handles[0].prefetched_bytes
+
+
+def loads(manager: placement.Manager) -> list[tuple[int, int]]:
+    return [(each.nbytes, each.prefetched_bytes) for each in manager.journal if each.trigger == "load"]
+
+
+@pytest.mark.parametrize("bursts", [0, 1, 4])
+def test_a_load_copies_what_the_thread_had_not_started(bursts: int, gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
+    manager, device, critic = gated
+    with manager.phase("log_prob") as step:
+        assert early_bytes(manager) == BURSTS * BURST_CHUNKS * PAGE  # the memory is there at once
+        for _ in range(bursts):
+            device.let.release()
+        device.wait_until_started(bursts)
+        if bursts < BURSTS - 2:
+            threading.Timer(0.05, device.let.release).start()  # the burst that the thread has taken, while the switch waits for it
+        step.switch("values")
+        copied, early = loads(manager)[0]
+        assert copied + early == BURSTS * BURST_CHUNKS * PAGE
+        assert early in {min(BURSTS, started) * BURST_CHUNKS * PAGE for started in (2 + bursts, 3 + bursts)}
+        assert bool((critic.weight == 3).all())
+    assert_nothing_resident(manager)
+
+
+def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Working(Gate):
+        """Its kernels end when everything has arrived, an hour later."""
+
+        hours = 0
+
+        def wait_for_work(self) -> None:
+            if self.hours == 0:
+                self.let.release(BURSTS - 2)
+                self.wait_until_started(BURSTS - 2)
+            self.hours += 1
+
+    device = Working(4 << 20)
+    clock = time.monotonic
+    monkeypatch.setattr("time.monotonic", lambda: clock() + 3600 * device.hours)
+    manager = placement.Manager(device=device, policy=Foresight())
+    ref, critic = (torch.nn.Linear(count * PAGE // 4, 1, bias=False) for count in (1, BURSTS * BURST_CHUNKS))
+    manager.register("ref", ref, role="ref")
+    manager.register("critic", critic, role="critic")
+    with manager.phase("ref_log_prob") as step:
+        step.switch("values")  # the reference leaves
+        assert [each for each in loads(manager) if sum(each) > PAGE] == [(0, BURSTS * BURST_CHUNKS * PAGE)]
+    assert device.hours == 2
+    assert sum(manager.snapshot().phase_stall_seconds.values()) < 3600
+    assert_nothing_resident(manager)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import placement
 from placement import State
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.devices.memory import Copy
 from placement.policies import Colocated, Cyclic, Resident
 from placement.storage.state_dicts import StateDictTensors
 from placement.testing import InjectedFault
@@ -72,21 +71,6 @@ def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
             wait()
             device.unmap(addresses, CHUNK)
             device.map(addresses, (device.create(CHUNK),))
-
-
-def test_what_one_stream_computes_is_waited_for_by_whoever_is_on_the_other() -> None:
-    device = KernelDevice(16 * CHUNK, chunk_bytes=CHUNK)
-    addresses, slab = device.reserve(CHUNK), device.host(CHUNK)
-    device.map(addresses, (device.create(CHUNK),))
-    out = [Copy(addresses.base, slab.address, CHUNK)]
-    with device.after(device.mark("to_device")):
-        device.view(addresses, 0, CHUNK).add_(1)
-    with pytest.raises(AssertionError, match="copied before they are computed by aten::add_"):
-        device.copy(out, "to_host")
-    device.order()
-    device.copy(out, "to_host")
-    device.wait(device.mark("to_host"))
-    device.unmap(addresses, CHUNK)
 
 
 @settings(max_examples=400 if IS_SWEEP else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

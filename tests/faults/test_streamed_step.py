@@ -145,20 +145,8 @@ def _many_cases() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-@pytest.mark.parametrize(
-    ("when", "forever"),
-    [
-        pytest.param(when, forever, id=f"{when}-{'forever' if forever else 'once'}", marks=[pytest.mark.slow] if is_slow else [])
-        for when, forever, is_slow in [
-            ("first step", False, False),
-            ("first step", True, True),
-            ("later step", False, False),
-            ("later step", True, True),
-            ("step in slices", False, False),
-            ("step in slices", True, True),
-        ]
-    ],
-)
+@pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
+@pytest.mark.parametrize("when", ["first step", "later step", "step in slices"])
 def test_every_call_failed(operation: str, forever: bool, when: str, counted: Callable[[str], None]) -> None:
     def job_before() -> Job:
         job = Job(WIDE if when == "step in slices" else WIDTH)

@@ -10,7 +10,7 @@ from torch import nn
 
 import placement
 from placement.policies import Colocated
-from placement.storage import record
+from placement.storage import changes
 from placement.testing import assert_nothing_resident
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_a_streamed_sync_publishes_the_values_and_gives_its_buckets_back_at_its_
 def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit(
     offloads: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "SLICE_BYTES", 3 * MIB)  # so that a page has many
+    monkeypatch.setattr(changes, "SLICE_BYTES", 3 * MIB)  # so that a page has many
     model = model_of(60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     manager = placement.Manager(device="cuda:0")

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from placement import Handle, Manager
-from placement.storage.shared.ranges import SharedRange
+from placement.storage.shared import SharedRange
 from placement.testing import assert_nothing_resident
 from tests.sharded.one_of_each import net, program
 from tests.sharded.training import Program, bytes_of, device_of

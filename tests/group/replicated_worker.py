@@ -16,7 +16,7 @@ from placement.core.errors import GroupError, PlacementError, RegistrationError
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
 from placement.storage.range import RANGES
-from placement.storage.shared.ranges import SharedRange
+from placement.storage.shared import SharedRange
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_ranks_apart import Engine
 from tests.sharded.training import bytes_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import State, checkpoint
-from placement.storage.shared.ranges import SharedRange
+from placement.storage.shared import SharedRange
 from placement.testing import assert_nothing_resident
 from tests.group import trained_worker
 from tests.group.replicated_worker import PAGE, as_bytes

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from placement import HostMemoryError, Manager, RegistrationError, checkpoint
 from placement.core.errors import GroupError, PlacementError
 from placement.registration import replication
+from placement.storage import shared as shared_copy
 from placement.storage.cast import CastRange
-from placement.storage.shared import copy as shared_copy
 from placement.testing import assert_nothing_resident
 from tests.group import part_worker
 from tests.group import trained_worker as trained

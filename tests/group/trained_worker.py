@@ -19,9 +19,9 @@ from torch import nn
 
 from placement import Handle, Manager
 from placement.core.errors import GroupError, PlacementError
+from placement.storage import shared as shared_copy
 from placement.storage.replicated import ReplicatedStorage
-from placement.storage.shared import copy as shared_copy
-from placement.storage.shared.ranges import SharedRange
+from placement.storage.shared import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _cuda_device, as_bytes, meet_again
 from tests.sharded.training import bytes_of

@@ -16,10 +16,9 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from placement import Lazy, PhaseError, State, TorchEngine
 from placement.policies import Colocated, Cyclic, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
-from tests.model.drawn_policy import drawn_policies
-from tests.model.phase_rules import FAULTS, Fault, Phases
+from tests.model.phase_rules import FAULTS, Fault, Phases, drawn_policies
 from tests.model.shadow import Shadow
-from tests.model.values import ANY, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
+from tests.model.values import about, is_engine, is_module, is_not_stepped, may_change
 from tests.support.seeds import seed
 
 pytestmark = pytest.mark.timeout(400)  # a minute, where nothing else runs
@@ -96,19 +95,15 @@ class ManagerMachine(Phases):
 
         self.register(self.new_name(), Lazy(build), Shadow(_Unregistered(), None, factory_object=made), role=role)
 
-    @when(is_module, may_change, is_not_stepped)
-    @rule(index=ANY, kind=st.sampled_from(sorted(OPTIMIZERS)), fault=FAULTS)
-    def register_optimizer(self, index: int, kind: str, fault: Fault) -> None:
+    @about(is_module, may_change, is_not_stepped, kind=st.sampled_from(sorted(OPTIMIZERS)), fault=FAULTS)
+    def register_optimizer(self, owner: Shadow, kind: str, fault: Fault) -> None:
         self.armed = fault
-        owner = self.pick(index, is_module, may_change, is_not_stepped)
         optimizer = OPTIMIZERS[kind]([p for p in owner.object.parameters() if p.requires_grad])
         self.register(self.new_name(), optimizer, Shadow(_Unregistered(), optimizer, optimizer_of=owner))
 
-    @when(is_not_stepped)
-    @rule(index=ANY, fault=FAULTS)
-    def unregister(self, index: int, fault: Fault) -> None:
+    @about(is_not_stepped, fault=FAULTS)
+    def unregister(self, shadow: Shadow, fault: Fault) -> None:
         self.armed = fault
-        shadow = self.pick(index, is_not_stepped)
         if shadow.is_tainted:
             self.armed = None
             return
@@ -117,29 +112,24 @@ class ManagerMachine(Phases):
             if shadow.handle.is_built:
                 shadow.check()
 
-    @when(is_stepped)
-    @rule(index=ANY)
-    def unregister_owner(self, index: int) -> None:
+    @about(lambda each: bool(each.optimizers))
+    def unregister_owner(self, shadow: Shadow) -> None:
         with pytest.raises(PhaseError, match="is stepped by"):
-            self.manager.unregister(self.pick(index, is_stepped).handle)
+            self.manager.unregister(shadow.handle)
 
-    @when(is_engine)
-    @rule(index=ANY)
-    def let_go_of_an_engine(self, index: int) -> None:
+    @about(is_engine)
+    def let_go_of_an_engine(self, shadow: Shadow) -> None:
         """The manager holds an engine, and with it the model, until it is unregistered."""
-        shadow = self.pick(index, is_engine)
         engine = weakref.ref(shadow.object)
         shadow.object = None
         gc.collect()
         shadow.object = engine()
         assert shadow.object is not None
 
-    @when(is_held_by_its_user)
-    @rule(index=ANY, fault=FAULTS)
-    def collect(self, index: int, fault: Fault) -> None:
+    @about(lambda each: each.object is not None and not is_engine(each), fault=FAULTS)
+    def collect(self, shadow: Shadow, fault: Fault) -> None:
         """Drop the last reference to a registered object; what steps its parameters may live on."""
         self.armed = fault
-        shadow = self.pick(index, is_held_by_its_user)
         shadow.strays.clear()
         self.forget(shadow)
         gone = weakref.ref(shadow.object)

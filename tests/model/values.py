@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,28 +46,8 @@ def may_change(shadow: Shadow) -> bool:
     return not shadow.handle.readonly
 
 
-def is_readonly(shadow: Shadow) -> bool:
-    return shadow.handle.readonly and not shadow.dicts
-
-
 def is_trainable(shadow: Shadow) -> bool:
     return not shadow.is_tainted and any(p.requires_grad for p in shadow.object.parameters())
-
-
-def is_syncing(shadow: Shadow) -> bool:
-    return shadow.handle.state is State.SYNCING
-
-
-def is_not_training(shadow: Shadow) -> bool:
-    return not trains(shadow)
-
-
-def as_built(shadow: Shadow) -> bool:
-    return not any("lora" in name for name in shadow.facts)
-
-
-def is_stepped(shadow: Shadow) -> bool:
-    return bool(shadow.optimizers)
 
 
 def is_not_stepped(shadow: Shadow) -> bool:
@@ -75,15 +56,6 @@ def is_not_stepped(shadow: Shadow) -> bool:
 
 def is_engine(shadow: Shadow) -> bool:
     return isinstance(shadow.object, TorchEngine)
-
-
-def is_held_by_its_user(shadow: Shadow) -> bool:
-    """Whether nobody but the user holds the object: the manager holds engines."""
-    return shadow.object is not None and not is_engine(shadow)
-
-
-def has_strays(shadow: Shadow) -> bool:
-    return bool(shadow.strays)
 
 
 def is_on(shadow: Shadow) -> bool:
@@ -99,31 +71,32 @@ def trains(shadow: Shadow) -> bool:
     return shadow.handle.state is State.TRAINING and (owner is None or owner.handle.state is State.TRAINING)
 
 
-def when(*wanted: Wanted) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The rule runs only when some registered object is so."""
-    return precondition(lambda self: bool(hasattr(self, "manager") and self.shadows_that(*wanted)))
+def about(*wanted: Wanted, **drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A rule about one of the registered objects that are so, which it gets. It runs only when there is one."""
+
+    def made(method: Callable[..., None]) -> Callable[..., None]:
+        def run(self: World, index: int, **values: Any) -> None:
+            found = self.shadows_that(*wanted)
+            method(self, found[index % len(found)], **values)
+
+        run.__name__ = method.__name__
+        return precondition(lambda self: bool(hasattr(self, "manager") and self.shadows_that(*wanted)))(rule(index=ANY, **drawn)(run))
+
+    return made
 
 
 class Values(World):
     """See `World` for what holds after every rule."""
 
-    def pick(self, index: int, *wanted: Wanted) -> Shadow:
-        found = self.shadows_that(*wanted)
-        return found[index % len(found)]
-
     # --- values
 
-    @when(is_module, is_on, is_trainable)
-    @rule(index=ANY, seed=ANY)
-    def gradients(self, index: int, seed: int) -> None:
-        shadow = self.pick(index, is_module, is_on, is_trainable)
+    @about(is_module, is_on, is_trainable, seed=ANY)
+    def gradients(self, shadow: Shadow, seed: int) -> None:
         backward(shadow.object, seed)
         shadow.learn()
 
-    @when(is_optimizer, trains, has_owner)
-    @rule(index=ANY, seed=ANY)
-    def step(self, index: int, seed: int) -> None:
-        shadow = self.pick(index, is_optimizer, trains, has_owner)
+    @about(is_optimizer, trains, has_owner, seed=ANY)
+    def step(self, shadow: Shadow, seed: int) -> None:
         owner = shadow.optimizer_of
         assert owner is not None
         backward(owner.object, seed)
@@ -131,10 +104,8 @@ class Values(World):
         owner.learn()
         shadow.learn()
 
-    @when(is_module, may_change, trains)
-    @rule(index=ANY, way=st.sampled_from(["data", "in place", "view", "attribute"]))
-    def write(self, index: int, way: str) -> None:
-        shadow = self.pick(index, is_module, may_change, trains)
+    @about(is_module, may_change, trains, way=st.sampled_from(["data", "in place", "view", "attribute"]))
+    def write(self, shadow: Shadow, way: str) -> None:
         tensor = next(iter(shadow.object.parameters()))
         with torch.no_grad():
             if way == "data":
@@ -148,18 +119,14 @@ class Values(World):
                     value.lerp_(torch.ones(()), 0.1)
         shadow.learn()
 
-    @when(is_module, is_on, is_readonly)
-    @rule(index=ANY)
-    def write_readonly(self, index: int) -> None:
+    @about(is_module, is_on, lambda each: each.handle.readonly and not each.dicts)
+    def write_readonly(self, shadow: Shadow) -> None:
         """Never copied back: the next offload restores the registered values and says so."""
-        shadow = self.pick(index, is_module, is_on, is_readonly)
         next(iter(shadow.object.parameters())).data.add_(1)
         shadow.is_tainted = True
 
-    @when(is_module)
-    @rule(index=ANY, to_none=st.booleans())
-    def zero_grad(self, index: int, to_none: bool) -> None:
-        shadow = self.pick(index, is_module)
+    @about(is_module, to_none=st.booleans())
+    def zero_grad(self, shadow: Shadow, to_none: bool) -> None:
         if not to_none and is_off(shadow):
             self.zero_offloaded(shadow)
             return
@@ -176,38 +143,30 @@ class Values(World):
             if name.endswith(".grad"):
                 shadow.facts[name] = Facts(bytes(len(facts.data)), facts.layout, facts.identity)
 
-    @when(is_module, may_change, trains, as_built)
-    @rule(index=ANY)
-    def load_state_dict(self, index: int) -> None:
-        shadow = self.pick(index, is_module, may_change, trains, as_built)
+    @about(is_module, may_change, trains, lambda each: not any("lora" in name for name in each.facts))
+    def load_state_dict(self, shadow: Shadow) -> None:
         shadow.object.load_state_dict(type(shadow.object)().state_dict())
         shadow.learn()
 
-    @when(is_optimizer, trains, is_on)
-    @rule(index=ANY, was_held=st.booleans())
-    def reload_optimizer(self, index: int, was_held: bool) -> None:
+    @about(is_optimizer, trains, is_on, was_held=st.booleans())
+    def reload_optimizer(self, shadow: Shadow, was_held: bool) -> None:
         """Load back a state dict of its own, one taken in another state too."""
-        shadow = self.pick(index, is_optimizer, trains, is_on)
         held = shadow.full_dicts.pop() if was_held and shadow.full_dicts else shadow.object.state_dict()
         shadow.full_dicts.clear()
         shadow.dicts.clear()
         shadow.object.load_state_dict(held)
         shadow.learn()
 
-    @when(has_state_dict)
-    @rule(index=ANY)
-    def hold_state_dict(self, index: int) -> None:
-        shadow = self.pick(index, has_state_dict)
+    @about(has_state_dict)
+    def hold_state_dict(self, shadow: Shadow) -> None:
         if len(shadow.dicts) < 3:
             shadow.dicts.append(shadow.state_dict())
             if is_optimizer(shadow):
                 shadow.full_dicts[:] = [shadow.object.state_dict()]
 
-    @when(is_module, is_syncing)
-    @rule(index=ANY, bucket_bytes=st.sampled_from([1, 4096, 1 << 20]))
-    def publish(self, index: int, bucket_bytes: int) -> None:
+    @about(is_module, lambda each: each.handle.state is State.SYNCING, bucket_bytes=st.sampled_from([1, 4096, 1 << 20]))
+    def publish(self, shadow: Shadow, bucket_bytes: int) -> None:
         """What is published is what is there, on the device or streamed from the host copy."""
-        shadow = self.pick(index, is_module, is_syncing)
         names = []
         for bucket in shadow.handle.weights(bucket_bytes=bucket_bytes):
             for name, tensor in bucket:
@@ -215,24 +174,18 @@ class Values(World):
                 assert shadow.is_tainted or raw(tensor) == shadow.facts[name].data, name
         assert names == [each.name for each in shadow.handle.weights_info()]
 
-    @when(is_module, is_on)
-    @rule(index=ANY)
-    def hold_stray(self, index: int) -> None:
-        shadow = self.pick(index, is_module, is_on)
+    @about(is_module, is_on)
+    def hold_stray(self, shadow: Shadow) -> None:
         stray = next(iter(shadow.object.parameters())).detach()
         if shadow.handle.holding.read_host(stray) is not None:  # born since the last offload: not counted yet
             shadow.strays.append(stray)
 
-    @when(has_strays)
-    @rule(index=ANY)
-    def drop_strays(self, index: int) -> None:
-        shadow = self.pick(index, has_strays)
+    @about(lambda each: bool(each.strays))
+    def drop_strays(self, shadow: Shadow) -> None:
         shadow.strays.clear()
 
-    @when(is_module, may_change, trains)
-    @rule(index=ANY, way=st.sampled_from(["data", "half", "replace"]))
-    def drift(self, index: int, way: str) -> None:
-        shadow = self.pick(index, is_module, may_change, trains)
+    @about(is_module, may_change, trains, way=st.sampled_from(["data", "half", "replace"]))
+    def drift(self, shadow: Shadow, way: str) -> None:
         net = shadow.object
         shadow.dicts.clear()  # what they show is not the object's any more
         shadow.strays.clear()
@@ -248,11 +201,9 @@ class Values(World):
                 setattr(net.get_submodule(owner), name, torch.nn.Parameter(new))
         shadow.learn()
 
-    @when(is_module, may_change)
-    @rule(index=ANY)
-    def add_parameter(self, index: int) -> None:
+    @about(is_module, may_change)
+    def add_parameter(self, shadow: Shadow) -> None:
         """As LoRA does, in every state."""
-        shadow = self.pick(index, is_module, may_change)
         added = torch.nn.Parameter(torch.randn(3, 5))
         shadow.object.register_parameter(f"lora_{len(shadow.object._parameters)}", added)
         for optimizer in shadow.optimizers:
@@ -263,10 +214,8 @@ class Values(World):
 
     # --- mistakes
 
-    @when(is_off)
-    @rule(index=ANY)
-    def use_offloaded(self, index: int) -> None:
-        shadow = self.pick(index, is_off)
+    @about(is_off)
+    def use_offloaded(self, shadow: Shadow) -> None:
         if is_optimizer(shadow):
             with pytest.raises((NotResidentError, PhaseError) if shadow.handle.is_streaming else NotResidentError):
                 shadow.object.step()
@@ -276,17 +225,13 @@ class Values(World):
             with pytest.raises(NotResidentError):
                 shadow.object.load_state_dict({})
 
-    @when(is_optimizer, is_on, is_not_training)
-    @rule(index=ANY)
-    def step_too_early(self, index: int) -> None:
-        shadow = self.pick(index, is_optimizer, is_on, is_not_training)
+    @about(is_optimizer, is_on, lambda each: not trains(each))
+    def step_too_early(self, shadow: Shadow) -> None:
         with pytest.raises((PhaseError, NotResidentError)):
             shadow.object.step()
 
-    @when(is_off)
-    @rule(index=ANY, which=ANY, way=st.sampled_from(sorted(WRITES)))
-    def write_offloaded(self, index: int, which: int, way: str) -> None:
-        shadow = self.pick(index, is_off)
+    @about(is_off, which=ANY, way=st.sampled_from(sorted(WRITES)))
+    def write_offloaded(self, shadow: Shadow, which: int, way: str) -> None:
         tensors = shadow.tensors().values()
         placed = [each for each in tensors if each.numel() and shadow.handle.holding.read_host(each) is not None]
         if placed:

@@ -178,7 +178,7 @@ def test_a_save_that_cannot_begin_lends_nothing(tmp_path: Path) -> None:
     with pytest.raises(placement.PhaseError, match="no such"):
         checkpoint.async_save(worker.manager, tmp_path / "a", only=["actor", "no such"])
     assert worker.manager.handles["actor"].holding is not None
-    worker.manager.handles["actor"].holding.host_read_locks.wait()
+    worker.manager.handles["actor"].holding.wait_for_host_readers()
     with worker.manager.phase("log_prob"):
         assert worker.actor.state is GPU
     assert worker.actor.state is OFF

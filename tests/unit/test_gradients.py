@@ -184,19 +184,22 @@ def test_a_storage_that_is_more_than_gradients_moves() -> None:
         assert_same(worker.net.flat, wanted)
 
 
-@pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
-def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(operation: str) -> None:
+@pytest.mark.parametrize(("operation", "drops"), [*((each, True) for each in ("create", "map", "copy", "sync")), ("copy", False)])
+def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(operation: str, drops: bool) -> None:
+    """Where they are not dropped, they have places, and leave for something larger."""
     for at in range(1, 100):
         device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192))
-        worker = dropping(device=device)
-        with worker.manager.phase("train") as phase:
+        worker = dropping(device=device) if drops else Worker(device=device)
+        worker.manager.register("reward", net(256), role="reward")
+        with worker.manager.phase("train"):
             learn(worker.net, worker.adam)
+        with worker.manager.phase("train") as phase:
             values = {name: value.clone() for name, value in worker.net.state_dict().items()}
             backward(worker.net)
             wanted = gradients(worker.net)
             device.fail(operation, at=at)
             with contextlib.suppress(InjectedFault, placement.DeviceMemoryError):
-                phase.switch("log_prob", only=["ref"])
+                phase.switch("log_prob" if drops else "reward", only=["ref"] if drops else None)
             if phase.name == "train":
                 assert worker.actor.state is TRAIN
                 assert_same(gradients(worker.net), wanted)

@@ -43,11 +43,6 @@ def _share_one_storage(model: nn.Module) -> None:
     next(model.parameters()).untyped_storage().share_memory_()
 
 
-def _exchange(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.untyped_storage()._swap_data_ptr_(parameter.detach().clone().untyped_storage())  # type: ignore[attr-defined]
-
-
 def _enlarge(model: nn.Module) -> None:
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
@@ -56,7 +51,7 @@ def _enlarge(model: nn.Module) -> None:
         storage.resize_(2 * nbytes)
 
 
-WAYS = [_share, _send, _share_one_storage, _exchange]
+WAYS = [_share, _share_one_storage]
 
 
 def _addresses(worker: Worker) -> list[int]:

@@ -260,7 +260,7 @@ def test_a_host_copy_that_was_dropped_has_no_values_to_give_back(tmp_path: Path)
 
     def drop_and_average(teacher: nn.Module, student: nn.Module) -> None:
         for r in pair.handle.holding.ranges:  # type: ignore[union-attr]
-            r.prints = None
+            r.pages.prints = None
         send_to_disk(pair.manager, "teacher")
         average(teacher, student)
 

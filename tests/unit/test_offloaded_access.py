@@ -179,11 +179,6 @@ def _kept_state_dict(world: World) -> None:
     world.values["0.weight"] = world.values["0.weight"] + 1
 
 
-def _checkpoint(world: World, folder: Path) -> None:
-    placement.checkpoint.save(world.manager, folder, only=["actor.optimizer"])
-    placement.checkpoint.load(world.manager, folder, only=["actor.optimizer"])
-
-
 def _zeroed(world: World, *objects: Any) -> None:
     for each in objects:
         each.zero_grad(set_to_none=False)
@@ -312,13 +307,6 @@ def test_the_page_is_right(make_world: type[World], outcome: str, way: Way) -> N
     world.check_values()
 
 
-@pytest.mark.parametrize("make_world", [World, EarlyWorld])
-def test_checkpoints_are_right_in_every_state(make_world: type[World], tmp_path: Path) -> None:
-    world = make_world()
-    _checkpoint(world, tmp_path)
-    world.check_values()
-
-
 def test_a_backward_pass_outside_a_phase_is_found() -> None:
     world = World()
     world.model.zero_grad()
@@ -348,14 +336,6 @@ def test_zero_grad_under_a_mode(set_to_none: bool) -> None:
             assert all(p.grad is None if set_to_none else not p.grad.any() for p in world.model.parameters())
             world.model(world.x).sum().backward()
     assert world.manager.audit().ok
-
-
-def test_zero_grad_of_an_optimizer_that_is_not_registered_is_found() -> None:
-    world = World()
-    torch.optim.SGD(world.model.parameters()).zero_grad(set_to_none=False)
-    with pytest.raises(placement.IntegrityError):
-        world.entered()
-    world.check_values()
 
 
 def _rows() -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import placement.checkpoint
 from placement import Manager, PhaseError
 from placement.policies import Colocated
 from placement.publish.changes import WeightChange
-from placement.storage import record
+from placement.storage import changes
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.disk import settle
 from tests.support.early import Early
@@ -115,7 +115,7 @@ def recorded_bytes(job: Job) -> int:
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a page has several."""
-    monkeypatch.setattr(record, "SLICE_BYTES", 3 << 10)
+    monkeypatch.setattr(changes, "SLICE_BYTES", 3 << 10)
 
 
 @pytest.mark.usefixtures("small_slices")
@@ -252,9 +252,7 @@ def test_what_breaks_the_proof_makes_weights_whole(
     if how == "state dict before":
         job.actor.state_dict()["layers.0.weight"][0] = 7.0
     if how.startswith("no memory"):
-        monkeypatch.setattr(
-            record, "SLICES", 1 if how == "no memory" else 100
-        )  # results are asked for while more is compared, or at the end
+        monkeypatch.setattr(changes, "SLICES", 1 if how == "no memory" else 100)  # asked for while more is compared, or at the end
         monkeypatch.setattr(torch, "nonzero_static", _no_memory)
     job.manager.enter("train")
     job.step(1)

@@ -240,16 +240,14 @@ class Program:
 
 
 @pytest.mark.timeout(3000 if IS_SWEEP else 600)
-@settings(max_examples=8000 if IS_SWEEP else 80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8000 if IS_SWEEP else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(
     steps=[("train", {}, [("step", 0)], True), ("values", {"actor.optimizer": ALL}, [("zero_grad", 0)], True), ("train", {}, [], False)],
     optimizer_in="streamed",
     memory=(190_000, "reserved", 400),
     bucket_chunks=3,
 )
-@example(
-    steps=[("rollout", {"actor.optimizer": ALL}, [], False)], optimizer_in="train", memory=(None, "reserved", 84), bucket_chunks=3
-)
+@example(steps=[("rollout", {"actor.optimizer": ALL}, [], False)], optimizer_in="train", memory=(None, "reserved", 84), bucket_chunks=3)
 @example(
     steps=[("train", {}, [("begin anew", 0)], False), ("restore", {}, [], False)],
     optimizer_in="streamed",

@@ -206,10 +206,6 @@ def spoil(case: Case) -> torch.Tensor:
     return case.critic.weight.grad
 
 
-class Subclass(torch.Tensor):
-    """Whose bytes may be anywhere."""
-
-
 def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_lost(case: Case) -> None:
 
     def train() -> None:
@@ -242,15 +238,3 @@ def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_
         with case.manager.phase(phase):
             pass
     assert_nothing_resident(case.manager)
-
-
-def test_a_switch_that_it_stops_goes_back_and_works_once_it_is_dropped(case: Case) -> None:
-    with case.manager.phase("train") as step:
-        case.critic.weight.grad = torch.ones(4, 4).as_subclass(Subclass)
-        with pytest.raises(RegistrationError, match=r"'critic'.*Subclass"):
-            step.switch("log_prob")
-        assert case.manager.phase_name == "train"
-        assert case.critic(torch.ones(4)).isfinite().all()
-        case.critic.zero_grad()
-        step.switch("log_prob")
-    assert case.manager.audit().ok

@@ -300,7 +300,7 @@ def test_the_implementation_is_that_of_the_whole_group(monkeypatch: pytest.Monke
 def test_a_step_waits_for_readers_of_the_host_copy(pair: Pair) -> None:
     holding = pair.handle.holding
     assert holding is not None
-    lock = holding.host_read_locks.lend()
+    lock = holding.lend_host_copy()
     original = lock.wait
 
     def wait(timeout: float | None = None) -> bool:
@@ -347,6 +347,7 @@ class TestFirstBuckets:
             assert pair.handle.prefetched_bytes == 0  # nobody knows whether there is another step
             pair.step_both(2)
         pair.check()
+
 
 class TestMemory:
     def test_a_phase_whose_window_does_not_fit_is_refused(self) -> None:

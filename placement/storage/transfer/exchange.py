@@ -22,11 +22,11 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
+from placement.storage.changes import differing
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
-from placement.storage.transfer.fingerprint import differing
-from placement.storage.transfer.verification import Span, Verifier
+from placement.storage.transfer.verification import Verifier
 
 WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).
 FIRST_BURST = 1  # pages in the first burst of a load. Those of one range in a burst are all mapped before the first is copied.
@@ -39,7 +39,6 @@ copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map.""
 BATCH = 2
 """The number of copied pages that are vacated together when none waits for their memory. While the link is busy the driver takes 0.9 ms
 to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
-_LAST = 1  # the last pages of a range are vacated separately, once the link is idle: copying takes longer than vacating
 _CLEAN_BATCH = 64  # the number of pages that are vacated together when they need not be copied
 _LEAD = 2  # the number of pages whose fingerprints are computed first, so that the link has work while the others are computed
 _SECOND = 16  # the least pages in the second part, if none has to be copied: computed while every tensor is looked at
@@ -48,15 +47,11 @@ _PART_GROWTH = 3
 for 256 MiB, H200)."""
 
 
-def nothing() -> None:
-    """Do nothing: the default of `while_copying`."""
-
-
 class Comparison:
     """The pages of one range that leaves, compared with its host copy part by part."""
 
     def __init__(self, device: Device, holding: ManagedStorage, r: Range) -> None:
-        self.host_prints = None if r.prints is None else r.prints.cpu()
+        self.host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
         # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
         # which are in transient ranges, may change.
         self.keeps_host_copy = holding.readonly and (r.is_shared or (self.host_prints is not None and not r.transient))
@@ -69,13 +64,7 @@ class Comparison:
 
     @property
     def num_left(self) -> int:
-        """The number of pages that are not compared yet."""
         return len(self.device_prints) - self._num_compared
-
-    @property
-    def coming_prints(self) -> torch.Tensor:
-        """The fingerprints that the host copy has once the copies are complete."""
-        return self.host_prints if self.keeps_host_copy and self.host_prints is not None else self.device_prints
 
     def ask(self, num_pages: int) -> None:
         """Have the device compute the fingerprints of the next pages, behind all that it has to do."""
@@ -104,7 +93,7 @@ class Departure:
     skipped_bytes: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
-    chosen: Mapping[Range, Span] = field(default_factory=dict)  # the pages that the verifier compares, by range
+    chosen: Mapping[Range, range] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
 
@@ -177,7 +166,7 @@ class Exchange:
     dropping: Collection[ManagedStorage] = ()  # storages whose gradients are dropped when they leave TRAINING, instead of saved
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
     """Device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves."""
-    while_copying: Callable[[], object] = nothing
+    while_copying: Callable[[], object] = lambda: None
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
     is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
     began_seconds: float = field(default_factory=time.monotonic)  # from when on calls of what leaves are waited for, see `CallGuard.wait`
@@ -289,7 +278,7 @@ class Exchange:
             dropped = {*(each.dropped or ())}
             each.waiting.extend([r for r in each.holding.ranges if r not in dropped])
             if self.verifier is not None:
-                each.chosen = {span[0]: span for span in self.verifier.choose(each.waiting)}
+                each.chosen = self.verifier.choose(each.waiting)
             if each.waiting:
                 self._enqueue_part(each)
         if not self._puts_aside:
@@ -314,12 +303,12 @@ class Exchange:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put it behind pages that come."""
         while departure.batches and (waits or departure.batches[0][0].pages.table[departure.batches[0][1][0]].copied is None):
             r, indices = departure.batches.popleft()
-            _, first, last = departure.chosen.get(r, (r, 0, 0))
-            compared = range(max(first, indices[0]), min(last, indices[-1] + 1))
-            if self.verifier is not None and compared:
+            chosen = departure.chosen.get(r, range(0))
+            if self.verifier is not None and (compared := range(max(chosen.start, indices[0]), min(chosen.stop, indices[-1] + 1))):
                 r.pages.wait(indices)
-                wanted = departure.comparisons[r].coming_prints
-                self.verifier.check_host(departure.holding, (r, compared.start, compared.stop), wanted)
+                found = departure.comparisons[r]
+                coming = found.host_prints if found.keeps_host_copy and found.host_prints is not None else found.device_prints
+                self.verifier.check_host(departure.holding, r, compared, coming)
             departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
@@ -349,7 +338,7 @@ class Exchange:
             comparison.ask(_LEAD)  # before the copies, because comparing takes as long as they do
             departure.is_compared = True
         if dirty:
-            r.prints = None
+            r.pages.prints = None
         if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
         # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
@@ -364,11 +353,10 @@ class Exchange:
         for newest, run in itertools.groupby(indices, key=lambda index: r.pages.table[index].newest):
             those, is_dirty = [*run], newest is Side.DEVICE
             step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else BATCH
-            rest = _LAST if is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes) else 0
-            starts = [*range(0, max(1, len(those) - rest), step)]
-            if 0 < rest < len(those):
-                starts.append(len(those) - rest)
-            for start, end in itertools.pairwise([*starts, len(those)]):
+            # The last page of a range is vacated separately, once the link is idle: copying takes longer than vacating.
+            is_last = is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes)
+            most = max(1, len(those) - is_last)
+            for start, end in itertools.pairwise(dict.fromkeys([*range(0, most, step), most, len(those)])):
                 r.pages.save(those[start:end])
                 yield r, those[start:end]
 

@@ -1,4 +1,4 @@
-"""The fingerprints of `placement.storage.transfer.fingerprint` by one Triton kernel. It reads the memory once, without temporaries.
+"""The fingerprints of `placement.storage.changes` by one Triton kernel. It reads the memory once, without temporaries.
 
 This module is imported on first use on a CUDA device, and only there: Triton comes with torch's CUDA wheels.
 """
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+
+from placement.storage.changes import MIX_1, MIX_2, STEP
 
 _BLOCK = 1024
 _BLOCKS_A_PROGRAM = 16  # so that there is one atomic addition for each 128 KiB read
@@ -48,16 +50,12 @@ def fits(sizes: Sequence[int]) -> bool:
     return (whole and all(size == sizes[0] for size in sizes[:-1]) and sizes[-1] <= sizes[0]) or len(sizes) == 1
 
 
-def fingerprints(words: torch.Tensor, sizes: Sequence[int], *, step: int, mix_1: int, mix_2: int) -> torch.Tensor:
-    """Compute what `placement.storage.transfer.fingerprint.fingerprints` does, enqueued on the current stream: int64 of shape
-    `(len(sizes),)`.
-    `words`: the data as int64.
-    `sizes`: bytes of each piece; `fits` must be True of them.
-    `step`, `mix_1`, `mix_2`: the mixing constants; `mix_1` and `mix_2` are unsigned."""
+def fingerprints(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Compute `placement.storage.changes.fingerprints` of data as int64. `fits` must be True of the sizes."""
     out = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)
     span = _BLOCK * _BLOCKS_A_PROGRAM
     piece_words = sizes[0] // 8 if len(sizes) > 1 else -(-words.numel() // span) * span
     grid = (-(-words.numel() // span),)
     with torch.cuda.device(words.device):
-        _fingerprint[grid](words, out, words.numel(), piece_words, step, mix_1, mix_2, _BLOCK, _BLOCKS_A_PROGRAM)
+        _fingerprint[grid](words, out, words.numel(), piece_words, STEP, MIX_1, MIX_2, _BLOCK, _BLOCKS_A_PROGRAM)
     return out

@@ -60,25 +60,23 @@ class Bucket:
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
-    found: list[Bucket] = []
-    before: frozenset[RangeChunk] = frozenset()
-    chunks: dict[RangeChunk, None] = {}
-    first = unborn = used = 0
+    firsts, used = [0] if pieces else [], 0
+    before, chunks = set[RangeChunk](), set[RangeChunk]()  # of the bucket before, and of this one so far
     for index, piece in enumerate(pieces):
-        more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
-        if index > first and used + more > bucket_bytes:
-            found.append(Bucket(first, index, tuple(sorted(chunks, key=_address)), unborn))
-            before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
-            more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
-        chunks.update(dict.fromkeys(piece.chunks))
-        unborn, used = unborn + piece.unborn_bytes, used + more
-    if pieces:
-        found.append(Bucket(first, len(pieces), tuple(sorted(chunks, key=_address)), unborn))
-    return found
+        more = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks - before)
+        if index > firsts[-1] and used + more > bucket_bytes:
+            firsts.append(index)
+            before, chunks, used = chunks, set(), 0
+            more = piece.unborn_bytes + bytes_of({*piece.chunks} - before)
+        chunks.update(piece.chunks)
+        used += more
+    return [_bucket(pieces, first, last) for first, last in itertools.pairwise([*firsts, len(pieces)])]
 
 
-def _address(chunk: RangeChunk) -> int:
-    return chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]]
+def _bucket(pieces: Sequence[Piece], first: int, last: int) -> Bucket:
+    chunks = {each for piece in pieces[first:last] for each in piece.chunks}
+    by_address = sorted(chunks, key=lambda chunk: chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]])
+    return Bucket(first, last, tuple(by_address), sum(piece.unborn_bytes for piece in pieces[first:last]))
 
 
 def most_buckets(nbytes: int, bucket_bytes: int) -> int:
@@ -101,7 +99,6 @@ def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
 
 
 def bytes_of(chunks: Iterable[RangeChunk]) -> int:
-    """Device bytes of chunks."""
     return sum(r.chunk_sizes[index] for r, index in chunks)
 
 
@@ -112,13 +109,14 @@ def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]
             yield r, run
 
 
-class Streamed(NamedTuple):
+@dataclass(slots=True)
+class Streamed:
     """The result of a streamed step."""
 
-    to_device_bytes: int
-    early_bytes: int  # the part of them that came before the step
-    to_host_bytes: int
-    peak_bytes: int  # the most device bytes of the state at a time
+    to_device_bytes: int = 0
+    early_bytes: int = 0  # the part of them that came before the step
+    to_host_bytes: int = 0
+    peak_bytes: int = 0  # the most device bytes of the state at a time
 
 
 @dataclass
@@ -143,10 +141,7 @@ class StreamedStep:
     """The storages (`_cdata`) of state outside the ranges when the step begins, such as a moment that the user has replaced. A later
     bucket may have to step with it, so it is taken in at the end."""
     _is_tight: bool = False  # whether the device lacks memory for buckets ahead
-    _to_device_bytes: int = 0
-    _early_bytes: int = 0
-    _to_host_bytes: int = 0
-    _peak_bytes: int = 0
+    _done: Streamed = field(default_factory=Streamed)
 
     def run(self) -> Streamed:
         """Make the step. Returns when all state is complete on the host and its memory is given back. After an error what was stepped has
@@ -161,7 +156,7 @@ class StreamedStep:
         for r in holding.ranges:
             r.claim()  # before anything changes
         holding.note_change()
-        holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
+        holding.wait_for_host_readers()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:
                 r.pages.discard_unusable(aside)
@@ -194,7 +189,8 @@ class StreamedStep:
             with without_modes():
                 holding.count_uses()
             device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
-        return Streamed(self._to_device_bytes + self._early_bytes, self._early_bytes, self._to_host_bytes, self._peak_bytes)
+        self._done.to_device_bytes += self._done.early_bytes
+        return self._done
 
     def _fetch_ahead(self, until: int, chunk_pool: ChunkPool) -> None:
         """Fetch the buckets before `until`, in order, as far as the window and the device have room."""
@@ -234,12 +230,12 @@ class StreamedStep:
             chunk_pool.give(chunk_pool.take(sizes))
         for r, run in page_runs(lacking):
             r.pages.put(run, chunk_pool)
-            self._to_device_bytes += fill(device, [(r.pages, run)])
+            self._done.to_device_bytes += fill(device, [(r.pages, run)])
         for r, run in page_runs(bucket.chunks):
-            self._early_bytes += r.pages.show(run)
+            self._done.early_bytes += r.pages.show(run)
         bucket.arrived = device.mark("to_device")
         self._fetched += 1
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+        self._done.peak_bytes = max(self._done.peak_bytes, self._live_bytes())
 
     def _live_bytes(self) -> int:
         born = sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
@@ -261,11 +257,11 @@ class StreamedStep:
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
                     copied = {adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()}
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
-                self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
+                self._done.to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             # A chunk that is used again soon stays until that bucket leaves.
             bucket.leaving = tuple(each for each in bucket.chunks if not any(index < later <= index + AHEAD for later in self._uses[each]))
             for r, run in page_runs(bucket.leaving):
-                self._to_host_bytes += r.pages.save(run)
+                self._done.to_host_bytes += r.pages.save(run)
             bucket.left = device.mark("to_host")
 
     def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
@@ -292,6 +288,6 @@ class StreamedStep:
             return
         device.order()  # the copies come behind the steps: nothing else waits for a bucket of which no chunk has left
         for r, run in page_runs(kept):
-            self._to_host_bytes += r.pages.save(run)
+            self._done.to_host_bytes += r.pages.save(run)
         for r, run in page_runs(kept):
             r.pages.vacate(run, chunk_pool)

@@ -2,8 +2,6 @@
 
 Verifying waits for every byte that it compares, so a load returns only when its last byte has arrived, and the CPU computes the host
 copy's fingerprints. This finds a bad memory module or link; it is no mode for training at full speed.
-
-`mirror` brings the host copy up to date while the bytes stay on the device, for a reader of the host copy (an asynchronous checkpoint).
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
+from placement.storage.changes import differing, fingerprints
+from placement.storage.disk import NO_OTHER_COPY, chunk_words
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
 from placement.storage.range import Range
-from placement.storage.transfer.fingerprint import differing, fingerprints
-
-Span = tuple[Range, int, int]  # chunks `first` up to `last` (not included) of a range
 
 
 class Verifier:
@@ -33,29 +30,35 @@ class Verifier:
         self._mode = mode
         self._random = random.Random()  # noqa: S311 - not the global one, which a training script seeds
 
-    def choose(self, ranges: Iterable[Range]) -> list[Span]:
+    def choose(self, ranges: Iterable[Range]) -> dict[Range, range]:
         """The chunks of these ranges to compare in one move."""
-        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges if not r.can_be_cast]
+        whole = {r: range(len(r.chunk_sizes)) for r in ranges if not r.can_be_cast}
         if self._mode == "always" or not whole:
             return whole
-        r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])
-        return [(r, index, index + 1)]
+        r, index = self._random.choice([(r, index) for r, chunks in whole.items() for index in chunks])
+        return {r: range(index, index + 1)}
 
     def note(self, holdings: Iterable[ManagedStorage]) -> None:
         """With "always", fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so that changes are found."""
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
-                    if r.prints is None and not holding.on_device and r.moving_in is None:
-                        r.prints = _of_host(r, 0, len(r.chunk_sizes))
+                    if r.pages.prints is None and not holding.on_device and r.moving_in is None:
+                        r.pages.prints = _of_host(r, 0, len(r.chunk_sizes))
 
-    def check_host(self, holding: ManagedStorage, span: Span, wanted: torch.Tensor) -> None:
+    def check_host(self, holding: ManagedStorage, r: Range, chunks: range, wanted: torch.Tensor) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
-        `span`: chunks that have arrived.
+        `chunks`: those that have arrived.
         `wanted`: the fingerprints that the host copy of the range must have."""
-        r, first, last = span
-        if bad := differing(wanted[first:last], _of_host(r, first, last), first):
-            _mend(holding, r, bad, wanted)
+        if bad := differing(wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start):
+            # Have the chunks written again: now if the object is readonly and no offload would do it, else by the next offload.
+            found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+            if found and not any(differing(wanted[index : index + 1], each) for each, index in zip(found, bad, strict=True)):
+                holding.device.copy(r.pages.copies(bad), "to_host")
+                holding.device.wait(holding.device.mark("to_host"))
+            else:
+                r.pages.prints = None
+                r.pages.note_changed(bad)
             raise IntegrityError(
                 f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
                 "The handle stays on the device, complete; its next offload copies them again."
@@ -78,8 +81,9 @@ class Verifier:
     def check_device(self, holding: ManagedStorage) -> None:
         """Check before a load is committed that the device has the bytes that the host copy had when it was written. Waits for the copies.
         If the host copy is as it was, the load can be tried again. If not, no good copy exists any more, and the storage is `lost`."""
-        for r, first, last in self.choose(holding.ranges):
-            wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
+        for r, chunks in self.choose(holding.ranges).items():
+            first, last = chunks.start, chunks.stop
+            wanted = _of_host(r, first, last) if r.pages.prints is None or r.is_shown else r.pages.prints[first:last].cpu()
             bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
             if not bad:
                 continue
@@ -90,22 +94,9 @@ class Verifier:
                     "The load was undone; the host copy is complete."
                 )
             since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
-            holding.lost = (
-                f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}, and no other copy "
-                "of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it again."
-            )
+            changed = f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}"
+            holding.lost = f"{changed}, {NO_OTHER_COPY}"
             raise IntegrityError(holding.lost)
-
-
-def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
-    """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
-    found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
-    if found and not any(differing(wanted[index : index + 1], each) for each, index in zip(found, bad, strict=True)):
-        holding.device.copy(r.pages.copies(bad), "to_host")
-        holding.device.wait(holding.device.mark("to_host"))
-    else:
-        r.prints = None
-        r.pages.note_changed(bad)
 
 
 def _of_host(r: Range, first: int, last: int) -> torch.Tensor:
@@ -117,34 +108,4 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
     """Words for a message: the numbers of chunks, and the names of the storages in them."""
     spans = [(r.starts[index], r.starts[index] + r.used_sizes[index]) for index in indices]
     names = [p.name for p in r.placed if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)]
-    chunks = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    return f"chunk{'s' if len(indices) > 1 else ''} {chunks} of {len(r.chunk_sizes)} ({listed(names)})"
-
-
-def mirror(holding: ManagedStorage) -> None:
-    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up. It takes
-    no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since the last
-    offload, because they have no place in the host copy yet."""
-    if not holding.on_device or holding.readonly:  # the host copy of a readonly object is always right
-        return
-    holding.host_read_locks.wait()
-    holding.device.sync()
-    prints: list[tuple[Range, torch.Tensor]] = []
-    for r in holding.ranges:
-        if r.transient or r.moving_in is not None:
-            continue
-        r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
-        host_prints = None if r.prints is None else r.prints.cpu()
-        device_prints = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-        if changed := differing(host_prints, device_prints):
-            holding.make_host_copy_own(r)
-            if r.pages.record is not None:
-                r.pages.record.expect(0, host_prints, device_prints)
-            r.pages.save(changed)
-        prints.append((r, device_prints))
-    holding.device.wait(holding.device.mark("to_host"))
-    for r, device_prints in prints:
-        if r.pages.record is not None:
-            r.pages.record.finish()
-        r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
-        r.prints = device_prints
+    return f"{chunk_words(indices, len(r.chunk_sizes))} ({listed(names)})"

@@ -1,4 +1,4 @@
-"""A host copy that the ranks of one machine share, and how they write it together.
+"""A host copy that the ranks of one machine share, how they write it together, and the ranges that have it.
 
 A readonly object's host copy is never written. Another one's is written by all ranks at once, each its share, when they offload the object
 in the same change of the group and it has the same bytes on all of them. Each rank says what it does in words of its own behind the copy:
@@ -30,7 +30,7 @@ import select
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,8 +40,13 @@ import torch
 
 from placement.core import interrupts
 from placement.core.states import Plan
+from placement.devices.base import Device
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import PAGE
+from placement.devices.host.slab import PAGE, round_up
+from placement.devices.memory import Copy, HostSlab
+from placement.storage.layout import Adoptee, RangeLayout
+from placement.storage.pages import Pages, Side
+from placement.storage.range import Range, used_bytes
 
 _PAUSE_SECONDS = (0.00005, 0.005)  # pause between two looks at what the others say: the first one, and the longest
 _LOOK_SECONDS = 0.2  # how often a rank that waits looks whether the change has ended without it
@@ -64,7 +69,6 @@ class Shares:
         return len(self.members)
 
     def part_bytes(self, nbytes: int) -> int:
-        """Size in bytes of each rank's part."""
         return nbytes // self.world_size // PAGE * PAGE
 
     def of(self, rank: int, nbytes: int) -> tuple[int, int]:
@@ -108,7 +112,6 @@ class Ranks:
         return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
     def exchange_texts(self, what: str, text: str) -> list[str]:
-        """See `Group.exchange_texts`."""
         return cast("list[str]", self.group.exchange_texts(what, text, self.shares.members))
 
     def agree(self, plan: Plan, stage: str, lacks_engines: bool) -> Any:
@@ -236,7 +239,8 @@ class SharedCopy:
         if any(turn >> 1 != number for turn in self._turns.tolist()):  # the others have given the change up, and one is in the next one
             return Refusal("the ranks have gone on", False)
         for column in (rows != rows[:1]).any(dim=0).nonzero().flatten().tolist():
-            return Refusal(f"{name_of(column)} {others_say(self.shares, rows[:, column].tolist())}", True)
+            other = others(self.shares, rows[:, column].tolist())
+            return Refusal(f"{name_of(column)} has other bytes on rank{other} than on the rest", True)
         return None
 
     # --- step 3
@@ -269,24 +273,150 @@ class SharedCopy:
         return bool(poll.poll(0))
 
 
-def others_say(shares: Shares, said: Sequence[object]) -> str:
-    """Words for the ranks that say something else than most do."""
-    return f"has other bytes on rank{numbers(shares, minority(said))} than on the rest"
-
-
-def numbers(shares: Shares, ranks: Sequence[int]) -> str:
-    """The numbers of these ranks in the group, behind the word "rank"."""
-    return f"{'s' if len(ranks) > 1 else ''} {', '.join(str(shares.members[rank]) for rank in ranks)}"
-
-
-def minority(said: Sequence[object]) -> list[int]:
-    """The ranks that say something else than most do. If no answer is the most frequent, the earliest of the frequent ones counts."""
-    common = max(Counter(said).values())
-    usual = next(each for each in said if Counter(said)[each] == common)
-    return [rank for rank, each in enumerate(said) if each != usual]
+def others(shares: Shares, said: Sequence[object]) -> str | None:
+    """The ranks that say something else than most do, as words behind "rank"; None where all say the same. If no answer is the most
+    frequent, the earliest of the frequent ones counts."""
+    usual, _ = Counter(said).most_common(1)[0]
+    numbers = [str(shares.members[rank]) for rank, each in enumerate(said) if each != usual]
+    return f"{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else None
 
 
 def _close(files: Sequence[int]) -> None:
     for file in files:
         with suppress(OSError):
             os.close(file)
+
+
+# --- the ranges, of whose pages each rank copies its share
+
+
+def spans_of(rank: int, nbytes: int, chunk_bytes: int, shares: Shares) -> list[tuple[int, int]]:
+    """(offset, bytes) of each span that a rank writes in the host copy of a range of `nbytes`, in order."""
+    end = round_up(used_bytes(nbytes), PAGE)
+    spans = [(start, *shares.of(rank, min(chunk_bytes, end - start))) for start in range(0, end, chunk_bytes)]
+    return [(start + offset, own) for start, offset, own in spans if own]
+
+
+class SharedPages(Pages):
+    """Pages that ranks save together: each its share of a page. `SharedCopy` says how."""
+
+    together: SharedCopy | None = None  # the host copy that the ranks are writing now; None: this rank saves whole pages
+    shares: Shares
+
+    def share(self, rank: int, index: int) -> Copy | None:
+        """The copy of a rank's share of a page; None where it has none, because the page is too small to divide."""
+        start, used = self.starts[index], self.used_sizes[index]
+        offset, nbytes = self.shares.of(rank, round_up(used, PAGE))
+        nbytes = min(nbytes, used - offset)
+        return Copy(self._addresses.base + start + offset, self.host.address + start + offset, nbytes) if nbytes > 0 else None
+
+    def reserve_aside(self, stop: object) -> None:
+        """Do nothing: what other ranks copy or wait for does not stay aside."""
+
+    def bytes_to_save(self, indices: Iterable[int]) -> int:
+        if self.together is None:
+            return super().bytes_to_save(indices)
+        return sum(copy.nbytes for index in indices if (copy := self.share(self.shares.rank, index)) is not None)
+
+    def _start_saving(self, unsaved: Sequence[int]) -> None:
+        if self.together is None:
+            super()._start_saving(unsaved)
+        else:
+            self._send([self.shares.rank], unsaved)  # newest stays the device until the shares of all ranks are there
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Where the ranks write together, wait for the shares of all of them as well, of all pages up to the last of these."""
+        wanted = [*indices]
+        if self.together is None:
+            super().wait(wanted)
+            return
+        last = max((index for index in wanted if self._is_sent(index)), default=-1)
+        sent = [index for index in range(last + 1) if self._is_sent(index)]
+        super().wait([*{*wanted, *sent}])
+        if not sent:
+            return
+        self.together.note_arrived(last + 1)
+        if lost := self.together.wait_for_shares(last + 1):
+            self._send(sorted(lost), sent)
+            super().wait(sent)
+        for index in sent:
+            page = self.table[index]
+            page.newest, page.copied, page.mark = Side.BOTH, None, None
+
+    def _is_sent(self, index: int) -> bool:
+        """Whether this rank has started to copy its share of a page, and the shares of others may lack."""
+        page = self.table[index]
+        return page.copied == "to_host" and page.newest is Side.DEVICE
+
+    def _send(self, ranks: Sequence[int], indices: Sequence[int]) -> None:
+        for index in indices:
+            self.table[index].copied, self.table[index].mark = "to_host", None
+        if copies := [copy for index in indices for rank in ranks if (copy := self.share(rank, index)) is not None]:
+            self._device.copy(copies, "to_host")
+        mark = self._device.mark("to_host")
+        for index in indices:
+            self.table[index].mark = mark
+
+
+class SharedRange(Range):
+    """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered as soon as its parts have arrived.
+    `slab`: the host copy to begin with: that of `copy`, or one of this rank's own.
+    `is_frozen`: whether training does not change what is in it."""
+
+    is_replica = True
+    _pages_class = SharedPages
+    pages: SharedPages
+
+    def __init__(
+        self, device: Device, layout: RangeLayout, slab: HostSlab, adoptees: tuple[Adoptee, ...], copy: SharedCopy, *, is_frozen: bool
+    ) -> None:
+        super().__init__(device, layout, slab, adoptees, transient=False)
+        self.copy: SharedCopy | None = copy  # shared by the ranks; None once this rank has left it for good. `is_shared`: it is in use.
+        self.shares = self.pages.shares = copy.shares
+        self.is_frozen = is_frozen
+        self.alone: str | None = None  # why this rank loads everything over its own link from now on; None while the ranks load together
+
+    @property
+    def is_shared(self) -> bool:
+        return self.copy is not None and self.pages.host is self.copy.slab
+
+    @property
+    def held_host_bytes(self) -> int:
+        kept = 0 if self.copy is None or self.is_shared else self.copy.slab.held_bytes
+        return super().held_host_bytes + kept
+
+    def leave(self, reason: str) -> None:
+        """Share no host copy from now on. This rank has one of its own."""
+        if self.copy is not None:
+            self.alone = self.alone or reason
+            self.copy.leave(ALONE)
+            self.copy = None
+
+    def part_bytes(self, index: int) -> int:
+        """Size in bytes of each rank's part of one chunk; 0 where the chunk is too small to divide."""
+        return self.shares.part_bytes(round_up(self.used_sizes[index], PAGE))
+
+    def gathered(self, index: int) -> tuple[int, int]:
+        """(offset, bytes) in the range of the parts of all ranks together, in one chunk."""
+        return self.starts[index], self.shares.world_size * self.part_bytes(index)
+
+    def own_copies(self, index: int) -> list[Copy]:
+        """The copies that this rank makes of one chunk: its part, and the undivided rest."""
+        part, after = self.part_bytes(index), self.shares.world_size * self.part_bytes(index)
+        return self._copies(index, [(self.shares.rank * part, part), (after, self.used_sizes[index] - after)])
+
+    def others_copies(self, index: int) -> list[Copy]:
+        """The copies of the other ranks' parts of one chunk."""
+        part = self.part_bytes(index)
+        last = (self.shares.rank + 1) * part
+        return self._copies(index, [(0, self.shares.rank * part), (last, self.shares.world_size * part - last)])
+
+    def _copies(self, index: int, runs: list[tuple[int, int]]) -> list[Copy]:
+        device, host = self.layout.addresses.base + self.starts[index], self.host.address + self.starts[index]
+        return [Copy(device + start, host + start, nbytes) for start, nbytes in runs if nbytes > 0]
+
+    def names_in(self, index: int) -> str:
+        """The names of the tensors in a chunk, for a message."""
+        start, end = self.starts[index], self.starts[index] + self.used_sizes[index]
+        names = [repr(each.name) for each in self.placed if each.offset < end and each.offset + each.nbytes > start]
+        return " or ".join(names[:4] + ([f"{len(names) - 4} more"] if len(names) > 4 else []))
