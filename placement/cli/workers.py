@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings
 from placement.core.snapshot import readable
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.fleet import ask, find_targets, views_of
+from placement.observe.discovery import ask, find_targets, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -104,9 +103,13 @@ def _report(views: Sequence[View]) -> str:
     return "\n\n".join(parts)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts node2 before node10."""
-    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+def _look(places: Sequence[str]) -> list[View]:
+    """The workers' views by name, node2 before node10."""
+
+    def natural(view: View) -> list[tuple[int, str]]:
+        return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", view["name"])]
+
+    return sorted(views_of(places), key=natural)
 
 
 _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its first line
@@ -127,16 +130,11 @@ def run_status(arguments: argparse.Namespace) -> int:
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
         raise PlacementError("no workers named: give a worker's URL or a discovery folder, or set PLACEMENT_DISCOVERY")
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-
-        def look() -> list[View]:
-            return sorted(views_of(find_targets(places), pool), key=lambda view: _natural(view["name"]))
-
-        views = look()
-        while arguments.watch is not None:
-            print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
-            time.sleep(arguments.watch)
-            views = look()
+    views = _look(places)
+    while arguments.watch is not None:
+        print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
+        time.sleep(arguments.watch)
+        views = _look(places)
     print(json.dumps(views, indent=1) if arguments.json else _report(views))
     return int(any(trouble_of(view) for view in views))
 

@@ -19,20 +19,14 @@ ASK_SECONDS = 5.0
 class OtherProcesses:
     """Device bytes of all other processes, as last measured. The measuring thread ends with this object.
 
-    Args:
-        uuid: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
-        nvml: the NVML module; None: `pynvml` if it is installed.
-
-    Attributes:
-        nbytes: the last measurement; None while unknown.
+    `uuid`: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
     """
 
-    def __init__(self, uuid: str, nvml: Any = None) -> None:
-        self.nbytes: int | None = None
+    def __init__(self, uuid: str) -> None:
+        self.nbytes: int | None = None  # the last measurement; None while unknown
         self._then: Callable[[int | None], None] | None = None
         self._wake = threading.Event()
-        nvml = _library() if nvml is None and uuid else nvml
-        if nvml is not None and uuid:
+        if uuid and (nvml := _library()) is not None:
             weakref.finalize(self, self._wake.set).atexit = False
             threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, nvml, uuid), name="placement-nvml", daemon=True).start()
 

@@ -63,9 +63,10 @@ class Library:
         return self.processes
 
 
-def test_the_bytes_of_others() -> None:
+def test_the_bytes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(Process(os.getpid(), 5), Process(7, 30), Process(8, 400))
-    others: Any = OtherProcesses("GPU-1", library)
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    others: Any = OtherProcesses("GPU-1")
     until(lambda: others.nbytes == 430)
     others = None
     until(lambda: library.calls[-1] == "shutdown")
@@ -80,8 +81,9 @@ def test_the_bytes_of_others() -> None:
         Library(Process(os.getpid(), 5), Process(7, 30), fails="handle"),
     ],
 )
-def test_what_is_not_known_is_not_said(library: Library) -> None:
-    others = OtherProcesses("GPU-1", library)
+def test_what_is_not_known_is_not_said(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    others = OtherProcesses("GPU-1")
     until(lambda: library.calls and (library.fails or "processes") in library.calls)
     time.sleep(0.05)
     assert others.nbytes is None

@@ -14,7 +14,7 @@ import placement
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting import Layout, Model, Rollout
 from placement.forecasting.description import CYCLES
-from placement.forecasting.models import parts_of
+from placement.forecasting.job import parts_of
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
 from tests.support.early import Early
