@@ -59,7 +59,7 @@ def test_alert(alert: str, tmp_path: Path) -> None:
 
 @needs_promtool
 def test_what_is_said_of_a_worker_that_is_gone(tmp_path: Path) -> None:
-    case = Case("", "", holding(f"{4 * GIB}x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"))
+    case = Case("", "", holding(f"{4 * GIB}x9 stale", "1x9 0x40"))
     annotations = said_of(case, "PlacementWorkerGone", "12m", tmp_path)
     assert annotations["summary"] == "r node0/rank3: gone, or out of reach, with 4GiB on the GPU"
     assert "Xid messages on node0" in annotations["description"]
