@@ -41,6 +41,8 @@ class Library:
         self.processes = processes
         self.fails = fails
         self.calls: list[str] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -58,6 +60,7 @@ class Library:
         return uuid
 
     def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> tuple[Process, ...]:
+        assert self.may_answer.wait(10)
         self._call("processes")
         assert device == "GPU-1"
         return self.processes
@@ -107,23 +110,10 @@ def test_what_others_hold_is_not_shown_before_it_is_subtracted() -> None:
     assert (outside.others_bytes, outside.own_bytes) == (3000, outside.nbytes - 3000)
 
 
-class Slow(Library):
-    """A library that answers when it is let."""
-
-    def __init__(self, *processes: Process) -> None:
-        super().__init__(*processes)
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-
-    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> tuple[Process, ...]:
-        assert self.may_answer.wait(10)
-        return super().nvmlDeviceGetComputeRunningProcesses(device)
-
-
 def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes leave the device in a phase transition, and NVML tells of it a little later."""
     engine, context = 3000, 500
-    library = Slow(Process(os.getpid(), 5), Process(7, engine))
+    library = Library(Process(os.getpid(), 5), Process(7, engine))
     monkeypatch.setattr(nvml, "_library", lambda: library)
     device = Named(1 << 20, chunk_bytes=4096)
     manager, _model = managed(device=device)

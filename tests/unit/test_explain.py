@@ -34,9 +34,7 @@ def test_colocated() -> None:
     assert row(text, "checkpoint")[:7] == row(text, "weight_sync")[:7]
 
 
-@pytest.mark.parametrize(
-    ("policy", "worker_role"), [("colocated", "hybrid"), ("resident", "trainer"), ("async_rollout", "rollout"), ("cyclic", "hybrid")]
-)
+@pytest.mark.parametrize(("policy", "worker_role"), [("resident", "trainer"), ("async_rollout", "rollout"), ("cyclic", "hybrid")])
 def test_every_shipped_policy_fills_an_aligned_table_within_115_columns(policy: str, worker_role: str) -> None:
     status, text = explain(policy, worker_role=worker_role)
     assert status == 0

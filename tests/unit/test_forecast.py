@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 import placement
-from placement.cli import main
 from placement.cli.plan import table
 from placement.core.snapshot import TransitionSeconds
-from placement.core.states import IDLE
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
@@ -22,7 +20,6 @@ from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.job import OPTIMIZERS, module_of, parts_of, state_of
 from placement.testing import SimulatedDevice
-from tests.support.worker import learn
 
 MIB = 1 << 20
 
@@ -368,32 +365,6 @@ def streamed(**keywords: Any) -> placement.Forecast:
     return placement.forecast({"actor": Model(layers(), optimizer="adamw")}, **{"device": device, **STREAMED, **keywords})
 
 
-@pytest.mark.parametrize(("steps", "bucket_bytes"), [(1, "512MiB"), (3, "48KiB")])
-def test_streamed_bytes_are_those_of_the_real_steps(steps: int, bucket_bytes: str) -> None:
-    device = SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
-    manager = placement.Manager(device=device, policy=STREAMED["policy"], streamed_bucket_bytes=bucket_bytes)
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    manager.register("actor", model, role="actor")
-    manager.register("actor.optimizer", optimizer)
-    told = streamed(steps={"train": steps})
-    for phase in (*told.first_phases, *told.phases):
-        before = manager.snapshot()
-        if phase.phase == IDLE:
-            manager.leave()
-        else:
-            (manager.switch if manager.phase_name != IDLE else manager.enter)(phase.phase)
-        for _ in range(steps if phase.phase == "train" else 0):
-            learn(model, optimizer)
-            optimizer.zero_grad()
-        moved = manager.snapshot().since(before)
-        # With small buckets, each bucket of new state begins at a granule of its own.
-        tolerance = 0.02 if bucket_bytes == "48KiB" else 0
-        assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=tolerance)
-        assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=tolerance)
-    manager.close()
-
-
 def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
     state_bytes = streamed().phase("train").streamed_bytes // 2
     told = streamed(steps={"train": 3})
@@ -402,24 +373,3 @@ def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
     assert streamed(steps={"train": 0}).phase("train").streamed_bytes == 0
     told = streamed(cycle=["log_prob", "train", "optimizer_step"])  # in the phase that is nested, where there is one
     assert [told.phase(name).streamed_bytes for name in ("train", "optimizer_step")] == [0, 2 * state_bytes]
-
-
-@pytest.mark.parametrize(("to_host", "both", "seconds"), [(20e9, None, (12 << 30) / 20e9), (40e9, 50e9, (24 << 30) / 50e9)])
-def test_the_slower_direction_gives_the_seconds_of_a_streamed_step(to_host: float, both: float | None, seconds: float) -> None:
-    with torch.device("meta"):
-        large = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(48)))  # 12 GiB of state
-    link = Link(to_device_bytes_per_second=40e9, to_host_bytes_per_second=to_host, both_bytes_per_second=both)
-    two, none = (
-        placement.forecast({"actor": Model(large, optimizer="adamw")}, link=link, steps={"train": count}, **STREAMED) for count in (2, 0)
-    )
-    assert (two.phase("train").stall_seconds or 0) - (none.phase("train").stall_seconds or 0) == pytest.approx(2 * seconds, rel=0.1)
-
-
-def test_the_command_tells_streamed_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(config()))
-    command = ["plan", str(tmp_path), "--policy", STREAMED["policy"], "--rate", "50GB", "--cycle", "log_prob,train"]
-    assert main([*command, "--steps", "train=4"]) == 0
-    assert "is streamed by optimizers" in capsys.readouterr().out
-    assert main([*command, "--steps", "train=many"]) == 2
-    assert "no number of steps" in capsys.readouterr().err
