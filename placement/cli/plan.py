@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from placement import forecasting
 from placement.cli.workers import plain_table
@@ -23,7 +23,6 @@ from placement.planning.policy_lookup import policy_names
 if TYPE_CHECKING:
     from placement.core.states import OwnPhases, Policy
 
-_Number = TypeVar("_Number", int, float)
 _TRAINED = ("actor", "critic")
 _DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
 _POLICY_HELP = f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)"
@@ -165,7 +164,7 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
     return forecasting.Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
 
 
-def _numbers(text: str, option: str, what: str, kind: Callable[[str], _Number]) -> dict[str, _Number]:
+def _numbers(text: str, option: str, what: str, kind: Callable[[str], float]) -> dict[str, Any]:
     found = {}
     for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
         try:

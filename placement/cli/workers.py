@@ -118,15 +118,13 @@ _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its
 def add_status(parser: argparse.ArgumentParser) -> None:
     text = "a worker's URL, or a discovery folder (default: PLACEMENT_DISCOVERY)"
     parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
-    parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
+    parser.add_argument("--watch", type=_seconds, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
     parser.set_defaults(run=run_status)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output."""
-    if arguments.watch is not None and not arguments.watch > 0:
-        raise PlacementError(f"--watch {arguments.watch} must be more than 0 seconds")
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
         raise PlacementError("no workers named: give a worker's URL or a discovery folder, or set PLACEMENT_DISCOVERY")

@@ -23,7 +23,7 @@ from placement.core.settings import Settings, bytes_of, nearest
 from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, OwnPhases, Policy
 from placement.forecasting.description import ALONE, Forecast, Layout, Link, Phase, cycle_of
 from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, StateOf
-from placement.forecasting.run import Run, in_the_steady_state
+from placement.forecasting.run import Run
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import Sizing
 from placement.tensors.plain import dtype_of
@@ -183,7 +183,7 @@ def forecast(
     numbers: dict[str, Any] = {"budget_bytes": budget, "host_limit_bytes": limit, "work_seconds": work_seconds, "steps": steps}
     settings: dict[str, Any] = {"worker_role": worker_role, "phases": dict(phases or {})}
     with Run(resolve_policy(policy), sizes, objects, names, **numbers, **settings) as run:
-        told = in_the_steady_state(run, entered, layout.ranks_per_node, notes, limit)
+        told = run.in_the_steady_state(entered, layout.ranks_per_node, notes)
     if found is None:
         return told
     needs = (told.node_host_bytes, found.host_available_bytes), (told.node_disk_bytes, found.disk_free_bytes)
