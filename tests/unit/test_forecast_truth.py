@@ -278,6 +278,7 @@ def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: 
 def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
     told = forecast(CASES["PPO, 3 MiB of host memory short"], tmp_path, layout=Layout(data_parallel=4))
     assert told.host_bytes > 13 * MIB
+    assert told.first_phases[0].disk_waited_bytes == told.first_phases[0].disk_read_bytes == 2 * MIB
     assert [note for note in told.notes if "goes over the limit, up to 14,680,064 bytes" in note]
     assert told.node_disk_bytes == 4 * told.disk_bytes > 0
     assert told.node_host_bytes == 4 * told.host_bytes
