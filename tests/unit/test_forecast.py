@@ -297,9 +297,12 @@ def test_a_cuda_device_counts_in_its_own_chunks() -> None:
 def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> None:
     layout, sizing = Layout(shards=8), SimulatedDevice(1 << 30)
     ways = {"whole": Model(mlp(), readonly=True, sharded=False), "replicated": Model(mlp(), readonly=True, replicated=True)}
-    told = {name: placement.forecast({"ref": model}, layout=layout, cycle=["log_prob"], device=sizing) for name, model in ways.items()}
+    told = {
+        name: placement.forecast({"ref": model}, layout=layout, cycle=["log_prob"], device=sizing, link=1e9) for name, model in ways.items()
+    }
     assert told["whole"].peak_bytes == told["replicated"].peak_bytes
     assert told["whole"].loaded_bytes == 8 * told["replicated"].loaded_bytes
+    assert told["whole"].stall_seconds == pytest.approx(8 * (told["replicated"].stall_seconds or 0))
     assert told["whole"].host_bytes == 8 * told["replicated"].host_bytes
     assert told["whole"].node_host_bytes == 8 * told["replicated"].node_host_bytes
 
