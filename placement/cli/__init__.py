@@ -21,7 +21,8 @@ COMMANDS = {
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""
-_OF_WORKERS = ("dashboards", "status", "trace")  # those in the module `workers`. Each other one has a module of its own name.
+_MODULES = {"dashboards": "workers", "explain": "plan", "status": "workers", "trace": "workers"}
+"""The module of each subcommand that has none of its own name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,10 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if words and words[0] == name:
-            module = importlib.import_module(f"placement.cli.{'workers' if name in _OF_WORKERS else name}")
+            module = importlib.import_module(f"placement.cli.{_MODULES.get(name, name)}")
             getattr(module, f"add_{name}")(subparser)
     parser.add_argument("--version", action="version", version=f"placement {__version__}")
     parsed = parser.parse_args(words)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script does not search the working directory for policies and optimizers of the user's
     try:
         status = int(parsed.run(parsed))
         sys.stdout.flush()

@@ -45,9 +45,13 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _device_name(text: str) -> str:
+    """The name of a device; for "auto" that of CUDA if it is available, else of the simulated one."""
+    available = torch.cuda.is_available()
     if not re.fullmatch(r"auto|simulated|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not auto, simulated or cuda:N")
-    return text
+    if text.startswith("cuda") and not available:
+        raise argparse.ArgumentTypeError(f"torch sees no CUDA device for {text!r}; --device simulated runs anywhere")
+    return text if text != "auto" else "cuda:0" if available else "simulated"
 
 
 def _positive(text: str) -> int:
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe, tokenizer = Recipe(steps=arguments.steps, seed=arguments.seed), Characters()
     actor = build_actor(tokenizer, arguments.seed)
     print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
-    name, model_bytes = pick(arguments.device), sum(parameter.nbytes for parameter in actor.parameters())
+    name, model_bytes = arguments.device, sum(parameter.nbytes for parameter in actor.parameters())
     with repeatable():
         if arguments.no_placement:
             worker = make_worker(actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe)
@@ -199,16 +203,6 @@ def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         states = [WORDS[row["states"][name]] for name in names]
         cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
     return plain_table(("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall"), cells)
-
-
-def pick(name: str) -> str:
-    """Resolve a device name: "auto" means CUDA if available, else the simulated device."""
-    available = torch.cuda.is_available()
-    if name == "auto":
-        return "cuda:0" if available else "simulated"
-    if name.startswith("cuda") and not available:
-        raise placement.PlacementError(f"torch sees no CUDA device for {name!r}; --device simulated runs anywhere")
-    return name
 
 
 @contextlib.contextmanager

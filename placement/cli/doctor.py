@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import shutil
 import statistics
@@ -23,7 +22,7 @@ from placement.devices.host.disk_file import check_directory
 from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect, settled
 from placement.devices.select import select_device
 from placement.forecasting.description import CYCLES
-from placement.observe.fleet import find_targets, views_of
+from placement.observe.discovery import views_of
 
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""
@@ -65,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         device.close()
     print(found.model_dump_json(indent=1) if arguments.json else table(found))
     if arguments.workers and not arguments.json:
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            print("\n" + node_table(views_of(find_targets(arguments.workers), pool)))
+        print("\n" + node_table(views_of(arguments.workers)))
     return int(bool(found.findings))
 
 

@@ -1,27 +1,42 @@
-"""`placement plan`: what a job needs on the device in each phase and what its moves cost, before it runs."""
+"""`placement plan`: what a job needs on the device in each phase and what its moves cost, before it runs. `placement explain`: where a
+policy puts every handle in every phase, for a worker of ordinary size."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from placement import forecasting
 from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
-from placement.core.snapshot import readable
-from placement.core.states import ROLES, WORKER_ROLES
+from placement.core.snapshot import WORDS, readable
+from placement.core.states import IDLE, PHASES, ROLES, WORKER_ROLES, State
 from placement.forecasting.description import CYCLES, Forecast, Layout, PhaseForecast
 from placement.planning.policy_lookup import policy_names
 
-_Number = TypeVar("_Number", int, float)
+if TYPE_CHECKING:
+    from placement.core.states import OwnPhases, Policy
+
 _TRAINED = ("actor", "critic")
 _DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
+_POLICY_HELP = f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)"
+_BUDGET_HELP = "device bytes that the handles may hold together"
+
+_SAMPLE_BUDGET_BYTES = 80 << 30
+_SAMPLE_CYCLE = (
+    *("rollout", "reward", "log_prob", "ref_log_prob", "values", "train", "optimizer_step", "weight_sync"),
+    *("checkpoint", "eval", "restore"),
+)
+"""The order of a PPO step, then the phases outside it."""
+_MARKS = WORDS | {State.CPU_OFFLOADED: "-"}
+_STREAMED = "stream"
+_COMMA = re.compile(r",(?![^(]*\))")  # one that is not inside the brackets of a policy's options
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -43,29 +58,32 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--cycle", default="grpo", help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)")
     add("--work", default="", metavar="PHASE=SECONDS,...", help="the duration of each phase without moves; a prefetch needs it")
     add("--steps", default="", metavar="PHASE=N,...", help="optimizer steps in each phase, if a policy streams their state (default 1)")
-    add("--policy", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
+    add("--policy", help=_POLICY_HELP)
     add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
-    add("--budget", metavar="BYTES", help="device bytes that the handles may hold together")
+    add("--budget", metavar="BYTES", help=_BUDGET_HELP)
     add("--host-limit", metavar="BYTES", help="host memory of a rank (host_limit_bytes); what is beyond it waits on a disk")
     add("--link", metavar="FILE", help="what `placement doctor --json` wrote")
     add("--rate", metavar="BYTES", help="instead of --link: bytes a second each way, such as 50GB")
-    add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
-    add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
+    _add_settings(parser)
     add("--json", action="store_true", help="print everything as JSON, for scripts")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_plan)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
+    parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
     """Print the forecast. Returns 0; 1 where a phase does not fit or has no plan; 2 for a mistake in what was given."""
     try:
         if arguments.link and arguments.rate:
             raise ValueError("give --link or --rate, not both")
         settings = Settings.from_any(arguments.settings or {})
-        chosen = _policies(arguments.compare or arguments.policy or settings.policy)
+        named = _COMMA.split(arguments.compare or arguments.policy or settings.policy)
+        chosen = [each.strip() for each in named if each.strip()]
         if not chosen:
             raise ValueError(f"--compare names no policy; write some of {', '.join(policy_names())}, with commas between them")
-        if any(":" in policy for policy in chosen) and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a console script does not search the working directory for modules
         job = _job(arguments, settings)
         forecasts = [forecasting.forecast(policy=policy, **job) for policy in chosen]
     except (ValueError, OSError, ImportError, PlacementError) as error:
@@ -78,18 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(_parallel(job["layout"]))
         print(comparison(forecasts, chosen) if len(forecasts) > 1 else table(forecasts[0]))
     return int(not all(each.fits for each in forecasts))
-
-
-def _policies(text: str) -> list[str]:
-    """The policies in a list with commas, of which those inside brackets are a policy's options."""
-    found, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += letter
-    return [each.strip() for each in found if each.strip()]
 
 
 def _job(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
@@ -158,7 +164,7 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
     return forecasting.Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
 
 
-def _numbers(text: str, option: str, what: str, kind: Callable[[str], _Number]) -> dict[str, _Number]:
+def _numbers(text: str, option: str, what: str, kind: Callable[[str], float]) -> dict[str, Any]:
     found = {}
     for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
         try:
@@ -280,3 +286,84 @@ def _seconds(seconds: float | None, unit: str = "") -> str:
 
 def _readable_budget(forecast: Forecast) -> str:
     return "none" if forecast.budget_bytes is None else readable(forecast.budget_bytes)
+
+
+# --- placement explain
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", nargs="?", help=_POLICY_HELP)
+    parser.add_argument("--budget", metavar="BYTES", help=f"{_BUDGET_HELP} (default 80GiB)")
+    _add_settings(parser)
+    parser.set_defaults(run=run_explain)
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print the table. Returns 0; 1 where a phase has no plan or does not fit; 2 where the settings cannot be read."""
+    try:
+        settings = Settings.from_any(arguments.settings or {})
+        budget_bytes = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
+    except (ValueError, OSError) as error:
+        print(f"placement explain: {error}", file=sys.stderr)
+        return 2
+    status, text = explain(
+        arguments.policy or settings.policy,
+        budget_bytes=_SAMPLE_BUDGET_BYTES if budget_bytes is None else budget_bytes,
+        worker_role=arguments.worker_role or settings.worker_role,
+        phases=settings.phases,
+    )
+    print(text)
+    return status
+
+
+def explain(
+    policy: str | type[Policy] | Policy,
+    *,
+    budget_bytes: int = _SAMPLE_BUDGET_BYTES,
+    worker_role: str = "hybrid",
+    phases: OwnPhases | None = None,
+) -> tuple[int, str]:
+    """A policy's table of phases and handles for the `sample`. The status with it is 1 where a phase has no plan or does not fit, else 0.
+
+    The rows follow one another as in a step that is repeated, and are those of the steady state: a policy may keep handles that are on
+    the device already, and learn what comes next.
+    """
+    own = phases or {}
+    cycle = [*_SAMPLE_CYCLE, *(name for name in own if name not in PHASES)]
+    found = forecasting.forecast(sample(), policy=policy, cycle=cycle, budget_bytes=budget_bytes, worker_role=worker_role, phases=own)
+    refused = {each.phase: f"{each.phase}: {_troubles(each)[0]}" for each in (*found.first_phases, *found.phases) if not each.fits}
+    if not found.fits and not refused:  # registrations happen outside every phase
+        refused[IDLE] = f"{IDLE}: does not fit once all is registered: {readable(found.over_bytes)} too many"
+    user = f", own phases: {', '.join(own)}" if own else ""
+    sizes = {handle.name: handle.num_bytes for handle in found.handles}
+    rows = [("  its size", *map(readable, sizes.values()), "", ""), *(_states_row(each, sizes) for each in found.phases)]
+    lines = [
+        f"policy {found.policy}, budget {readable(budget_bytes)}, worker role {worker_role}{user}\n",
+        plain_table(("phase", *sizes, "on device", "moved"), rows),
+        *(["", "refused, so that everything stays as in the phase before:", *refused.values()] if refused else []),
+        "",
+        "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} from the host copy",
+        "on device: bytes held in the phase; moved: bytes copied both ways since the row above (for the first, the last)",
+    ]
+    return int(bool(refused)), "\n".join(lines)
+
+
+def sample() -> dict[str, forecasting.Model | forecasting.Rollout]:
+    """One of eight ranks that train an actor and a critic of 7 billion parameters with PPO, with a rollout engine on the same GPU."""
+    import torch
+
+    with torch.device("meta"):
+        model = torch.nn.ParameterList(torch.empty(19 << 19, dtype=torch.bfloat16) for _ in range(97))  # 7.6 billion parameters / 8
+    trained = forecasting.Model(model, optimizer="adamw-master")
+    frozen = forecasting.Model(model, readonly=True)
+    engine = forecasting.Rollout(weights_bytes="14GiB", kv_cache_bytes="50GiB")
+    return {"actor": trained, "ref": frozen, "critic": trained, "reward": frozen, "rollout": engine}
+
+
+def _states_row(phase: PhaseForecast, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    marks = []
+    for name, nbytes in sizes.items():
+        state = phase.states[name]
+        is_streamed = state in (State.SYNCING, State.TRAINING) and phase.handle_bytes[name] < nbytes
+        marks.append(_STREAMED if is_streamed else _MARKS[state])
+    return phase.phase, *marks, readable(phase.device_bytes), readable(phase.loaded_bytes + phase.offloaded_bytes)

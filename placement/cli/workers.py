@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings
 from placement.core.snapshot import readable
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.fleet import ask, find_targets, views_of
+from placement.observe.discovery import ask, find_targets, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -104,9 +103,13 @@ def _report(views: Sequence[View]) -> str:
     return "\n\n".join(parts)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts node2 before node10."""
-    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+def _look(places: Sequence[str]) -> list[View]:
+    """The workers' views by name, node2 before node10."""
+
+    def natural(view: View) -> list[tuple[int, str]]:
+        return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", view["name"])]
+
+    return sorted(views_of(places), key=natural)
 
 
 _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its first line
@@ -115,28 +118,21 @@ _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its
 def add_status(parser: argparse.ArgumentParser) -> None:
     text = "a worker's URL, or a discovery folder (default: PLACEMENT_DISCOVERY)"
     parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
-    parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
+    parser.add_argument("--watch", type=_seconds, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
     parser.set_defaults(run=run_status)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output."""
-    if arguments.watch is not None and not arguments.watch > 0:
-        raise PlacementError(f"--watch {arguments.watch} must be more than 0 seconds")
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
         raise PlacementError("no workers named: give a worker's URL or a discovery folder, or set PLACEMENT_DISCOVERY")
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-
-        def look() -> list[View]:
-            return sorted(views_of(find_targets(places), pool), key=lambda view: _natural(view["name"]))
-
-        views = look()
-        while arguments.watch is not None:
-            print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
-            time.sleep(arguments.watch)
-            views = look()
+    views = _look(places)
+    while arguments.watch is not None:
+        print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
+        time.sleep(arguments.watch)
+        views = _look(places)
     print(json.dumps(views, indent=1) if arguments.json else _report(views))
     return int(any(trouble_of(view) for view in views))
 

@@ -139,14 +139,18 @@ class _Copies:
 
 
 class SizesDevice(Device):
-    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it. `link`: the rates of
-    copies; None: they are not known, and no copy is ready before it is waited for."""
+    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it.
+
+    `link`: the rates of copies; None: they are not known, and no copy is ready before it is waited for. `like`: the device in whose chunks
+    it counts; None: the CUDA device on which the link was measured.
+    """
 
     name = "sizes"
     torch_device = torch.device("cpu")
 
-    def __init__(self, link: Link | None = None, *, chunk_bytes: int = CHUNK_BYTES, granularity: int = GRANULARITY) -> None:
-        self.granularity, self.chunk_bytes = granularity, chunk_bytes
+    def __init__(self, link: Link | None = None, like: Sizing | None = None) -> None:
+        measured = link and link.chunk_bytes
+        self.granularity, self.chunk_bytes = (like.granularity, like.chunk_bytes) if like else (GRANULARITY, measured or CHUNK_BYTES)
         self.link = link
         self._copies = _Copies(link or Link.of(_SLOW))
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
@@ -157,13 +161,6 @@ class SizesDevice(Device):
         self._awaited: dict[int, _Mark] = {}  # the marks that threads of the manager's wait for, by the thread
         self._others = weakref.WeakSet(threading.enumerate())
         self._is_closed = False
-
-    @classmethod
-    def like(cls, device: Sizing | None, link: Link | None) -> SizesDevice:
-        """A device that counts in the chunks of another one; None: in those of the CUDA device on which the link was measured."""
-        if device is not None:
-            return cls(link, chunk_bytes=device.chunk_bytes, granularity=device.granularity)
-        return cls(link, chunk_bytes=CHUNK_BYTES if link is None or link.chunk_bytes is None else link.chunk_bytes)
 
     # --- the worker's side
 
@@ -186,10 +183,10 @@ class SizesDevice(Device):
             for slot in self._slots(tensor):
                 self._writes[slot] = self._writes.get(slot, 0) + 1
 
-    def share(self, tensor: torch.Tensor, part: int, whole: int) -> None:
-        """Let only `part` of `whole` bytes of the range that has this tensor go over the link: other ranks bring the rest."""
+    def share(self, tensor: torch.Tensor, sharers: int) -> None:
+        """Let only this rank's part of the range that has this tensor go over the link: the other ranks bring theirs."""
         slots = self._slots(tensor)
-        self._shares.append((slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, part / whole))
+        self._shares.append((slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, 1 / sharers))
 
     def _slots(self, tensor: torch.Tensor) -> range:
         """The slots that hold anything of a tensor's storage. Each is of one range alone."""
@@ -390,13 +387,11 @@ class Object:
     target: SizedModule | SizedOptimizer | SizedEngine
     role: str | None = None
     readonly: bool = False
-    part: tuple[int, int] = (1, 1)  # the part of its bytes that goes over this rank's own link, as a fraction
-    is_shared: bool = False  # whether the ranks of a node share the host copy, of which each counts its part
+    sharers: int | None = None  # how many ranks share the host copy, of which each has a part that it loads over its own link
     keeps_gradients: bool = False  # whether the gradients of a module are alive when training ends
-    gradient_bytes: int = 0  # bytes of the gradients of a module that is trained, as far as they are to be told
 
     def own(self, nbytes: int) -> int:
-        return -(-nbytes * self.part[0] // self.part[1])
+        return -(-nbytes // (self.sharers or 1))
 
     def empty(self) -> None:
         """Take everything out of the target, so that nobody tries to hand back values that do not exist."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
+from placement.core.errors import DeviceMemoryError, HostMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
+from placement.devices.host.disk_file import DiskFile, GoesOn, always
+from placement.devices.host.slab import PAGE, Slab, round_up
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
-from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizesDevice, sized
-from placement.forecasting.host_limit import CountedTier
+from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizedSlab, SizesDevice, sized
 from placement.manager import Manager
+from placement.planning.host_tier import DiskTier, HostShare
 from placement.planning.planner import ask_policy, check_fits, handle_view
+from placement.registration.handle import Handle
+from placement.storage.disk import Keeper, Place, Spill
+from placement.storage.managed import ManagedStorage
 
 _NESTED = {"optimizer_step": "train"}  # phases that workers open inside another one
 _MOST_CYCLES = 8  # a policy that has not settled after so many steps is shown as it is then
@@ -76,54 +81,88 @@ class Run(contextlib.AbstractContextManager["Run"]):
         host_limit_bytes: int | None = None,
         **settings: Any,
     ) -> None:
-        self.asked = Asked(policy)
-        self.budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
+        self._asked = Asked(policy)
+        self._budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
         outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
         self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
         self._device = device
         self._objects: dict[str, Object] = {}
-        self._open: list[str] = []
-        self._manager = Manager(device=device, policy=self.asked, budget_bytes=max(1, self.budget_bytes), nan_check=False, **settings)
-        self.tier = CountedTier(self._manager, _NO_LIMIT if host_limit_bytes is None else host_limit_bytes, self._shared_part)
+        self._manager = Manager(device=device, policy=self._asked, budget_bytes=max(1, self._budget_bytes), nan_check=False, **settings)
+        self._host_limit_bytes = _NO_LIMIT if host_limit_bytes is None else host_limit_bytes
+        self._tier = CountedTier(self._manager, self._host_limit_bytes, self._shared_part)
         try:
             for each in objects:
                 self._objects[each.name] = each
                 self._manager.register(each.name, each.target, role=each.role, readonly=each.readonly)
-                if isinstance(each.target, SizedModule) and each.part != (1, 1):
+                if isinstance(each.target, SizedModule) and each.sharers is not None:
                     for tensor in each.target.tensors:
-                        device.share(tensor, *each.part)
+                        device.share(tensor, each.sharers)
         except BaseException:
             self.__exit__()
             raise
-        self.asked.is_registering = False
+        self._asked.is_registering = False
         self._counters = self._count()
 
     def __exit__(self, *_: object) -> None:
         """End the run. Nothing may be handed back, because there are no values."""
         try:
-            while self._open:
+            while self._manager.phase_name != IDLE:
                 self._try_to_enter(Phase(IDLE))
         finally:
             for each in self._objects.values():
                 each.empty()
             self._manager.close()
 
-    @property
-    def peak_bytes(self) -> int:
-        return self._manager.snapshot().peak_bytes
+    # --- the forecast
 
-    def handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
+    def in_the_steady_state(self, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str]) -> Forecast:
+        """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one. Raises PhaseError: a phase's
+        `only` names a handle that there is not."""
+        cycles: list[tuple[PhaseForecast, ...]] = []
+        while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
+            cycles.append(tuple([self._go(phase) for phase in (*cycle, Phase(IDLE))]))
+        first, phases = cycles[0], cycles[-1]
+        if over := [each for each in (*first, *phases) if each.host_bytes > self._host_limit_bytes]:
+            names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
+            notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+        stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
+        handles = self._handles(ranks_per_node)
+        shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
+        host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
+        over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
+        over_bytes += [max(0, (getattr(error, "wanted_bytes", None) or 0) - self._budget_bytes) for error in self._asked.unfit]
+        return Forecast(
+            policy=self._asked.name,
+            budget_bytes=None if self._budget_bytes == _NO_LIMIT else self._budget_bytes,
+            phases=phases,
+            first_phases=first,
+            handles=handles,
+            peak_bytes=self._manager.snapshot().peak_bytes,
+            host_bytes=host_bytes,
+            node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
+            node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
+            disk_bytes=disk_bytes,
+            node_disk_bytes=disk_bytes * ranks_per_node,
+            fits=not self._tier.refused and not self._asked.unfit and all(each.fits for cycle in cycles for each in cycle),
+            refused_registrations=tuple(self._tier.refused.values()),
+            over_bytes=max(over_bytes),
+            stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
+            **{name: sum(getattr(each, name) for each in phases) for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")},
+            notes=(*notes, *self._idle_mirrors()),
+        )
+
+    def _handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
         found = []
         for name, view in self._views().items():
             facts: dict[str, Any] = {key: getattr(view, key) for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")}
             handle = self._manager.handles[name]
-            host_bytes = self.tier.share_of(handle).total_bytes
-            node_bytes = handle.host_bytes if self._objects[name].is_shared else host_bytes * ranks_per_node
+            host_bytes = self._tier.share_of(handle).total_bytes
+            node_bytes = host_bytes * ranks_per_node if self._objects[name].sharers is None else handle.host_bytes
             facts |= {"host_bytes": host_bytes, "node_host_bytes": node_bytes, "mirror_bytes": handle.storage.mirror_bytes}
             found.append(HandleForecast(**facts))
         return tuple(found)
 
-    def idle_mirrors(self) -> list[str]:
+    def _idle_mirrors(self) -> list[str]:
         """Notes on engines that keep their weights on the host only for weight syncs to fill them anew."""
         engines = {name: each.target for name, each in self._objects.items() if isinstance(each.target, SizedEngine)}
         return [
@@ -135,19 +174,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     # --- phases
 
-    def go(self, phase: Phase) -> PhaseForecast:
-        """End the open phase, begin another one, and do its work; "idle" leaves all. Raises PhaseError: `only` names a handle that there
-        is not."""
+    def _go(self, phase: Phase) -> PhaseForecast:
+        """End the open phase, begin another one, and do its work; "idle" leaves all."""
         for each in self._objects.values():
             if isinstance(each.target, SizedEngine):
                 each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
                 each.target.phase = phase.name
-        self.tier.begin()
+        self._tier.begin()
         began = self._device.seconds
         problem = self._try_to_enter(phase)
         stall, moved, views = self._device.seconds - began, self._moved(), self._views()
         work_seconds = self._work_seconds.get(phase.name)
-        disk_waited_bytes, gradient_bytes, streamed = self.tier.waited_bytes, 0, Moved()
+        disk_waited_bytes, gradient_bytes, streamed = self._tier.waited_bytes, 0, Moved()
         if problem is None:
             plan = self._manager._stack.phases.base_plan()
             wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
@@ -165,14 +203,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
             fits=problem is None,
             problem="" if problem is None or isinstance(problem, DeviceMemoryError) else f"{type(problem).__name__}: {problem}",
             wanted_bytes=wanted_bytes,
-            over_bytes=max(0, wanted_bytes - self.budget_bytes),
+            over_bytes=max(0, wanted_bytes - self._budget_bytes),
             device_bytes=sum(held.values()),
             handle_bytes=held,
             states={name: view.state for name, view in views.items()},
             gradient_bytes=gradient_bytes,
             **Moved.total((*moved.values(), streamed))._asdict(),
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
-            host_bytes=self.tier.most_bytes(),
+            host_bytes=self._tier.most_bytes(),
             disk_bytes=sum(handle.disk_bytes for handle in self._manager.handles.values()),
             disk_waited_bytes=disk_waited_bytes,
             stall_seconds=None if link is None else round(stall, 9),
@@ -181,17 +219,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def _try_to_enter(self, phase: Phase) -> PlacementError | None:
         """Enter a phase. Returns why the manager refuses it; then the phase before goes on."""
-        is_nested = self._open == [_NESTED.get(phase.name)]
+        opened = list(self._manager.snapshot().phases)
+        is_nested = opened == [_NESTED.get(phase.name)]
         try:
-            while len(self._open) > (phase.name != IDLE):
-                self._open.pop()
+            while len(opened) > (phase.name != IDLE):
+                opened.pop()
                 self._manager.leave()
-            if phase.name != IDLE and (is_nested or not self._open):
-                self._manager.enter(phase.name, only=phase.only)
-                self._open.append(phase.name)
-            elif phase.name != IDLE:
-                self._manager.switch(phase.name, only=phase.only)
-                self._open = [phase.name]
+            if phase.name != IDLE:
+                go = self._manager.enter if is_nested or not opened else self._manager.switch
+                go(phase.name, only=phase.only)
         except PhaseError:
             raise
         except PlacementError as error:
@@ -216,7 +252,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             target = self._objects[name].target
             if view.role == "rollout" and isinstance(target, SizedModule) and not view.readonly and view.resident_bytes:
                 self._device.change(*target.parameters())
-        return waited, sum(each.gradient_bytes for each in training)
+        return waited, sum(each.nbytes for made in training if isinstance(made.target, SizedModule) for each in made.target.trained)
 
     def _step(self, training: Sequence[Object]) -> None:
         """One training step: gradients come, optimizers step, and values change."""
@@ -251,43 +287,115 @@ class Run(contextlib.AbstractContextManager["Run"]):
         }
 
     def _shared_part(self, name: str, nbytes: int) -> int | None:
-        return self._objects[name].own(nbytes) if self._objects[name].is_shared else None
+        return None if self._objects[name].sharers is None else self._objects[name].own(nbytes)
 
 
-def in_the_steady_state(run: Run, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str], limit_bytes: int | None) -> Forecast:
-    """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one. Raises PhaseError: a phase's
-    `only` names a handle that there is not."""
-    cycles: list[tuple[PhaseForecast, ...]] = []
-    while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
-        cycles.append(tuple([run.go(phase) for phase in (*cycle, Phase(IDLE))]))
-    over = [each for each in (*cycles[0], *cycles[-1]) if limit_bytes is not None and each.host_bytes > limit_bytes]
-    if over:
-        names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
-        notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
-    notes = [*notes, *run.idle_mirrors()]
-    first, phases = cycles[0], cycles[-1]
-    stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
-    handles = run.handles(ranks_per_node)
-    shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
-    host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
-    over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
-    over_bytes += [max(0, (getattr(error, "wanted_bytes", None) or 0) - run.budget_bytes) for error in run.asked.unfit]
-    return Forecast(
-        policy=run.asked.name,
-        budget_bytes=None if run.budget_bytes == _NO_LIMIT else run.budget_bytes,
-        phases=phases,
-        first_phases=first,
-        handles=handles,
-        peak_bytes=run.peak_bytes,
-        host_bytes=host_bytes,
-        node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
-        node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
-        disk_bytes=disk_bytes,
-        node_disk_bytes=disk_bytes * ranks_per_node,
-        fits=not run.tier.refused and not run.asked.unfit and all(each.fits for cycle in cycles for each in cycle),
-        refused_registrations=tuple(run.tier.refused.values()),
-        over_bytes=max(over_bytes),
-        stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
-        **{name: sum(getattr(each, name) for each in phases) for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")},
-        notes=tuple(notes),
-    )
+# --- the limit on host memory: the manager's own host tier, on a disk that counts bytes and takes no time
+#
+# What a keeper's thread does while phases compute is done here at once, when it is arranged.
+
+
+class _File(DiskFile):
+    """A file without bytes. It knows which of a slab's blocks were copied to since it took them."""
+
+    def __init__(self, slab: SizedSlab) -> None:
+        self.nbytes, self.num_blocks = round_up(slab.nbytes, PAGE), len(slab.writes)
+        self._slab = slab
+        self.forget()
+
+    def forget(self) -> None:
+        self._has: Sequence[int | None] = [None] * self.num_blocks
+
+    def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
+        before, self._has = self._has, [*self._slab.writes]
+        return sum(self.block(index)[1] for index, now in enumerate(self._has) if now != before[index]), True
+
+    def read(self, address: int, goes_on: GoesOn = always) -> list[int]:
+        return []
+
+
+class _Spill(Spill):
+    """A host copy without bytes."""
+
+    def _release(self, slab: Slab) -> None:
+        slab.is_released = True
+
+    def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
+        slab.is_released = False
+        return fill is None or fill()
+
+    def _new_file(self, slab: Slab) -> DiskFile:
+        assert isinstance(slab, SizedSlab)
+        return _File(slab)
+
+
+class _Keeper(Keeper):
+    """A keeper whose work is done when `arrange` returns."""
+
+    waited_bytes: int  # see `CountedTier.waited_bytes`
+    look: Callable[[], object]  # called whenever something has left or come
+
+    def _work(self) -> None:
+        """Nothing is left for a thread."""
+
+    def _warn(self, what: str, text: str) -> None:
+        """Nothing: the forecast has a note of it."""
+
+    def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
+        super().arrange(order, fixed_bytes, lambda: None)
+        with self._in_front(order):
+            while self._step():
+                self.look()
+
+    def bring(self, *spills: Spill) -> None:
+        self.waited_bytes += sum(spill.nbytes for spill in spills if spill.place is Place.DISK)
+        super().bring(*spills)
+        self.look()
+
+
+class CountedTier(DiskTier):
+    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses no registration. `part_of`: returns this
+    rank's part of a host copy's bytes, by the handle's name; None where no other rank shares the host copy."""
+
+    keeper_type, spill_type = _Keeper, _Spill
+    _keeper: _Keeper
+
+    def __init__(self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]) -> None:
+        stack = manager._stack
+        super().__init__(manager.device, stack.registry.handles, stack.reconciler.prefetcher.discard, limit_bytes, "", gives_back=False)
+        stack.reconciler.disk_tier, stack.registry.admit = self, self.admit
+        self._part_of = part_of
+        self._keeper.look = self.most_bytes
+        self.refused: dict[str, str] = {}  # why a manager refuses registrations, by the handles' names
+        self.begin()
+
+    def begin(self) -> None:
+        self._most_bytes = self._keeper.waited_bytes = 0
+
+    @property
+    def waited_bytes(self) -> int:
+        """Bytes that somebody has waited for since `begin`, because they were on the disk."""
+        return self._keeper.waited_bytes
+
+    def most_bytes(self) -> int:
+        """The most bytes of host copies that were in host memory since `begin`."""
+        self._most_bytes = max(self._most_bytes, sum(self.share_of(handle).held_bytes for handle in self._handles.values()))
+        return self._most_bytes
+
+    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
+        """Make room as a manager does. Where that refuses the registration, note it and go on."""
+        nbytes = needed()
+        part = self._part_of(handle.name, nbytes)
+        try:
+            super().admit(handle, lambda: nbytes if part is None else part)
+        except HostMemoryError as error:
+            self.refused.setdefault(handle.name, str(error).partition("\n")[0])
+
+    def share_of(self, handle: Handle) -> HostShare:
+        found = super().share_of(handle)
+        part = self._part_of(handle.name, found.total_bytes)
+        return found if part is None else HostShare(part, part, part)
+
+    def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
+        part = self._part_of(handle.name, holding.host_bytes)
+        return super()._spills_of(handle, holding) if part is None else ([], part)

@@ -145,7 +145,30 @@ class SnapshotCollector:
 
     def collect(self) -> Iterable[Metric]:
         """The families of one snapshot. A list, not a generator, so that a failing `read` fails before anything is exposed."""
-        return _families(self._read())
+        snapshot, keys = self._read(), ("handle", "kind")
+        handles = [((handle.name, handle.kind), handle) for handle in snapshot.handles]
+        durations = HistogramMetricFamily(
+            "placement_transition_duration_seconds", "Seconds that a move or a weight sync took.", labels=("operation",)
+        )
+        # prometheus_client adds _info to these two names.
+        handle_info = InfoMetricFamily("placement_handle", "Properties of the handle.", labels=keys)
+        worker_info = InfoMetricFamily("placement_worker", "Properties of the worker.")
+        for key, handle in handles:
+            # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
+            flags = {"readonly": handle.readonly, "external": handle.external is not None}
+            shown = {name: "true" if flag else "false" for name, flag in flags.items()}
+            handle_info.add_metric(key, {"role": handle.role or "", "adapter": handle.adapter, **shown})
+        for each in snapshot.durations:
+            edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
+            durations.add_metric((each.operation,), list(zip(edges, accumulate(each.counts), strict=True)), each.sum_seconds)
+        facts = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
+        worker_info.add_metric((), {"version": __version__, **facts})
+        return [
+            *(metric.family(keys, handles) for metric in _OF_HANDLE),
+            *(metric.family((), [((), snapshot)]) for metric in _OF_WORKER),
+            _DECISIONS_OF_POLICY.family(("policy",), [((snapshot.policy,), snapshot)]),
+            *(durations, handle_info, worker_info),
+        ]
 
 
 def make_registry(read: Callable[[], Snapshot]) -> CollectorRegistry:
@@ -153,33 +176,3 @@ def make_registry(read: Callable[[], Snapshot]) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(read))
     return registry
-
-
-def _families(snapshot: Snapshot) -> list[Metric]:
-    keys = ("handle", "kind")
-    handles = [((handle.name, handle.kind), handle) for handle in snapshot.handles]
-    durations = HistogramMetricFamily(
-        "placement_transition_duration_seconds", "Seconds that a move or a weight sync took.", labels=("operation",)
-    )
-    # prometheus_client adds _info to these two names.
-    handle_info = InfoMetricFamily("placement_handle", "Properties of the handle.", labels=keys)
-    worker_info = InfoMetricFamily("placement_worker", "Properties of the worker.")
-    for key, handle in handles:
-        # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
-        flags = {"readonly": _flag(handle.readonly), "external": _flag(handle.external is not None)}
-        handle_info.add_metric(key, {"role": handle.role or "", "adapter": handle.adapter, **flags})
-    for each in snapshot.durations:
-        edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
-        durations.add_metric((each.operation,), list(zip(edges, accumulate(each.counts), strict=True)), each.sum_seconds)
-    facts = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
-    worker_info.add_metric((), {"version": __version__, **facts})
-    return [
-        *(metric.family(keys, handles) for metric in _OF_HANDLE),
-        *(metric.family((), [((), snapshot)]) for metric in _OF_WORKER),
-        _DECISIONS_OF_POLICY.family(("policy",), [((snapshot.policy,), snapshot)]),
-        *(durations, handle_info, worker_info),
-    ]
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"

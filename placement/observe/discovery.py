@@ -1,4 +1,4 @@
-"""Let Prometheus, `placement status` and `placement trace` find the workers of a run, whose ports are chosen by the system.
+"""Let Prometheus, `placement status` and `placement trace` find the workers of a run, whose ports are chosen by the system, and ask them.
 
 A folder has one file for each worker, with its target in Prometheus' own format (`file_sd_configs`). Workers of one node, or of many
 nodes with a shared folder, write their files themselves. A worker removes its file when it ends. The file of a killed worker is removed
@@ -11,16 +11,21 @@ Format: Prometheus documentation, "file_sd_config".
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import re
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.interrupts import WeakIdSet
@@ -178,3 +183,53 @@ def reap(folder: str | os.PathLike[str]) -> list[Path]:
                 path.unlink()  # if the inode differs, a new worker has replaced the file
                 gone.append(path)
     return gone
+
+
+# --- workers that are asked how they are
+
+ASK_SECONDS = 2.0  # how many seconds a worker may take to answer
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
+
+
+def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
+    """GET a page of a worker. Raises PlacementError: no worker answers at the URL; the message has the reason."""
+    try:
+        with _OPENER.open(url, timeout=timeout_seconds) as answer:
+            body: bytes = answer.read()
+            return body
+    except urllib.error.HTTPError as error:
+        raise PlacementError(f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)  # of urllib's own error
+        raise PlacementError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from error
+
+
+def find_targets(places: Iterable[str]) -> list[Target]:
+    """The workers at the given places: URLs of workers, and discovery folders. Raises PlacementError: a place is neither."""
+    found: list[Target] = []
+    for place in places:
+        url = place.rstrip("/")
+        if url.startswith("http://"):  # a worker serves no TLS
+            found.append(Target(address=url.removeprefix("http://"), labels={}))
+        elif Path(place).is_dir():
+            found += targets_in(place)
+        else:
+            raise PlacementError(
+                f"{place!r} is no worker's URL (http://host:port) and no discovery folder (workers create it when they announce themselves)"
+            )
+    return found
+
+
+def views_of(places: Iterable[str]) -> list[dict[str, Any]]:
+    """The view of every worker at these places (see `worker_view`). A worker that does not answer has an `error` in its place."""
+
+    def one(target: Target) -> list[dict[str, Any]]:
+        mine = {"name": target.name, "labels": dict(target.labels)}
+        try:
+            return [view | mine for view in json.loads(ask(f"{target.url}/workers"))]
+        except (PlacementError, ValueError, TypeError) as error:
+            return [mine | {"error": str(error)}]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        return [view for views in pool.map(one, find_targets(places)) for view in views]

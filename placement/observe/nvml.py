@@ -19,20 +19,14 @@ ASK_SECONDS = 5.0
 class OtherProcesses:
     """Device bytes of all other processes, as last measured. The measuring thread ends with this object.
 
-    Args:
-        uuid: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
-        nvml: the NVML module; None: `pynvml` if it is installed.
-
-    Attributes:
-        nbytes: the last measurement; None while unknown.
+    `uuid`: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
     """
 
-    def __init__(self, uuid: str, nvml: Any = None) -> None:
-        self.nbytes: int | None = None
+    def __init__(self, uuid: str) -> None:
+        self.nbytes: int | None = None  # the last measurement; None while unknown
         self._then: Callable[[int | None], None] | None = None
         self._wake = threading.Event()
-        nvml = _library() if nvml is None and uuid else nvml
-        if nvml is not None and uuid:
+        if uuid and (nvml := _library()) is not None:
             weakref.finalize(self, self._wake.set).atexit = False
             threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, nvml, uuid), name="placement-nvml", daemon=True).start()
 
@@ -42,8 +36,11 @@ class OtherProcesses:
         self._wake.set()
 
     def measure(self, nvml: Any, device: Any) -> None:
+        """Sum up the listed processes except this one. Where this one is not listed, the ids come from elsewhere, and nothing is known."""
         then, self._then = self._then, None
-        nbytes = _others(nvml, device)
+        listed = {each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+        is_known = None not in listed.values() and listed.pop(os.getpid(), None) is not None
+        nbytes = sum(listed.values()) if is_known else None
         if then is not None:  # before anybody sees the number that it subtracts
             then(nbytes)
         self.nbytes = nbytes
@@ -66,14 +63,6 @@ def _watch(alive: Callable[[], OtherProcesses | None], wake: threading.Event, nv
             others.nbytes = None
     finally:
         nvml.nvmlShutdown()
-
-
-def _others(nvml: Any, device: Any) -> int | None:
-    """Bytes of the listed processes except this one; None if this one is not listed, because then the ids come from elsewhere."""
-    listed = {each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
-    if os.getpid() not in listed or any(nbytes is None for nbytes in listed.values()):
-        return None
-    return int(sum(nbytes for pid, nbytes in listed.items() if pid != os.getpid()))
 
 
 def _library() -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from placement.core.errors import PlacementError
-from placement.core.journal import Journal, PhaseSpan, Record
+from placement.core.journal import Journal
 from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
@@ -29,16 +29,13 @@ _PHASES_TRACK = 1
 _PIECE_EVENTS = 512  # the number of events encoded at a time, which bounds the memory that writing a trace takes
 
 
-def trace_events(
-    records: Iterable[Record], spans: Iterable[PhaseSpan], *, now_seconds: float, offset_seconds: float, pid: int, process: str
-) -> Iterator[Event]:
-    """The events of one worker (`process`), track by track, not sorted by time. Records are oldest first.
-
-    `offset_seconds`, added to monotonic time, gives the trace's time. Open states end at `now_seconds`, on the monotonic clock.
-    """
+def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Iterator[Event]:
+    """The events of this process, track by track, not sorted by time. See `encoded_trace`."""
+    now, pid = time.monotonic(), os.getpid()
+    offset, start = time.time() - now - base_nanoseconds / 1e9, now - last_seconds
 
     def micros(seconds: float) -> float:
-        return round((seconds + offset_seconds) * 1e6, 3)
+        return round((seconds + offset) * 1e6, 3)
 
     def span(name: str, category: str, begin: float, end: float, track: int, **details: Any) -> Event:
         duration = round((max(end, begin) - begin) * 1e6, 3)
@@ -47,14 +44,15 @@ def trace_events(
     def named(what: str, track: int, name: str) -> Event:
         return {"ph": "M", "name": what, "pid": pid, "tid": track, "args": {"name": name}}
 
-    yield named("process_name", 0, process)
+    yield named("process_name", 0, f"placement {pid}")
     yield named("thread_name", _PHASES_TRACK, "phases")
-    for each in spans:
-        details = {} if each.only is None else {"only": list(each.only)}
-        yield span(each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK, **details)
+    for each in journal.phase_spans():
+        if each.end_seconds >= start:
+            details = {} if each.only is None else {"only": list(each.only)}
+            yield span(each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK, **details)
     tracks: dict[str, int] = {}
     since: dict[str, tuple[State, float]] = {}
-    for record in records:
+    for record in (each for each in journal if each.at_seconds >= start):
         handle, end = record.handle, record.at_seconds
         if handle not in tracks:
             tracks[handle] = _PHASES_TRACK + 1 + len(tracks)
@@ -74,7 +72,7 @@ def trace_events(
         yield {"ph": "C", "name": f"{handle} bytes", "ts": micros(end), "pid": pid, "args": {"device": record.resident_bytes}}
         since[handle] = record.target, end
     for handle, (state, began) in since.items():
-        yield span(state.value, "state", began, now_seconds, tracks[handle])
+        yield span(state.value, "state", began, now, tracks[handle])
 
 
 def encoded_trace(
@@ -82,14 +80,7 @@ def encoded_trace(
 ) -> Iterator[bytes]:
     """A trace file in pieces that are made on demand, so a long journal is never held as text. `last_seconds`: leave out events that ended
     longer ago. `base_nanoseconds`: the Unix time at which the trace's time begins. `after`: further events, put after placement's own."""
-    now = time.monotonic()
-    offset = time.time() - now - base_nanoseconds / 1e9
-    start = now - last_seconds
-    records = (record for record in journal if record.at_seconds >= start)
-    spans = (each for each in journal.phase_spans() if each.end_seconds >= start)
-    pid = os.getpid()
-    events = trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=f"placement {pid}")
-    yield from encoded(itertools.chain(events, after), base_nanoseconds)
+    return encoded(itertools.chain(_events(journal, last_seconds, base_nanoseconds), after), base_nanoseconds)
 
 
 def encoded(events: Iterator[Event], base_nanoseconds: int = 0) -> Iterator[bytes]:

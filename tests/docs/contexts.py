@@ -27,6 +27,7 @@ from tests.support import huggingface
 
 WIDTH = 32
 Names = dict[str, Any]
+CONTEXTS: dict[str, Callable[[Tools], Any]] = {}
 
 
 class Tools:
@@ -71,7 +72,11 @@ def _update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: t
     optimizer.zero_grad()
 
 
-@contextmanager
+def context(names: Callable[[Tools], Iterator[Names]]) -> None:
+    CONTEXTS[names.__name__] = contextmanager(names)
+
+
+@context
 def worker(tools: Tools) -> Iterator[Names]:
     """A worker's models, its engine and what it computes; no manager."""
     model = _linear()
@@ -97,7 +102,7 @@ def worker(tools: Tools) -> Iterator[Names]:
     assert torch.equal(published, names["actor"].state_dict()["weight"].to(torch.bfloat16 if "state" in names else published.dtype))
 
 
-@contextmanager
+@context
 def manager(tools: Tools) -> Iterator[Names]:
     """A manager with an actor, and the actor's module."""
     made = placement.Manager(device=simulated())
@@ -109,7 +114,7 @@ def manager(tools: Tools) -> Iterator[Names]:
     assert_nothing_resident(made)
 
 
-@contextmanager
+@context
 def disk(tools: Tools) -> Iterator[Names]:
     """Models that are to be registered, and a folder on a disk."""
     tools.replaced["/mnt/nvme/placement"] = str(tools.folder)
@@ -122,7 +127,7 @@ def disk(tools: Tools) -> Iterator[Names]:
     assert [*tools.folder.iterdir()] == []
 
 
-@contextmanager
+@context
 def masters(tools: Tools) -> Iterator[Names]:
     """A model in bfloat16, and an optimizer with its masters."""
     model = _linear().bfloat16()
@@ -135,7 +140,7 @@ def masters(tools: Tools) -> Iterator[Names]:
     names["manager"].close()
 
 
-@contextmanager
+@context
 def alone(tools: Tools) -> Iterator[Names]:
     """A manager without handles, and a model that generates."""
     names: Names = {"placement": placement, "manager": placement.Manager(device=simulated()), "model": _linear()}
@@ -144,7 +149,7 @@ def alone(tools: Tools) -> Iterator[Names]:
     assert names["engine"].module is names["model"]
 
 
-@contextmanager
+@context
 def ranks(tools: Tools) -> Iterator[Names]:
     """The one rank of a torchrun job of one, with a process group."""
     port = tools.free_port()
@@ -165,7 +170,7 @@ def ranks(tools: Tools) -> Iterator[Names]:
             dist.destroy_process_group()
 
 
-@contextmanager
+@context
 def targets(tools: Tools) -> Iterator[Names]:
     """A worker that announces itself in a folder."""
     place = tools.folder / "targets"
@@ -180,7 +185,7 @@ def targets(tools: Tools) -> Iterator[Names]:
         names["manager"].close()
 
 
-@contextmanager
+@context
 def listed(tools: Tools) -> Iterator[Names]:
     """One rank of a job, with a process group and a server of its metrics."""
     made = placement.Manager(device=simulated())
@@ -197,7 +202,7 @@ def listed(tools: Tools) -> Iterator[Names]:
         made.close()
 
 
-@contextmanager
+@context
 def vllm(tools: Tools) -> Iterator[Names]:
     """A worker beside a server that answers as vLLM does, with memory on the same device."""
     shared = tools.folder / "capacity"
@@ -231,7 +236,7 @@ def vllm(tools: Tools) -> Iterator[Names]:
         server.close()
 
 
-@contextmanager
+@context
 def own_engine(tools: Tools) -> Iterator[Names]:
     """The engine that the block defines is registered, and goes through a phase."""
     names: Names = {"placement": placement}
@@ -244,7 +249,7 @@ def own_engine(tools: Tools) -> Iterator[Names]:
     assert handle.state is placement.State.CPU_OFFLOADED
 
 
-@contextmanager
+@context
 def leases(tools: Tools) -> Iterator[Names]:
     """A GPU that processes share."""
     tools.monkeypatch.setattr("placement.core.settings.LEASES_FOLDER", str(tools.folder / "leases"))
@@ -258,7 +263,7 @@ def leases(tools: Tools) -> Iterator[Names]:
     names["manager"].close()
 
 
-@contextmanager
+@context
 def lease_by_hand(tools: Tools) -> Iterator[Names]:
     """An engine with a sleep of its own, in a process without a manager."""
     tools.monkeypatch.setattr("placement.group.lease.LEASES_FOLDER", str(tools.folder / "leases"))
@@ -278,7 +283,7 @@ def lease_by_hand(tools: Tools) -> Iterator[Names]:
     names["lease"].close()
 
 
-@contextmanager
+@context
 def verl(tools: Tools) -> Iterator[Names]:
     """What verl's worker has: a model, an optimizer, a rollout engine, and what it computes."""
 
@@ -299,7 +304,7 @@ def verl(tools: Tools) -> Iterator[Names]:
     assert (tools.folder / "step-1").is_dir()
 
 
-@contextmanager
+@context
 def verl_engines(tools: Tools) -> Iterator[Names]:
     """A process in which an engine of verl has registered its model."""
     from placement.integrations import verl as integration
@@ -316,7 +321,7 @@ def verl_engines(tools: Tools) -> Iterator[Names]:
         integration.close_manager()
 
 
-@contextmanager
+@context
 def saver(tools: Tools) -> Iterator[Names]:
     """A model that trains and one that generates, as torch_memory_saver's example has them."""
     generator = _linear()
@@ -334,7 +339,7 @@ def saver(tools: Tools) -> Iterator[Names]:
     assert_nothing_resident(names["manager"])
 
 
-@contextmanager
+@context
 def trl(tools: Tools) -> Iterator[Names]:
     """What a script that trains with TRL has: a model, a tokenizer, prompts and a reward function."""
     pytest.importorskip("trl", reason="TRL is not installed")
@@ -359,7 +364,7 @@ def trl(tools: Tools) -> Iterator[Names]:
     assert any(not torch.equal(value, first[name]) for name, value in huggingface.weights_of(names["model"]).items()), "nothing was trained"
 
 
-@contextmanager
+@context
 def trainer(tools: Tools) -> Iterator[Names]:
     """A trainer of transformers whose loss uses a reward model."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -385,7 +390,7 @@ def trainer(tools: Tools) -> Iterator[Names]:
     assert not names["callback"].manager.handles
 
 
-@contextmanager
+@context
 def accelerate_loop(tools: Tools) -> Iterator[Names]:
     """A loop that accelerate prepares, with a reward model."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -402,28 +407,3 @@ def accelerate_loop(tools: Tools) -> Iterator[Names]:
     yield names
     assert_nothing_resident(names["manager"])
     assert not torch.equal(names["manager"].handles["actor"].state_dict()["weight"], first)
-
-
-CONTEXTS: dict[str, Callable[[Tools], Any]] = {
-    each.__name__: each
-    for each in (
-        worker,
-        manager,
-        disk,
-        masters,
-        alone,
-        ranks,
-        targets,
-        listed,
-        vllm,
-        own_engine,
-        leases,
-        lease_by_hand,
-        verl,
-        verl_engines,
-        saver,
-        trl,
-        trainer,
-        accelerate_loop,
-    )
-}

@@ -19,18 +19,13 @@ _LINK = re.compile(r"(!?)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
-
-    Attributes:
-        line: of its first line of text, from 1.
-        mark: of the comment on the line above; empty without one.
-    """
+    """One fenced block."""
 
     page: Path
-    line: int
+    line: int  # of its first line of text, from 1
     language: str
     text: str
-    mark: str
+    mark: str  # of the comment on the line above; empty without one
 
     @property
     def place(self) -> str:
@@ -38,11 +33,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page.
-
-    Raises:
-        ValueError: a block has no end.
-    """
+    """All fenced blocks of a page. Raises ValueError: a block has no end."""
     found: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     index = 0
@@ -91,11 +82,7 @@ def slug(heading: str) -> str:
 
 
 def between(page: Path, mark: str) -> str:
-    """The text between `<!-- mark -->` and `<!-- /mark -->`.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
+    """The text between `<!-- mark -->` and `<!-- /mark -->`. Raises ValueError: the marks are not there."""
     found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- /{mark} -->", page.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
         raise ValueError(f"{page.name} has nothing between <!-- {mark} --> and <!-- /{mark} -->")

@@ -96,11 +96,7 @@ def test_every_mark_is_above_a_python_block() -> None:
 
 
 def resolve_all(tree: ast.Module) -> int:
-    """How many names of modules a block has; each of them exists, but for those of frameworks that are never installed here.
-
-    Raises:
-        AttributeError: one does not.
-    """
+    """How many names of modules a block has; each of them exists, but for those of frameworks that are never installed here."""
     found = {each for each in attributes(tree) if each[0].split(".")[0] not in ABSENT}
     for module, names in found:
         resolve(module, names)
@@ -130,11 +126,7 @@ def _dotted(node: ast.expr) -> tuple[str, ...] | None:
 
 
 def resolve(module: str, names: tuple[str, ...]) -> None:
-    """Look for `module.names...`.
-
-    Raises:
-        AttributeError: there is no such name.
-    """
+    """Look for `module.names...`. Raises AttributeError: there is no such name."""
     found: Any = importlib.import_module(module)
     for name in names:
         if isinstance(found, ModuleType) and not hasattr(found, name) and importlib.util.find_spec(f"{found.__name__}.{name}"):

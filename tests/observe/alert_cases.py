@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 WORKER = 'job="placement",run="r",node="node0",rank="3",instance="node0/rank3"'
 HANDLE = f'{WORKER},handle="actor",kind="module"'
-PEER = {'up{job="placement",run="r",node="node0",rank="4",instance="node0/rank4"}': "1x60"}
-"""Another worker of the run, which lives."""
 GIB = 1 << 30
 
 
@@ -26,10 +23,6 @@ class Case:
     labels: Mapping[str, str] = field(default_factory=dict)
     every: str = "1m"
 
-    @property
-    def name(self) -> str:
-        return f"{self.alert}-{self.what}".replace(" ", "_")
-
 
 def of_worker(name: str, values: str, labels: str = "") -> dict[str, str]:
     return {f"{name}{{{WORKER}{labels}}}": values}
@@ -39,16 +32,19 @@ def of_handle(name: str, values: str, labels: str = "") -> dict[str, str]:
     return {f"{name}{{{HANDLE}{labels}}}": values}
 
 
-def holding(values: str, *, idle: str, up: str, budget: str = "10x60", policy: str = "colocated") -> dict[str, str]:
-    """A worker with one handle that holds `values` GiB of a budget."""
+def holding(values: str, up: str = "1x60", budget: str = "_x60") -> dict[str, str]:
+    """A worker with one handle that holds `values` bytes of a budget on the device."""
     return {
+        **of_worker("placement_budget_bytes", budget),
         **of_handle("placement_resident_bytes", values, ',memory="device"'),
         **of_handle("placement_resident_bytes", "99x60", ',memory="host"'),
-        **of_worker("placement_phase", idle, ',phase="idle"'),
-        **of_worker("placement_budget_bytes", budget),
-        **of_worker("placement_worker_info", re.sub(r"\b0(?=x|\b)", "_", up), f',policy="{policy}"'),
         **of_worker("up", up),
     }
+
+
+def budgeted(what: str, values: str, budget: str = "10x60", policy: str = "colocated", **moments: Any) -> Case:
+    info = of_worker("placement_worker_info", "1x60", f',policy="{policy}"')
+    return Case("PlacementBudgetNearlyFull", what, {**holding(values, budget=budget), **info}, **moments)
 
 
 def counted(alert: str, name: str, series: Mapping[str, str]) -> list[Case]:
@@ -65,12 +61,9 @@ def counted(alert: str, name: str, series: Mapping[str, str]) -> list[Case]:
     ]
 
 
-def gone(
-    what: str, held: str, idle: str, up: str, budget: str = "10x9 stale", *, beside: Mapping[str, str] | None = None, **more: Any
-) -> Case:
-    """A worker that holds these bytes, is idle, up and has a budget at these times, and series of others beside it."""
-    policy = more.pop("policy", "colocated")
-    return Case("PlacementWorkerGone", what, {**holding(held, idle=idle, up=up, budget=budget, policy=policy), **(beside or {})}, **more)
+def gone(what: str, held: str, up: str, budget: str = "10x9 stale", **more: Any) -> Case:
+    """A worker that holds these bytes, is up and has a budget at these times."""
+    return Case("PlacementWorkerGone", what, holding(held, up, budget), **more)
 
 
 CASES = [
@@ -124,63 +117,27 @@ CASES = [
         silent=("30m", "50m"),
     ),
     # 9.6 of 10 for one sample in ten: a sampled peak counts for ten minutes.
-    Case("PlacementBudgetNearlyFull", "peaks", holding("5x9 9.6 5x40", idle="1x60", up="1x60"), fires=("11m", "19m"), silent=("9m", "25m")),
-    Case("PlacementBudgetNearlyFull", "leaves room", holding("9x60", idle="1x60", up="1x60"), silent=("11m", "40m")),
-    Case("PlacementBudgetNearlyFull", "is meant to", holding("10x60", idle="1x60", up="1x60", policy="resident"), silent=("11m",)),
-    Case("PlacementBudgetNearlyFull", "has none", holding("0x60", idle="1x60", up="1x60", budget="0x60"), silent=("11m",)),
+    budgeted("peaks", "5x9 9.6 5x40", fires=("11m", "19m"), silent=("9m", "25m")),
+    budgeted("leaves room", "9x60", silent=("11m", "40m")),
+    budgeted("is meant to", "10x60", policy="resident", silent=("11m",)),
+    budgeted("has none", "0x60", budget="0x60", silent=("11m",)),
     # Killed in a phase, the target stays listed: `up` is 0 and every other series ends.
     gone(
-        *("is down", "4x9 stale", "0x9 stale", "1x9 0x40"),
+        *("is down", "4x9 stale", "1x9 0x40"),
         fires=("12m", "18m"),
         silent=("9m", "25m"),
         labels={"severity": "critical", "run": "r", "instance": "node0/rank3"},
     ),
     # Off the list after a while: nobody expects it any more.
-    gone("is down then off the list", "4x9 stale", "0x9 stale", "1x9 0x5 stale", fires=("12m", "14m"), silent=("9m", "17m", "25m")),
-    gone("ends in order straight out of a phase", "4x9 stale", "0x9 stale", "1x9 stale", beside=PEER, silent=("11m", "12m", "15m")),
-    gone(
-        *("is killed at rest where a policy keeps handles resident", "4x9 stale", "1x9 stale", "1x9 0x40"),
-        policy="resident",
-        fires=("12m",),
-    ),
-    gone(
-        *("ends in order though handles stay resident", "4x9 stale", "1x9 stale", "1x9 stale"),
-        beside=PEER,
-        policy="resident",
-        silent=("11m", "12m", "15m"),
-    ),
-    # The last scrape fell between two phases.
-    gone(
-        *("is down and held bytes half a minute before", "4x19 0 stale", "0x19 1 stale", "1x20 0x40", "10x20 stale"),
-        fires=("12m", "18m"),
-        silent=("10m", "25m"),
-        every="30s",
-    ),
-    gone(
-        *("is down and held bytes two minutes before", "4x9 0x1 stale", "0x9 1x1 stale", "1x11 0x40", "10x11 stale"),
-        silent=("13m", "20m"),
-    ),
-    gone("unregisters everything, then is down", "4x9 stale", "0x9 1x3 stale", "1x13 0x40", "10x13 stale", silent=("15m", "18m")),
+    gone("is down then off the list", "4x9 stale", "1x9 0x5 stale", fires=("12m", "14m"), silent=("9m", "17m", "25m")),
     # The last scrape still saw a phase.
-    gone(
-        *("ends in order with its whole run", "4x9 stale", "0x9 stale", "1x9 stale"),
-        beside={'up{job="placement",run="another",instance="node0/rank3"}': "1x60"},
-        silent=("10m", "11m", "12m", "15m"),
-    ),
-    # What a list that is asked every few seconds does at an orderly end.
-    gone(
-        *("ends in order and is listed a moment longer", "4x19 0 stale", "0x19 1 stale", "1x20 0 stale", "10x20 stale"),
-        silent=("10m", "11m", "12m", "15m"),
-        every="30s",
-    ),
-    gone("is down and held nothing", "0x9 stale", "0x9 stale", "1x9 0x40", silent=("12m", "15m")),
-    gone("unregisters everything and lives", "4x9 stale", "0x9 1x50", "1x60", "10x60", silent=("12m", "15m")),
-    gone(
-        *("is back after three minutes", "4x9 stale _x2 0x40", "0x9 stale _x2 1x40", "1x9 0x2 1x40", "10x9 stale _x2 10x40"),
-        fires=("12m",),
-        silent=("14m", "20m"),
-    ),
-    gone("misses one scrape", "4x9 _ 4x40", "0x9 _ 0x40", "1x9 0 1x40", "10x9 _ 10x40", silent=("10m", "11m", "12m", "20m")),
+    gone("ends in order", "4x9 stale", "1x9 stale", silent=("10m", "11m", "12m", "15m")),
+    # The last scrape fell between two phases.
+    gone("held bytes half a minute before", "4x19 0 stale", "1x20 0x40", "10x20 stale", fires=("12m",), silent=("10m", "25m"), every="30s"),
+    gone("held bytes two minutes before", "4x9 0x1 stale", "1x11 0x40", "10x11 stale", silent=("13m", "20m")),
+    gone("unregisters everything, then is down", "4x9 stale", "1x13 0x40", "10x13 stale", silent=("15m", "18m")),
+    gone("is back after three minutes", "4x9 stale _x2 0x40", "1x9 0x2 1x40", fires=("12m",), silent=("14m", "20m")),
+    gone("misses one scrape", "4x9 _ 4x40", "1x9 0 1x40", "10x60", silent=("10m", "11m", "12m", "20m")),
     Case(
         "PlacementUnaccountedGrowing",
         "leaks in every step",

@@ -20,14 +20,7 @@ def expressions(
     """(where, PromQL) of the pages and rules below a directory that `placement dashboards export` wrote.
 
     `where` begins with "panel", "variable", "record" or "alert". An alert's expression returns nothing while all is well; every other
-    one returns something as soon as a worker of that run and instance has moved something.
-
-    Args:
-        directory: what was given to the command.
-        run: what the variable `run` stands for.
-        instance: what the variable `instance` stands for on the page of one worker; on the fleet page it stands for all.
-        rate_interval: what Grafana would put for `$__rate_interval`: four scrapes.
-        time_range: the time shown.
+    one returns something as soon as a worker of that run and instance has moved something. `rate_interval`: of four scrapes.
     """
     values = {"run": run, "__rate_interval": rate_interval, "__range": time_range}
     found = []
@@ -59,9 +52,5 @@ def _of_page(page: Mapping[str, Any], values: Mapping[str, str]) -> Iterator[tup
 
 
 def substituted(text: str, values: Mapping[str, str]) -> str:
-    """The text with every `$name`, `${name}` and `${name:format}` replaced.
-
-    Raises:
-        KeyError: a name that has no value.
-    """
+    """The text with every `$name`, `${name}` and `${name:format}` replaced."""
     return _VARIABLE.sub(lambda match: values[match[1] or match[2]], text)

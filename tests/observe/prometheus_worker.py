@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from multiprocessing.connection import Connection
 
 import torch
 from torch import nn
 
 import placement
-from placement.observe import discovery
 from placement.testing import SimulatedDevice
 
 
-def main(folder: str, environment: dict[str, str], connection: Connection) -> None:
-    """Work until it is killed.
-
-    Args:
-        folder: for discovery.
-        environment: what the launcher tells this worker.
-        connection: takes where it answers.
-    """
+def main(folder: str, environment: dict[str, str]) -> None:
+    """Work until it is killed. `folder`: for discovery. `environment`: what the launcher tells this worker."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    discovery.REAP_SECONDS = 12.0  # five minutes in life
     manager = placement.Manager(device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo")
     actor, ref, critic = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
     adam = torch.optim.Adam(actor.parameters())
@@ -32,8 +23,7 @@ def main(folder: str, environment: dict[str, str], connection: Connection) -> No
     manager.register("actor.optimizer", adam)
     manager.register("ref", ref, role="ref", readonly=True)
     manager.register("critic", critic, role="critic")
-    server = manager.serve()
-    connection.send(server.url)
+    manager.serve()
     while True:
         with manager.phase("rollout") as step:
             time.sleep(0.6)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
@@ -130,30 +127,6 @@ def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str], make_ha
 def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None, make_snapshot: MakeSnapshot) -> None:
     shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]
     assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
-
-
-SCRAPE = """
-import sys
-from prometheus_client import generate_latest
-from placement.observe.collector import make_registry
-from placement.core.snapshot import Snapshot
-snapshot = Snapshot.model_validate_json(sys.stdin.read())
-sys.stdout.buffer.write(generate_latest(make_registry(lambda: snapshot)))
-"""
-
-
-def test_multiprocess_mode_changes_and_writes_nothing(tmp_path: Path, make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    snapshot = make_snapshot(make_handle())
-    done = subprocess.run(
-        [sys.executable, "-c", SCRAPE],
-        input=snapshot.model_dump_json(),
-        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == as_text(snapshot)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ import pytest
 import placement
 from placement.core.errors import PlacementError
 from placement.observe import discovery
-from placement.observe.discovery import Announcement, Identity, Target, as_json, from_json, reap, targets_in
-from placement.observe.fleet import find_targets, views_of
+from placement.observe.discovery import Announcement, Identity, Target, as_json, find_targets, from_json, reap, targets_in, views_of
 from placement.testing import SimulatedDevice
 from tests.observe.managed import managed
 
@@ -118,8 +116,8 @@ def test_all_workers_are_asked_and_one_that_is_gone_says_so(tmp_path: Path) -> N
     servers = [manager.serve(identity=Identity(rank=rank)) for rank, manager in enumerate(managers)]
     gathered = [*(server.target for server in servers), Target.of("127.0.0.1:9", Identity(rank=2))]
     (tmp_path / "grpo-7.json").write_text(as_json(gathered))
-    with ThreadPoolExecutor() as pool, managers[0].phase("log_prob"):
-        views = views_of(find_targets([str(tmp_path)]), pool)
+    with managers[0].phase("log_prob"):
+        views = views_of([str(tmp_path)])
     assert [view["name"] for view in views] == ["node0/rank0", "node0/rank1", "node0/rank2"]
     assert [view["snapshot"]["handles"][0]["state"] for view in views[:2]] == ["GPU_RESIDENT", "CPU_OFFLOADED"]
     assert "does not answer" in views[2]["error"]

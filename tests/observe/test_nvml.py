@@ -41,6 +41,8 @@ class Library:
         self.processes = processes
         self.fails = fails
         self.calls: list[str] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -58,14 +60,16 @@ class Library:
         return uuid
 
     def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> tuple[Process, ...]:
+        assert self.may_answer.wait(10)
         self._call("processes")
         assert device == "GPU-1"
         return self.processes
 
 
-def test_the_bytes_of_others() -> None:
+def test_the_bytes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(Process(os.getpid(), 5), Process(7, 30), Process(8, 400))
-    others: Any = OtherProcesses("GPU-1", library)
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    others: Any = OtherProcesses("GPU-1")
     until(lambda: others.nbytes == 430)
     others = None
     until(lambda: library.calls[-1] == "shutdown")
@@ -80,8 +84,9 @@ def test_the_bytes_of_others() -> None:
         Library(Process(os.getpid(), 5), Process(7, 30), fails="handle"),
     ],
 )
-def test_what_is_not_known_is_not_said(library: Library) -> None:
-    others = OtherProcesses("GPU-1", library)
+def test_what_is_not_known_is_not_said(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    others = OtherProcesses("GPU-1")
     until(lambda: library.calls and (library.fails or "processes") in library.calls)
     time.sleep(0.05)
     assert others.nbytes is None
@@ -106,23 +111,10 @@ def test_what_others_hold_is_not_shown_before_it_is_subtracted(monkeypatch: pyte
     assert (outside.others_bytes, outside.own_bytes) == (3000, outside.nbytes - 3000)
 
 
-class Slow(Library):
-    """A library that answers when it is let."""
-
-    def __init__(self, *processes: Process) -> None:
-        super().__init__(*processes)
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-
-    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> tuple[Process, ...]:
-        assert self.may_answer.wait(10)
-        return super().nvmlDeviceGetComputeRunningProcesses(device)
-
-
 def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes leave the device in a phase transition, and NVML tells of it a little later."""
     engine, context = 3000, 500
-    library = Slow(Process(os.getpid(), 5), Process(7, engine))
+    library = Library(Process(os.getpid(), 5), Process(7, engine))
     monkeypatch.setattr(nvml, "_library", lambda: library)
     device = Named(1 << 20, chunk_bytes=4096)
     manager, _model = managed(device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from placement.observe.dashboards import FILES, export
-from tests.observe.alert_cases import CASES, GIB, Case, holding, of_handle, of_worker
+from tests.observe.alert_cases import CASES, GIB, Case, of_handle, of_worker
 from tests.observe.expressions import rules
 
 RULES = FILES / "placement.rules.yml"
@@ -55,14 +55,6 @@ def run_scenarios(tmp_path: Path, *scenarios: Mapping[str, Any], evaluated_every
 @pytest.mark.parametrize("alert", ALERTS)
 def test_alert(alert: str, tmp_path: Path) -> None:
     run_scenarios(tmp_path, *(scenario(case) for case in CASES if case.alert == alert))
-
-
-@needs_promtool
-def test_what_is_said_of_a_worker_that_is_gone(tmp_path: Path) -> None:
-    case = Case("", "", holding(f"{4 * GIB}x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"))
-    annotations = said_of(case, "PlacementWorkerGone", "12m", tmp_path)
-    assert annotations["summary"] == "r node0/rank3: gone, or out of reach, with 4GiB on the GPU"
-    assert "Xid messages on node0" in annotations["description"]
 
 
 @needs_promtool

@@ -11,19 +11,15 @@ import torch
 from torch import nn
 
 import placement
-from placement.cli import main
 from placement.cli.plan import table
 from placement.core.snapshot import TransitionSeconds
-from placement.core.states import IDLE
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Layout, Link, Model, Rollout
 from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
-from placement.forecasting.job import OPTIMIZERS, state_of
-from placement.forecasting.models import module_of, parts_of
+from placement.forecasting.job import OPTIMIZERS, module_of, parts_of, state_of
 from placement.testing import SimulatedDevice
-from tests.support.worker import learn
 
 MIB = 1 << 20
 
@@ -116,14 +112,13 @@ def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
         Layout(shards=12)
     module = mlp(100)
     module.register_buffer("scale", torch.empty(50, device="meta"))
-    names = {part.name: part.nbytes for part in parts_of(module, Layout(shards=8))}
-    assert names == {"scale": 200, "0.weight": 50 * 100 * 4, "1.weight": 13 * 400 * 4}
+    assert [part.nbytes for part in parts_of(module, Layout(shards=8))] == [200, 50 * 100 * 4, 13 * 400 * 4]
     assert sum(part.nbytes for part in parts_of(module, dtype=torch.bfloat16)) == 200 + 2 * 2 * 100 * 400
     with pytest.raises(ValueError, match="has no tensor-parallel plan"):
         parts_of(module, Layout(tensor_parallel=2))
     module.tp_plan = {"0": "colwise", "1": "rowwise"}  # type: ignore[assignment]
-    halves = {part.name: part.parameters[0].shape for part in parts_of(module, Layout(tensor_parallel=2)) if part.parameters}
-    assert halves == {"0.weight": (200, 100), "1.weight": (100, 200)}
+    halves = [part.parameters[0].shape for part in parts_of(module, Layout(tensor_parallel=2)) if part.parameters]
+    assert halves == [(200, 100), (100, 200)]
     with pytest.raises(ValueError, match=r"tensor_parallel 3 does not divide dimension 0 of '0.weight', of shape \(400, 100\)"):
         parts_of(module, Layout(tensor_parallel=3))
     module.tp_plan = {"0": "diagonal"}  # type: ignore[assignment]
@@ -259,7 +254,7 @@ def test_the_state_of_optimizers() -> None:
     [
         (lambda: Model(mlp(), readonly=True, optimizer="sgd"), "a readonly model has no optimizer"),
         (lambda: Model(mlp(), replicated=True), "replicated models that are not trained"),
-        (lambda: Model(mlp(), role="judge"), "role 'judge' is none of"),
+        (lambda: Model(mlp(), role="judge"), "role must be one of actor, .*, not 'judge'"),
         (lambda: Model(mlp(), gradients=cast("Any", "lost")), "gradients must be one of"),
         (lambda: placement.forecast({}), "there is no handle"),
         (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
@@ -274,7 +269,7 @@ def test_the_state_of_optimizers() -> None:
         (lambda: Model(mlp(), head=cast("Any", "tail")), "head must be one of lm, value"),
         (lambda: placement.forecast({"actor": cast("Any", mlp())}), "'actor' is described by an object of Sequential; give a Model"),
         (lambda: Model(mlp(), optimizer=cast("Any", torch.optim.SGD([torch.zeros(1)]))), "an object of SGD; give its class"),
-        (lambda: Rollout(1, 1, role="boss"), "role 'boss' is none of"),
+        (lambda: Rollout(1, 1, role="boss"), "role must be one of actor, .*, not 'boss'"),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
@@ -302,9 +297,12 @@ def test_a_cuda_device_counts_in_its_own_chunks() -> None:
 def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> None:
     layout, sizing = Layout(shards=8), SimulatedDevice(1 << 30)
     ways = {"whole": Model(mlp(), readonly=True, sharded=False), "replicated": Model(mlp(), readonly=True, replicated=True)}
-    told = {name: placement.forecast({"ref": model}, layout=layout, cycle=["log_prob"], device=sizing) for name, model in ways.items()}
+    told = {
+        name: placement.forecast({"ref": model}, layout=layout, cycle=["log_prob"], device=sizing, link=1e9) for name, model in ways.items()
+    }
     assert told["whole"].peak_bytes == told["replicated"].peak_bytes
     assert told["whole"].loaded_bytes == 8 * told["replicated"].loaded_bytes
+    assert told["whole"].stall_seconds == pytest.approx(8 * (told["replicated"].stall_seconds or 0))
     assert told["whole"].host_bytes == 8 * told["replicated"].host_bytes
     assert told["whole"].node_host_bytes == 8 * told["replicated"].node_host_bytes
 
@@ -370,32 +368,6 @@ def streamed(**keywords: Any) -> placement.Forecast:
     return placement.forecast({"actor": Model(layers(), optimizer="adamw")}, **{"device": device, **STREAMED, **keywords})
 
 
-@pytest.mark.parametrize(("steps", "bucket_bytes"), [(1, "512MiB"), (3, "48KiB")])
-def test_streamed_bytes_are_those_of_the_real_steps(steps: int, bucket_bytes: str) -> None:
-    device = SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
-    manager = placement.Manager(device=device, policy=STREAMED["policy"], streamed_bucket_bytes=bucket_bytes)
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    manager.register("actor", model, role="actor")
-    manager.register("actor.optimizer", optimizer)
-    told = streamed(steps={"train": steps})
-    for phase in (*told.first_phases, *told.phases):
-        before = manager.snapshot()
-        if phase.phase == IDLE:
-            manager.leave()
-        else:
-            (manager.switch if manager.phase_name != IDLE else manager.enter)(phase.phase)
-        for _ in range(steps if phase.phase == "train" else 0):
-            learn(model, optimizer)
-            optimizer.zero_grad()
-        moved = manager.snapshot().since(before)
-        # With small buckets, each bucket of new state begins at a granule of its own.
-        tolerance = 0.02 if bucket_bytes == "48KiB" else 0
-        assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=tolerance)
-        assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=tolerance)
-    manager.close()
-
-
 def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
     state_bytes = streamed().phase("train").streamed_bytes // 2
     told = streamed(steps={"train": 3})
@@ -404,24 +376,3 @@ def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
     assert streamed(steps={"train": 0}).phase("train").streamed_bytes == 0
     told = streamed(cycle=["log_prob", "train", "optimizer_step"])  # in the phase that is nested, where there is one
     assert [told.phase(name).streamed_bytes for name in ("train", "optimizer_step")] == [0, 2 * state_bytes]
-
-
-@pytest.mark.parametrize(("to_host", "both", "seconds"), [(20e9, None, (12 << 30) / 20e9), (40e9, 50e9, (24 << 30) / 50e9)])
-def test_the_slower_direction_gives_the_seconds_of_a_streamed_step(to_host: float, both: float | None, seconds: float) -> None:
-    with torch.device("meta"):
-        large = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(48)))  # 12 GiB of state
-    link = Link(to_device_bytes_per_second=40e9, to_host_bytes_per_second=to_host, both_bytes_per_second=both)
-    two, none = (
-        placement.forecast({"actor": Model(large, optimizer="adamw")}, link=link, steps={"train": count}, **STREAMED) for count in (2, 0)
-    )
-    assert (two.phase("train").stall_seconds or 0) - (none.phase("train").stall_seconds or 0) == pytest.approx(2 * seconds, rel=0.1)
-
-
-def test_the_command_tells_streamed_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(config()))
-    command = ["plan", str(tmp_path), "--policy", STREAMED["policy"], "--rate", "50GB", "--cycle", "log_prob,train"]
-    assert main([*command, "--steps", "train=4"]) == 0
-    assert "is streamed by optimizers" in capsys.readouterr().out
-    assert main([*command, "--steps", "train=many"]) == 2
-    assert "no number of steps" in capsys.readouterr().err

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ import pytest
 import torch
 
 import placement
+from placement.core.snapshot import Snapshot
+from placement.devices.simulated import device as simulated
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting import Layout, Model, Rollout
 from placement.forecasting.description import CYCLES
-from placement.forecasting.models import parts_of
+from placement.forecasting.job import parts_of
+from placement.phases import reconciler
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
+from tests.support.disk import settle
 from tests.support.early import Early
-from tests.support.measured_steps import LinkClock, MeasuredPhase, steps, train
 
 transformers = pytest.importorskip("transformers")
 
+MIB = 1 << 20
 RATE = 1e8
 CHUNK_BYTES = 64 << 10
 DECODER = {"vocab_size": 768, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,29 +37,48 @@ OPTIMIZERS: Mapping[str, Any] = {
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }
+GRPO = {"actor": "adamw", "ref": None}
+PPO = {"actor": "adamw", "critic": "adamw", "ref": None, "reward": None}
 
 
 @dataclass(frozen=True)
 class Case:
-    config: Any = field(default_factory=lambda: QWEN2)
+    config: Any = None
+    """None: a model of 2 MiB. Then AdamW has 4 MiB."""
     policy: str = "colocated"
     cycle: Sequence[str] = CYCLES["grpo"]
-    dtype: torch.dtype = torch.bfloat16
     budget: int = 1 << 30
-    roles: Mapping[str, str | None] = field(default_factory=lambda: {"actor": "adamw", "ref": None})
+    roles: Mapping[str, str | None] = field(default_factory=lambda: GRPO)
     """The optimizer of each role."""
     keeps_gradients: bool = False
     engine: Mapping[str, int] | None = None
+    limit: float | None = None
+    """Of host memory, in MiB."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return None if self.limit is None else int(self.limit * MIB)
 
 
-PPO_ROLES = {"actor": "adamw", "critic": "sgd-momentum", "ref": None, "reward": None}
+LLAMA_PPO: dict[str, Any] = {"config": LLAMA, "cycle": CYCLES["ppo"], "roles": {**PPO, "critic": "sgd-momentum"}}
 CASES = {
-    "GRPO, colocated": Case(),
-    "PPO, resident, a budget": Case(LLAMA, "resident", CYCLES["ppo"], budget=6_500_000, roles=PPO_ROLES),
-    "PPO, gradients move with their model": Case(LLAMA, keeps_gradients=True, cycle=CYCLES["ppo"], roles=PPO_ROLES),
-    "gradients are dropped": Case(policy="colocated(drop_gradients=True)", keeps_gradients=True),
-    "weights are streamed": Case(policy="colocated(stream_sync=True)", roles={"actor": "sgd"}),
-    "an engine of its own, resident": Case(policy="resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}),
+    "GRPO, colocated": Case(QWEN2),
+    "PPO, resident, a budget": Case(policy="resident", budget=6_500_000, **LLAMA_PPO),
+    "PPO, gradients move with their model": Case(keeps_gradients=True, **LLAMA_PPO),
+    "gradients are dropped": Case(QWEN2, "colocated(drop_gradients=True)", keeps_gradients=True),
+    "weights are streamed": Case(QWEN2, "colocated(stream_sync=True)", roles={"actor": "sgd"}),
+    "an engine of its own, resident": Case(QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}),
+    "GRPO, the least host memory": Case(limit=6.5),
+    "PPO, 3 MiB of host memory short": Case(limit=13, cycle=CYCLES["ppo"], roles=PPO),
+    "host memory short, resident, a budget": Case(
+        None, "resident", ("train", "ref_log_prob", "train", "rollout", "weight_sync"), limit=6.5, budget=6 * MIB
+    ),
+    "host memory short, the optimizer in its step": Case(
+        None, "colocated(optimizer_in='optimizer_step')", ("log_prob", "train", "optimizer_step"), limit=6.5
+    ),
+    "host memory short, streamed steps, two optimizers": Case(
+        None, "colocated('streamed')", ("checkpoint", "values", "reward", "train"), limit=12, roles=PPO
+    ),
 }
 
 
@@ -68,51 +92,130 @@ class SleepingEngine(TaggedEngine):
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None: ...
 
 
+class LinkClock:
+    """A clock that only waiting moves on, so that a simulated link's seconds are measured without those of the processor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the simulated device wait by this clock, and phase transitions measure by it."""
+        self.now = 1.0
+        for module in (simulated, reconciler):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(frozen=True)
+class MeasuredPhase:
+    """One phase: what the handles hold after the phase transition at its beginning, and what has moved when its work is done."""
+
+    phase: str
+    handle_bytes: Mapping[str, int]
+    host_bytes: int
+    stall_seconds: float
+    moved: tuple[int, ...]
+    """Bytes that were loaded, offloaded and skipped, and that the disk has written and read."""
+    disk_bytes: int
+
+
+def steps(
+    manager: placement.Manager, cycle: Sequence[str], work: Mapping[str, Callable[[], object]], cycles: int = 3
+) -> list[list[MeasuredPhase]]:
+    """Run the cycle several times, each as one open phase that switches, with the work of its phases."""
+    found: list[list[MeasuredPhase]] = []
+    for _ in range(cycles):
+        found.append([])
+        for index, phase in enumerate((*cycle, "idle")):
+            before = manager.snapshot()
+            manager.leave() if phase == "idle" else manager.switch(phase) if index else manager.enter(phase)
+            after = manager.snapshot()
+            work.get(phase, lambda: None)()
+            if manager.settings.host_limit_bytes is not None:
+                settle(manager)
+            found[-1].append(_row(phase, before, after, manager.snapshot()))
+    return found
+
+
+def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> MeasuredPhase:
+    counters = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes", "spilled_bytes", "disk_read_bytes")
+    then, now = ([sum(each) for each in zip(*map(counters, snapshot.handles), strict=True)] for snapshot in (before, end))
+    return MeasuredPhase(
+        phase=phase,
+        handle_bytes={handle.name: handle.resident_bytes for handle in after.handles},
+        host_bytes=sum(handle.host_bytes for handle in after.handles),
+        stall_seconds=sum(after.phase_stall_seconds.values()) - sum(before.phase_stall_seconds.values()),
+        moved=tuple(one - other for one, other in zip(now, then, strict=True)),
+        disk_bytes=sum(handle.disk_bytes for handle in end.handles),
+    )
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool = False) -> None:
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    if not keeps_gradients:
+        optimizer.zero_grad()
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+
+
 def model(case: Case, role: str) -> torch.nn.Module:
+    if case.config is None:
+        return net()
+    auto = transformers.AutoModelForCausalLM
     if role in ("critic", "reward"):
-        case.config.num_labels = 1
-        made = transformers.AutoModelForTokenClassification.from_config(case.config, dtype=case.dtype)
-    else:
-        made = transformers.AutoModelForCausalLM.from_config(case.config, dtype=case.dtype)
+        case.config.num_labels, auto = 1, transformers.AutoModelForTokenClassification
+    made = auto.from_config(case.config, dtype=torch.bfloat16)
     assert isinstance(made, torch.nn.Module)
     return made
 
 
-def measure(case: Case, device: SimulatedDevice) -> tuple[list[list[MeasuredPhase]], int]:
+def measure(case: Case, device: SimulatedDevice, folder: Path, cycles: int = 3) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
-    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget)
-    trained = []
-    for role, name in case.roles.items():
-        made = model(case, role)
-        manager.register(role, made, role=role, readonly=name is None)
-        if name is not None:
-            optimizer = OPTIMIZERS[name](made.parameters())
-            manager.register(f"{role}.optimizer", optimizer)
-            trained.append((made, optimizer))
-        else:
-            trained.append((made, None))  # kept alive
-    if case.engine is not None:
-        engine = SleepingEngine(tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache"))
-        manager.register("rollout", engine, role="rollout")
+    limits = {} if case.limit_bytes is None else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
+    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget, **limits)
+    models: list[torch.nn.Module] = []  # kept alive
+    trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
+    try:
+        for role, name in case.roles.items():
+            models.append(made := model(case, role))
+            manager.register(role, made, role=role, readonly=name is None)
+            if name is not None:
+                trained.append((made, OPTIMIZERS[name](made.parameters())))
+                manager.register(f"{role}.optimizer", trained[-1][1])
+        if case.engine is not None:
+            engine = SleepingEngine(tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache"))
+            manager.register("rollout", engine, role="rollout")
 
-    def work() -> None:
-        for made, optimizer in trained:
-            if optimizer is not None:
+        def work() -> None:
+            for made, optimizer in trained:
                 train(made, optimizer, keeps_gradients=case.keeps_gradients)
 
-    found = steps(manager, case.cycle, {"train": work})
-    peak = manager.snapshot().peak_bytes
-    manager.close()
-    return found, peak
+        found = steps(manager, case.cycle, {"optimizer_step" if "optimizer_step" in case.cycle else "train": work}, cycles)
+        return found, manager.snapshot().peak_bytes
+    finally:
+        while manager.phase_name != "idle":
+            manager.leave()
+        manager.close()
 
 
-def forecast(case: Case, device: SimulatedDevice, folder: Path) -> placement.Forecast:
-    case.config.save_pretrained(folder)
+def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> placement.Forecast:
+    if case.config is not None:
+        case.config.save_pretrained(folder)
+    with torch.device("meta"):
+        source = net()
     handles: dict[str, Model | Rollout] = {
         role: Model(
-            folder,
+            source if case.config is None else folder,
             optimizer=name,
-            dtype=case.dtype,
+            dtype=None if case.config is None else torch.bfloat16,
             readonly=name is None,
             gradients="kept" if case.keeps_gradients and name else "cleared",
         )
@@ -120,40 +223,94 @@ def forecast(case: Case, device: SimulatedDevice, folder: Path) -> placement.For
     }
     if case.engine is not None:
         handles["rollout"] = Rollout(case.engine["weights"], case.engine["kv_cache"])
-    return placement.forecast(handles, policy=case.policy, cycle=case.cycle, budget_bytes=case.budget, device=device, link=RATE)
+    return placement.forecast(
+        handles,
+        layout=layout or Layout(),
+        policy=case.policy,
+        cycle=case.cycle,
+        budget_bytes=case.budget,
+        host_limit_bytes=case.limit_bytes,
+        device=SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES),
+        link=RATE,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    told = forecast(case, SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), tmp_path)
-    LinkClock().install(monkeypatch)
-    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE)
-    cycles, peak = measure(case, device)
+    told = forecast(case, tmp_path)
+    if case.limit is None:
+        LinkClock(monkeypatch)
+    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE if case.limit is None else None)
+    cycles, peak = measure(case, device, tmp_path, 3 if case.limit is None else 8)
     assert told.fits
     assert told.peak_bytes == peak
-    for measured, phases in ((cycles[0], told.first_phases), (cycles[-1], told.phases)):
+    compared = [(cycles[-1], told.phases)]
+    if case.limit is None:
+        compared.append((cycles[0], told.first_phases))
+    else:
+        assert [has.moved for has in cycles[-1]] == [has.moved for has in cycles[-2]], "the run is not steady yet"
+        assert told.disk_bytes == max(has.disk_bytes for has in cycles[-1])
+    moved = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes", "disk_written_bytes", "disk_read_bytes")
+    for measured, phases in compared:
         for has, phase in zip(measured, phases, strict=True):
             assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
-            assert (has.loaded_bytes, has.offloaded_bytes, has.skipped_bytes) == (
-                phase.loaded_bytes,
-                phase.offloaded_bytes,
-                phase.skipped_bytes,
-            ), phase.phase
-            assert has.host_bytes == phase.host_bytes
-            engine = phase.handle_bytes.get("rollout") is not None
-            if not engine:  # an engine's copies are its own, and take no time of the simulated link
+            assert has.moved == moved(phase), phase.phase
+            assert has.disk_bytes == phase.disk_bytes
+            if case.limit is None:
+                assert has.host_bytes == phase.host_bytes
+            if case.limit is None and case.engine is None:  # an engine's copies are its own, and take no time of the simulated link
                 assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), phase.phase
 
 
+@pytest.mark.parametrize(("limit", "roles"), [(1, GRPO), (5.9, PPO), (6, PPO)])
+def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: Mapping[str, str | None], tmp_path: Path) -> None:
+    case, refused = Case(limit=limit, roles=roles, cycle=("log_prob",)), ""
+    try:
+        measure(case, SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), tmp_path, cycles=0)
+    except placement.HostMemoryError as error:
+        refused = str(error).partition("\n")[0]
+    told = forecast(case, tmp_path)
+    assert told.refused_registrations[:1] == ((refused,) if refused else ())
+    assert told.fits is not bool(refused)
+
+
+def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
+    told = forecast(CASES["PPO, 3 MiB of host memory short"], tmp_path, layout=Layout(data_parallel=4))
+    assert told.host_bytes > 13 * MIB
+    assert told.first_phases[0].disk_waited_bytes == told.first_phases[0].disk_read_bytes == 2 * MIB
+    assert [note for note in told.notes if "goes over the limit, up to 14,680,064 bytes" in note]
+    assert told.node_disk_bytes == 4 * told.disk_bytes > 0
+    assert told.node_host_bytes == 4 * told.host_bytes
+    assert forecast(Case(limit=8), tmp_path).disk_bytes == 0
+
+
+def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """Only this rank's part of it counts towards the limit."""
+    with torch.device("meta"):
+        handles = {"actor": Model(net(), optimizer="sgd"), "ref": Model(net(), readonly=True, replicated=True)}
+    layout, device = Layout(data_parallel=4), SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
+
+    def told(limit_bytes: int) -> placement.Forecast:
+        return placement.forecast(handles, layout=layout, cycle=["log_prob", "train"], host_limit_bytes=limit_bytes, device=device)
+
+    roomy = told(5 * MIB // 2)
+    assert (roomy.disk_bytes, roomy.host_bytes, roomy.node_host_bytes) == (0, 5 * MIB // 2, 10 * MIB)
+    tight = told(9 * MIB // 4)  # the actor's host copy leaves: it takes 2 MiB, and a quarter of the other one 0.5 MiB
+    assert tight.disk_bytes == 2 * MIB
+    assert any("goes over the limit, up to 2,621,440 bytes" in note for note in tight.notes)
+    assert not caplog.records  # the note is enough
+    assert {each.name: each.host_bytes for each in tight.handles} == {"actor": 2 * MIB, "actor.optimizer": 0, "ref": MIB // 2}
+
+
 def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
-    case = Case(budget=1_000_000)
+    case = Case(QWEN2, budget=1_000_000)
     device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
-    told = forecast(case, device, tmp_path)
+    told = forecast(case, tmp_path)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
     with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)") as caught:
-        measure(case, device)
+        measure(case, device, tmp_path)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
@@ -168,9 +325,7 @@ def aside(*phases: str) -> Early:
 @pytest.mark.parametrize(
     ("seconds", "policy", "phase", "less"),
     [
-        (0.0, aside("log_prob"), "log_prob", set()),
         (0.005, aside("log_prob"), "log_prob", {"train"}),
-        (0.0, aside("weight_sync"), "weight_sync", {"weight_sync"}),  # the next phase transition waits instead
         (1.0, aside("weight_sync", "idle", "rollout"), "rollout", {"weight_sync"}),
     ],
 )
@@ -180,8 +335,7 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     config, chunk_bytes = QWEN2, 512 << 10
     config.save_pretrained(tmp_path)
     handles = {"actor": Model(tmp_path, optimizer="adamw", dtype="fp32"), "ref": Model(tmp_path, readonly=True, dtype="fp32")}
-    clock = LinkClock()
-    clock.install(monkeypatch)
+    clock = LinkClock(monkeypatch)
     device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, bandwidth_bytes_per_second=RATE)
     told = placement.forecast(handles, policy=policy, budget_bytes=1 << 30, device=device, link=RATE, work_seconds={phase: seconds})
     manager = placement.Manager(device=device, policy=policy, budget_bytes=1 << 30)
@@ -193,8 +347,8 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     measured = steps(manager, CYCLES["grpo"], {"train": lambda: train(actor, optimizer), phase: lambda: clock.sleep(seconds)})[-1]
     manager.close()
     for has, each in zip(measured, told.phases, strict=True):
-        assert has.device_bytes == each.device_bytes, each.phase
-        assert has.loaded_bytes == each.loaded_bytes, each.phase
+        assert sum(has.handle_bytes.values()) == each.device_bytes, each.phase
+        assert has.moved[0] == each.loaded_bytes, each.phase
         # The copies of whole chunks that have begun go on; the forecast cuts at a byte.
         assert has.stall_seconds == pytest.approx(each.stall_seconds, rel=0.1, abs=chunk_bytes / RATE), each.phase
     assert told.fits

@@ -63,6 +63,11 @@ def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
+def test_streamed_steps_are_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--policy", "colocated('streamed')", "--cycle", "log_prob,train", "--steps", "train=4"]) == 0
+    assert "is streamed by optimizers" in capsys.readouterr().out
+
+
 def test_a_job_that_does_not_fit_says_where_and_by_how_much(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--budget", "100MiB", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -105,7 +110,8 @@ def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> No
         (["MODEL", "--cycle", "rollout,trian"], "did you mean 'train'"),
         (["MODEL", "--roles", "actor,judge"], "--roles: judge is not among"),
         (["MODEL", "--model-of", "ref"], "is not of the form ROLE=CONFIG"),
-        (["MODEL", "--work", "train=long"], "'long' of phase 'train' is no number"),
+        (["MODEL", "--work", "train=long"], "'long' of phase 'train' is no number of seconds"),
+        (["MODEL", "--steps", "train=many"], "'many' of phase 'train' is no number of steps"),
         (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
         (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
         (["MODEL", "--policy", "colocatd"], "did you mean 'colocated'"),
