@@ -40,7 +40,8 @@ def published(
     one of adapters alone under each name that PEFT saves. Reads no value, moves nothing and calls no collective. The order is the same on
     all ranks of a sharded module. ValueError: the module has no such adapters or names, or they cannot be published so."""
     shown, bare = Shown(root, frameworks), None
-    if adapters == "separate" or names == "checkpoint" or _has_adapters(root):
+    named = shown.named(root)
+    if adapters == "separate" or names == "checkpoint" or _has_adapters(root):  # a library changes a copy
         skeleton = Skeleton(shown)
         bare, weights = skeleton.copy(root), skeleton.weights
         if adapters != "separate" and "peft" in sys.modules:
@@ -48,9 +49,7 @@ def published(
             bare = unload.of(bare)
             weights = weights | unload.merged()
         places = lora.separate(skeleton, bare) if adapters == "separate" else named_places(bare)
-        named = iter((name, weights[key_of(place)], not isinstance(place, torch.nn.Parameter)) for name, place in places)
-    else:
-        named = shown.named(root)  # no library needs a copy that it can change
+        named = ((name, weights[key_of(place)], not isinstance(place, torch.nn.Parameter)) for name, place in places)
     pairs, buffers, seen = [], set[str](), set[int]()
     for name, weight, is_buffer in named:
         if adapters == "separate" or id(weight) not in seen:
