@@ -101,20 +101,18 @@ class Shown:
     def named(self, root: torch.nn.Module) -> Iterator[tuple[str, Weight, bool]]:
         """Name and weight of each parameter, then of each persistent buffer, as `named_places` finds them in a copy; and whether it is a
         buffer."""
-        modules = list(self._modules(root, ""))
+        modules, waiting = list[tuple[str, torch.nn.Module]](), [("", root)]
+        while waiting:
+            prefix, module = waiting.pop()
+            part = self.unwrapped(module)
+            modules.append((prefix, part))
+            waiting += [(f"{prefix}{name}.", child) for name, child in reversed(part._modules.items()) if child is not None]
         for prefix, part in modules:
             yield from ((prefix + name, weight, False) for name, weight in self.parameters(part) if weight is not None)
         for prefix, part in modules:
             for name, buffer in part._buffers.items():
                 if buffer is not None and name not in part._non_persistent_buffers_set:
                     yield prefix + name, self.weight(buffer), True
-
-    def _modules(self, module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-        module = self.unwrapped(module)
-        yield prefix, module
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from self._modules(child, f"{prefix}{name}.")
 
 
 class Skeleton(Copier):
