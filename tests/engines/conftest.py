@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,31 @@ def shared(tmp_path: Path) -> Path:
     return tmp_path / "capacity"
 
 
+Start = Callable[..., Job]
+
+
 @pytest.fixture
-def started() -> Iterator[list[StandIn]]:
+def unregistered(shared: Path) -> Iterator[Start]:
+    """Starts a server of a kind, and makes a job beside it. `at`: the name of another device."""
     servers: list[StandIn] = []
-    yield servers
+
+    def begin(kind: Any, weights: str = "discard", at: str = "capacity", **options: Any) -> Job:
+        is_vllm = isinstance(kind, type) and issubclass(kind, Vllm033)
+        place = shared.with_name(at)
+        servers.append(kind(place) if is_vllm else kind(place, keeps_weights=weights == "keep"))
+        return Job(servers[-1], place, **({"weights": weights} if is_vllm else {}), **options)
+
+    yield begin
     for server in servers:
         server.close()
         assert server.accidents == []
+
+
+@pytest.fixture
+def start(unregistered: Start) -> Start:
+    def begin(*which: Any, **options: Any) -> Job:
+        job = unregistered(*which, **options)
+        job.register()
+        return job
+
+    return begin

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gpu.on_gpus import gpus
-from tests.group import full_rank_worker, part_worker
+from tests.group import part_worker
 from tests.group import replicated_worker as worker
 from tests.group import trained_worker as trained
+from tests.group.test_replicated import check_shares
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -26,17 +27,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks) -> None:
-    seen = ranks.run(worker.loads, next(_generations), True, deadline_seconds=DEADLINE_SECONDS)
-    nbytes, world_size = seen[0]["bytes"], ranks.world_size
-    assert nbytes <= sum(each["host"] for each in seen) < nbytes + worker.PAGE
-    slack = 2 * world_size * worker.PAGE * (nbytes // worker.CUDA_CHUNK + 1)  # what does not divide, in each chunk
-    for each in seen:
-        assert abs(each["host"] - nbytes / world_size) < slack
-        assert all(abs(crossed - nbytes / world_size) < slack for crossed in each["crossed"])
+    check_shares(ranks.run(worker.loads, next(_generations), True, deadline_seconds=DEADLINE_SECONDS), worker.CUDA_CHUNK)
 
 
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks) -> None:
-    for told in ranks.run(full_rank_worker.trains_on, next(_generations), "cuda", 1, deadline_seconds=DEADLINE_SECONDS):
+    for told in ranks.run(part_worker.full, next(_generations), "cuda", 1, deadline_seconds=DEADLINE_SECONDS):
         assert len(told) == 2
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 

@@ -12,18 +12,19 @@ import torch.distributed as dist
 from placement import Manager, PlacementError, RegistrationError, State
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
-from tests.group import full_rank_worker
+from tests.group import part_worker
 from tests.group import replicated_worker as worker
 from tests.group.conftest import beside
 from tests.group.replicated_worker import Rank, as_bytes
 from tests.support.ranks import Ranks, group_of_all, on_ranks
 
 
-def check_shares(seen: list[dict[str, Any]]) -> None:
-    """One host copy in all, and no rank brought more than its share of it."""
+def check_shares(seen: list[dict[str, Any]], chunk_bytes: int = 0) -> None:
+    """One host copy in all, and no rank brought more than its share of it. `chunk_bytes` where those do not divide among the ranks."""
     nbytes = seen[0]["bytes"]
     world_size = len(seen)
-    slack = world_size * worker.PAGE * 2  # whole pages, and what does not divide in the last chunk
+    num_uneven = nbytes // chunk_bytes + 1 if chunk_bytes else 1
+    slack = world_size * worker.PAGE * 2 * num_uneven  # whole pages, and what does not divide in a chunk
     assert nbytes <= sum(each["host"] for each in seen) < nbytes + worker.PAGE
     for each in seen:
         assert abs(each["host"] - nbytes / world_size) < slack
@@ -92,7 +93,7 @@ def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> 
 
 
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks, generation: int) -> None:
-    for told in ranks.run(full_rank_worker.trains_on, generation, "cpu", 1):
+    for told in ranks.run(part_worker.full, generation, "cpu", 1):
         assert len(told) == 2
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 

@@ -32,38 +32,37 @@ def examples() -> list[dict[str, Any]]:
     return [{"input_ids": each, "labels": each} for each in ids]
 
 
-class Rewarded:
-    """Makes a trainer whose loss asks a frozen model how it likes what the model says; gradients flow through it."""
+def rewarded(folder: str, out: Path, callback: Any = None, reward: Any = None, watch: Any = None, **changes: Any) -> Any:
+    """A trainer whose loss asks a frozen model how it likes what the model says; gradients flow through it."""
 
-    def __init__(self, folder: str, out: Path, callback: Any = None, reward: Any = None, watch: Any = None, **changes: Any) -> None:
-        class Trainer(transformers.Trainer):  # type: ignore[misc, name-defined]
-            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-                outputs = model(**inputs)
-                loss = outputs.loss
-                if reward is not None:
-                    said = outputs.logits.softmax(-1) @ reward.get_input_embeddings().weight
-                    loss = loss - reward(inputs_embeds=said).logits.mean()
-                if watch is not None:
-                    watch("loss of a step" if model.training else "loss of an evaluation")
-                return (loss, outputs) if return_outputs else loss
+    class Trainer(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs.loss
+            if reward is not None:
+                said = outputs.logits.softmax(-1) @ reward.get_input_embeddings().weight
+                loss = loss - reward(inputs_embeds=said).logits.mean()
+            if watch is not None:
+                watch("loss of a step" if model.training else "loss of an evaluation")
+            return (loss, outputs) if return_outputs else loss
 
-        arguments = {
-            "output_dir": str(out),
-            "use_cpu": True,
-            "report_to": "none",
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "seed": 7,
-        }
-        args = transformers.TrainingArguments(**{**arguments, **changes})
-        callbacks = [] if callback is None else [callback]
-        data = {"train_dataset": examples(), "eval_dataset": {"first": examples(), "second": examples()[:1]}}
-        self.trainer = Trainer(model=hf.model_from(folder), args=args, callbacks=callbacks, **data)
+    arguments = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "report_to": "none",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    args = transformers.TrainingArguments(**{**arguments, **changes})
+    callbacks = [] if callback is None else [callback]
+    data = {"train_dataset": examples(), "eval_dataset": {"first": examples(), "second": examples()[:1]}}
+    return Trainer(model=hf.model_from(folder), args=args, callbacks=callbacks, **data)
 
 
 def reward_model() -> Any:
@@ -89,7 +88,7 @@ def assert_same(trainer: Any, own: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["colocated", "colocated('optimizer_step')"])
 def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None:
-    own = Rewarded(folder, tmp_path / "own", reward=reward_model(), **EVALUATED, **BEST).trainer
+    own = rewarded(folder, tmp_path / "own", reward=reward_model(), **EVALUATED, **BEST)
     own.train()
     manager, reward = manager_for(policy=policy), reward_model()
     seen: dict[str, set[frozenset[str]]] = {}
@@ -102,7 +101,7 @@ def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None
             watch("optimizer step")
 
     with ours.PlacementCallback(manager, reward=reward) as callback:
-        trainer = Rewarded(folder, tmp_path / "ours", callback, reward, watch, **EVALUATED, **BEST).trainer
+        trainer = rewarded(folder, tmp_path / "ours", callback, reward, watch, **EVALUATED, **BEST)
         trainer.add_callback(AtSteps)
         load, states = trainer._load_best_model, []
         trainer._load_best_model = lambda: (states.append(manager.handles["actor"].state), load())
@@ -126,9 +125,9 @@ def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None
 
 def test_the_trainer_goes_on_as_without_placement(folder: str, tmp_path: Path) -> None:
     """Evaluation, generation and a second training, from a checkpoint, after the first."""
-    trainers = [Rewarded(folder, tmp_path / "own", **EVALUATED).trainer]
+    trainers = [rewarded(folder, tmp_path / "own", **EVALUATED)]
     with ours.PlacementCallback(manager_for()) as callback:
-        trainers.append(Rewarded(folder, tmp_path / "ours", callback, **EVALUATED).trainer)
+        trainers.append(rewarded(folder, tmp_path / "ours", callback, **EVALUATED))
         answers = []
         for trainer, other in zip(trainers, ("ours", "own"), strict=True):
             transformers.set_seed(5)
@@ -154,7 +153,7 @@ def test_an_exception_in_the_loss(folder: str, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     callback = ours.PlacementCallback(manager, reward=reward)
-    trainer = Rewarded(folder, tmp_path, callback, reward, interrupt).trainer
+    trainer = rewarded(folder, tmp_path, callback, reward, interrupt)
     with pytest.raises(KeyboardInterrupt), callback:
         trainer.train()
     assert manager.phase_name == "idle"
@@ -171,7 +170,7 @@ def test_an_exception_in_the_loss(folder: str, tmp_path: Path) -> None:
 def test_what_does_not_fit_in_the_end_stays_on_the_host(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=CHUNK))
     manager, reward = Manager(device=device, phases=ours.PHASES, policy="colocated('optimizer_step')"), reward_model()
-    own = Rewarded(folder, tmp_path / "own", reward=reward_model()).trainer
+    own = rewarded(folder, tmp_path / "own", reward=reward_model())
     own.train()
     callback = ours.PlacementCallback(manager, reward=reward)
 
@@ -179,7 +178,7 @@ def test_what_does_not_fit_in_the_end_stays_on_the_host(folder: str, tmp_path: P
         def on_train_end(self, *_: Any, **__: Any) -> None:
             device.fail("create", at=1, forever=True)
 
-    trainer = Rewarded(folder, tmp_path / "ours", None, reward).trainer
+    trainer = rewarded(folder, tmp_path / "ours", None, reward)
     trainer.add_callback(NoRoom)
     trainer.add_callback(callback)
     trainer.train()
@@ -194,7 +193,7 @@ def test_a_frozen_model_that_cannot_be_registered(folder: str, tmp_path: Path) -
     """It shares a weight with the model. The trainer does not train, and everything is as before."""
     manager, reward = manager_for(), reward_model()
     callback = ours.PlacementCallback(manager, reward=reward)
-    trainer = Rewarded(folder, tmp_path, callback, reward).trainer
+    trainer = rewarded(folder, tmp_path, callback, reward)
     reward.model.embed_tokens.weight = trainer.model.model.embed_tokens.weight
     with pytest.raises(RegistrationError, match="'reward'"):
         trainer.train()
@@ -205,7 +204,7 @@ def test_a_frozen_model_that_cannot_be_registered(folder: str, tmp_path: Path) -
 
 
 def test_several_ranks_are_refused(folder: str, tmp_path: Path) -> None:
-    trainer = Rewarded(folder, tmp_path, callback := ours.PlacementCallback(manager_for())).trainer
+    trainer = rewarded(folder, tmp_path, callback := ours.PlacementCallback(manager_for()))
     trainer.args.deepspeed = "config.json"
     with pytest.raises(ValueError, match=r"Register trainer\.model_wrapped and trainer\.optimizer with a Manager"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=None)

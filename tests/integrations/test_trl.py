@@ -1,24 +1,147 @@
-"""TRL's trainers under placement against TRL's own: the same rewards, losses and weights, bit for bit, and an empty device."""
+"""TRL's trainers under placement against TRL's own: the same rewards, losses and weights, bit for bit, and an empty device.
+
+Also over several runs, on two ranks, after exceptions, and with a vLLM in this process as a handle: that engine is a stand-in, and TRL's
+own code around it is the real one.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from placement import NotResidentError
-from placement.testing import assert_nothing_resident
-from tests.integrations import trl_jobs as jobs
-from tests.integrations.trl_jobs import Watch, assert_same, digits, grpo_config, make, manager_for, placed, train_both, trl
+import placement
+from placement import Manager, NotResidentError, RegistrationError
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.engines import standin
+from tests.integrations.standin_llm import GeneratingLLM
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
+from tests.support.ranks import on_ranks
 
-needs("trl")
 needs("accelerate")
+trl = needs("trl")
+placed = needs("placement.integrations.trl")
 
-pytestmark = pytest.mark.filterwarnings(*jobs.QUIET)
+pytestmark = pytest.mark.filterwarnings("ignore", r"error:::placement\.")
+"""The frameworks warn of one another: TRL's defaults name arguments that transformers calls deprecated."""
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    return [sum(ord(character) for character in text) / 100 for text in completions]
+
+
+def manager_for(**settings: Any) -> Manager:
+    return Manager(device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096), phases=placed.PHASES, **settings)
+
+
+def grpo_config(out: Path, **changes: Any) -> Any:
+    return trl.GRPOConfig(**{**COMMON, **changes}, output_dir=str(out))
+
+
+COMMON: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 2,
+    "num_iterations": 2,
+    "max_steps": 4,
+    "beta": 0.1,
+    "max_completion_length": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "activation_checkpointing": False,
+    "bf16": False,
+    "seed": 7,
+}
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def make(cls: Any, config: Any, folder: str, **keywords: Any) -> Any:
+    how = {"reward_funcs": digits, "train_dataset": hf.prompts(), "processing_class": hf.tokenizer(), "model": hf.model_from(folder)}
+    return cls(args=config, **{**how, **keywords})
+
+
+def train(trainer: Any, **keywords: Any) -> None:
+    """Train again. The random numbers of sampling go on from where they are, so they are set."""
+    from transformers import set_seed
+
+    set_seed(11)
+    trainer.train(**keywords)
+
+
+def assert_same(ours: Any, own: Any) -> None:
+    """What was logged (losses, rewards, KL, lengths), and every weight and moment."""
+    assert hf.logged(ours) == hf.logged(own)
+    hf.assert_same_bytes(hf.weights_of(ours.model), hf.weights_of(own.model))
+    if own.ref_model is not None:
+        hf.assert_same_bytes(hf.weights_of(ours.ref_model), hf.weights_of(own.ref_model))
+    hf.assert_same_bytes(hf.moments_of(ours.optimizer), hf.moments_of(own.optimizer))
+
+
+def train_both(
+    folder: str,
+    out: Path,
+    keywords: Callable[[], dict[str, Any]] = dict,
+    manager: Manager | None = None,
+    before: Callable[[Any], None] = id,
+    **changes: Any,
+) -> tuple[Any, Any]:
+    """The placed trainer and TRL's own one, which have computed the same.
+
+    Args:
+        keywords: makes those of each trainer.
+        before: called with the placed trainer before it trains.
+    """
+    manager = manager or manager_for()
+    given = keywords()
+    own = make(trl.GRPOTrainer, grpo_config(out / "own", **changes), folder, **given)
+    own.train()
+    given = keywords()
+    ours = make(placed.PlacedGRPOTrainer, grpo_config(out / "ours", **changes), folder, manager=manager, **given)
+    before(ours)
+    ours.train()
+    if manager.policy.name == "colocated":
+        assert_nothing_resident(manager)
+    assert_same(ours, own)
+    return ours, own
+
+
+class Watch:
+    """What is on the device when TRL calls, by the names of handles."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self.seen: dict[str, set[frozenset[str]]] = {}
+
+    def around(self, trainer: Any, *methods: str) -> None:
+        for method in methods:
+            setattr(trainer, method, self._looking(method, getattr(trainer, method)))
+
+    def _looking(self, at: str, call: Any) -> Any:
+        def looking(*args: Any, **keywords: Any) -> Any:
+            there = frozenset(name for name, handle in self.manager.handles.items() if handle.resident_bytes)
+            self.seen.setdefault(at, set()).add(there)
+            return call(*args, **keywords)
+
+        return looking
 
 
 def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
@@ -93,9 +216,7 @@ def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
 
 
 def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    ours, _ = train_both(folder, tmp_path, lambda: {"peft_config": lora}, max_steps=3)
+    ours, _ = train_both(folder, tmp_path, lambda: {"peft_config": lora()}, max_steps=3)
     assert ours.ref_model is None
 
 
@@ -124,3 +245,242 @@ def test_a_reward_model(folder: str, tmp_path: Path) -> None:
     watch = Watch(manager_for())
     train_both(folder, tmp_path, keywords, watch.manager, before=lambda ours: watch.around(ours.reward_funcs[0], "forward"), max_steps=2)
     assert watch.seen["forward"] == {frozenset({"reward"})}
+
+
+# --- checkpoints, evaluation, several train() calls
+
+SAVING: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_reward",
+    "max_steps": 3,
+}
+
+
+def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) -> None:
+    """Both save the same bytes, and each trains a second time."""
+    ours, own = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, **SAVING)
+    for name in ("model.safetensors", "optimizer.pt"):
+        hf.assert_same_bytes(*(_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own")))
+    assert hf.moments_of(ours.optimizer)
+    for trainer in (ours, own):
+        train(trainer)
+        trainer.evaluate()
+    assert_same(ours, own)
+    assert_nothing_resident(ours.manager)
+
+
+def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
+    """TRL's own one resumes from what the placed one has saved, and the other way round."""
+    manager = manager_for()
+    of_both = ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager}))
+    for cls, keywords in of_both:
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, save_strategy="steps", save_steps=2)
+        make(cls, config, folder, **keywords).train()
+    resumed = []
+    for (cls, keywords), other in zip(of_both, reversed(of_both), strict=True):
+        resumed.append(make(cls, grpo_config(tmp_path / "resumed", max_steps=3), folder, **keywords))
+        resumed[-1].train(resume_from_checkpoint=str(tmp_path / other[0].__name__ / "checkpoint-2"))
+    own, ours = resumed
+    assert ours.state.global_step == 3
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
+def _values(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(file))
+    return hf.tensors_in(torch.load(file, weights_only=True))
+
+
+# --- DistributedDataParallel
+
+
+@on_ranks("two_ranks")
+def test_two_ranks(folder: str, tmp_path: Path) -> None:
+    """Gradients lie in the reducer's buckets, which leave the device with the model. The ranks change phase together."""
+    os.environ["CI"] = "1"  # TRL sends telemetry otherwise
+    warnings.simplefilter("ignore")
+    store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
+    group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
+    device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
+    manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
+    each: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2}
+    each |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+    trainers = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, manager, **each)
+    assert_nothing_resident(manager)  # the reducer's buckets included
+    manager.close()
+    assert trainers[0].state.global_step == 3
+    assert {type(trainer.model_wrapped) for trainer in trainers} == {DistributedDataParallel}
+
+
+# --- what fails
+
+
+class Interrupting:
+    __name__ = "interrupting"
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return digits(completions)
+
+
+def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
+    """In the second backward pass of a step, with gradients of the first. TRL's own trainer, treated alike, says how it goes on."""
+    manager = manager_for()
+    trainers = []
+    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, steps_per_generation=1, num_iterations=1)
+        trainers.append(make(cls, config, folder, reward_funcs=Interrupting(at=4), **keywords))
+        with pytest.raises(KeyboardInterrupt):
+            trainers[-1].train()
+    assert manager.phase_name == "idle"
+    manager.check_integrity()
+    assert_nothing_resident(manager)
+    for trainer in trainers:
+        train(trainer)
+    own, ours = trainers
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
+# --- what is refused
+
+
+def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path: Path) -> None:
+    manager = Manager(device=SimulatedDevice(capacity_bytes=16 << 20))
+    with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.trl\.PHASES\)"):
+        make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, sync_ref_model=True), folder, manager=manager)
+
+
+def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
+    from transformers import Qwen2ForSequenceClassification
+
+    model, judge = hf.model_from(folder), Qwen2ForSequenceClassification(hf.config(num_labels=1))
+    judge.model.embed_tokens.weight = model.model.embed_tokens.weight
+    manager = manager_for()
+    funcs = {"reward_funcs": judge, "reward_processing_classes": hf.tokenizer()}
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager, **{"model": model, **funcs})
+    with pytest.raises(RegistrationError, match="'reward'"):
+        trainer.train()
+    assert not manager.handles
+    assert torch.isfinite(model.model.embed_tokens.weight).all()
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"), [("is_fsdp_enabled", "run one process or DDP"), ("is_deepspeed_enabled", "DeepSpeed's own offload")]
+)
+def test_what_places_models_itself_is_refused(folder: str, tmp_path: Path, flag: str, advice: str) -> None:
+    """accelerate turns neither of them on without a GPU, so the trainer is told afterwards that it did."""
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager_for())
+    setattr(trainer, flag, True)
+    with pytest.raises(ValueError, match=rf"use TRL's own GRPOTrainer.*{advice}"):
+        trainer._refuse_what_is_not_covered()
+
+
+def test_continuous_batching_is_refused(folder: str, tmp_path: Path) -> None:
+    config = grpo_config(tmp_path, use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching is not covered"):
+        make(placed.PlacedGRPOTrainer, config, folder, manager=manager_for())
+
+
+# --- with vLLM
+
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables by which a launcher tells each rank who it is."""
+
+
+@pytest.fixture
+def engines(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], GeneratingLLM]:
+    """Let TRL find vLLM installed: the next trainer's `LLM` is a stand-in, on the device of this file."""
+    generation = importlib.import_module("trl.generation.vllm_generation")
+
+    def next_on(shared: str) -> GeneratingLLM:
+        for name in LAUNCHED:
+            monkeypatch.setenv(name, "")  # TRL sets them for vLLM; the next trainer would take them for a launcher's
+            monkeypatch.delenv(name)
+        made = GeneratingLLM(tmp_path / shared, folder)
+        monkeypatch.setattr(generation, "is_vllm_available", lambda: True)
+        monkeypatch.setattr(generation, "LLM", lambda **_: made, raising=False)
+        monkeypatch.setattr(generation, "SamplingParams", SimpleNamespace, raising=False)
+        return made
+
+    return next_on
+
+
+VLLM: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "max_steps": 3, "num_iterations": 1}
+
+
+def on_device_of(tmp_path: Path, shared: str) -> Manager:
+    return Manager(device=SimulatedDevice(standin.CAPACITY, chunk_bytes=standin.CHUNK, shared_with=tmp_path / shared), phases=placed.PHASES)
+
+
+def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+    manager = on_device_of(tmp_path, "ours")
+    watch = Watch(manager)
+    made = {}
+    for whose, cls in (("own", trl.RLOOTrainer), ("ours", placed.PlacedRLOOTrainer)):
+        llm = engines(whose)
+        config = trl.RLOOConfig(**{**COMMON, **VLLM}, output_dir=str(tmp_path / "out"))
+        keywords = {"manager": manager} if whose == "ours" else {}
+        trainer = make(cls, config, folder, eval_dataset=hf.prompts(), **keywords)
+        if whose == "ours":
+            watch.around(llm, "generate")
+        trainer.train()
+        trainer.evaluate()
+        assert llm.accidents == []
+        made[whose] = trainer, llm
+    (own, _), (ours, llm) = made["own"], made["ours"]
+    assert_same(ours, own)
+    assert watch.seen["generate"] == {frozenset({"rollout"})}  # all of the engine, and nothing else
+    assert llm.memory.tags == set()
+    assert_nothing_resident(manager)
+    order = [call[0] if call[0] != "wake_up" else call for call in llm.calls]
+    begun = order.index(("wake_up", ["weights"]))
+    assert order[:begun] == ["sleep"]  # TRL's own, when it made the engine
+    assert order[begun : begun + 5] == [("wake_up", ["weights"]), "load_weights", ("wake_up", ["kv_cache"]), "generate", "sleep"]
+
+
+def test_vllm_that_does_not_sleep(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+    """The engine is TRL's alone. TRL merges adapters in the actor and takes the merge back, also with the rounding that this leaves."""
+    made = []
+
+    def keywords() -> dict[str, Any]:
+        made.append(engines(f"engine {len(made)}"))
+        return {"peft_config": lora()}
+
+    train_both(folder, tmp_path, keywords, on_device_of(tmp_path, "engine 1"), **{**VLLM, "vllm_enable_sleep_mode": False})
+    assert [llm.accidents for llm in made] == [[], []]
+
+
+def test_vllm_that_fails_and_goes_on(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+    llm, manager = engines("ours"), on_device_of(tmp_path, "ours")
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, **VLLM), folder, manager=manager)
+    generate = llm.generate
+
+    def interrupted(*args: Any, **keywords: Any) -> Any:
+        llm.generate = generate  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    llm.generate = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert llm.memory.tags == set()
+    assert_nothing_resident(manager)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    manager.close()
+    trainer.args.eval_strategy = "no"
+    trainer.evaluate(hf.prompts())  # TRL sleeps and wakes the engine by itself again
+    assert llm.accidents == []
+    assert llm.memory.tags == set()

@@ -26,8 +26,6 @@ _TOGETHER = {
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
         "tests/integrations/test_trl.py",
-        "tests/integrations/test_trl_runs.py",
-        "tests/integrations/test_trl_vllm.py",
         "tests/docs/test_code_blocks.py",
     ),
     "megatron": (
