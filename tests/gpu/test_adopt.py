@@ -19,6 +19,7 @@ from placement.devices.cuda.device import CudaDevice
 from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage import layout as range_layout
 from placement.storage.layout import Adoptee, RangeLayout
+from tests.unit.test_adopt import claims_of
 
 pytestmark = pytest.mark.gpu
 
@@ -77,15 +78,6 @@ class PlacedStorage:
 def bytes_of(storage: torch.UntypedStorage) -> bytes:
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     return flat.cpu().numpy().tobytes()
-
-
-def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
-    """One claim a storage, with every tensor given as its alias."""
-    found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
-    return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
 class Net(torch.nn.Module):

@@ -85,10 +85,13 @@ def enter(rank: Rank, name: Any = "train", only: Any = None) -> None:
         pass
 
 
-def ranks_of(world_size: int, deadline_seconds: float = 30.0, store: Any = None, generation: int = 0, **settings: Any) -> list[Rank]:
+def groups_of(world_size: int, deadline_seconds: float = 30.0, store: Any = None) -> list[StoreGroup]:
     store = dist.HashStore() if store is None else store
-    groups = [StoreGroup(store, rank, world_size, deadline_seconds, generation=generation) for rank in range(world_size)]
-    return [Rank(group, **settings) for group in groups]
+    return [StoreGroup(store, rank, world_size, deadline_seconds) for rank in range(world_size)]
+
+
+def ranks_of(world_size: int, store: Any = None, **settings: Any) -> list[Rank]:
+    return [Rank(group, **settings) for group in groups_of(world_size, store=store)]
 
 
 def meet(ranks: list[Rank]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -232,43 +232,33 @@ def faults(generation: int, failing: int) -> int:
     in_load = {name: count - calls[name] for name, count in rank.device.calls.items()}
     rank.manager.unregister("ref")
     cases = 0
-    for operation, count in in_registration.items():
-        for at in range(1, told(count) + 1):
-            _arm(rank, failing, operation, at)
-            rank.fails(rank.register, RegistrationError, PlacementError, RuntimeError)
-            rank.device.clear()
-            rank.check_unregistered()
-            cases += 1
+    for _ in faults_of(rank, failing, in_registration, 1):
+        rank.fails(rank.register, RegistrationError, PlacementError, RuntimeError)
+        rank.device.clear()
+        rank.check_unregistered()
+        cases += 1
     rank.register()
-    for operation, count in in_load.items():
-        for at in range(1, told(count) + 1):
-            _arm(rank, failing, operation, at)
-            try:
-                rank.load()
-            except (PlacementError, RuntimeError):
-                cases += 1
-            rank.device.clear()
-            meet_again(rank.load)
-            assert rank.handle.broken is None
+    for _ in faults_of(rank, failing, in_load, 1):
+        try:
+            rank.load()
+        except (PlacementError, RuntimeError):
+            cases += 1
+        rank.device.clear()
+        meet_again(rank.load)
+        assert rank.handle.broken is None
     return cases
 
 
-def told(count: int) -> int:
-    """What rank 0 has counted: a last call more or less must not make the ranks part."""
-    said = torch.tensor([count])
-    dist.broadcast(said, 0)
-    return int(said)
-
-
-def calls_to_fail(count: int) -> list[int]:
-    """The numbers, from 1 on, of the calls that fail in turn: with SWEEP=all each, else the first, every third after it, and the last."""
-    last = told(count)
-    return [*range(1, last + 1)] if os.environ.get("SWEEP") == "all" else sorted({*range(1, last + 1, 3), last} - {0})
-
-
-def _arm(rank: Rank, failing: int, operation: str, at: int) -> None:
-    if rank.rank == failing:
-        rank.device.fail(operation, at=at)
+def faults_of(rank: Any, failing: int, calls: Mapping[str, int], every: int) -> Iterator[None]:
+    """For each so many-th of a device's calls, and the last, with SWEEP=all for each: it fails next, on one rank."""
+    for operation, count in calls.items():
+        said = torch.tensor([count])  # by rank 0: a last call more or less must not make the ranks part
+        dist.broadcast(said, 0)
+        last = int(said)
+        for at in sorted({*range(1, last + 1, 1 if os.environ.get("SWEEP") == "all" else every), last} - {0}):
+            if rank.rank == failing:
+                rank.device.fail(operation, at=at)
+            yield
 
 
 def meet_again(do: Callable[[], Any]) -> None:

@@ -19,7 +19,7 @@ from placement import Manager
 from placement.core.errors import GroupError, PhaseError
 from placement.group import Group, StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.manager_ranks import Rank, enter, meet, ranks_of
+from tests.group.manager_ranks import Rank, enter, groups_of, meet, ranks_of
 from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK
 
@@ -165,11 +165,9 @@ class Small:
 @pytest.mark.parametrize("how", ["budget", "device", "enough for what it needs itself"])
 @pytest.mark.parametrize("small", [0, 2])
 def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small: int) -> None:
-    store = dist.HashStore()
     rows = 256 if "enough" in how else 1024
     how = "device" if how == "device" else "budget"
-    groups = [StoreGroup(store, rank, 3, 30.0) for rank in range(3)]
-    ranks = [Small(group, how, 6 << 20, rows) if group.rank == small else Small(group, how, None, 1024) for group in groups]
+    ranks = [Small(group, how, 6 << 20, rows) if group.rank == small else Small(group, how, None, 1024) for group in groups_of(3)]
     for told in in_threads(*(rank.told for rank in ranks)):
         assert list(told.failures) == [small]
         number = 6 << 20 if how == "budget" else int((6 << 20) * 0.8)

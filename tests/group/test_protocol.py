@@ -16,17 +16,13 @@ from placement.core.states import Plan, State
 from placement.group import Board, Group, StoreGroup, protocol
 from placement.group.protocol import MAX_BYTES, Basis, Decision, Proposal, Vote, abort
 from placement.group.store import StoreBoard
+from tests.group.manager_ranks import groups_of
 from tests.support.boards import ForwardingBoard
 from tests.support.threads import in_threads, on_all
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
 OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})
 DEADLINE, GRACE = 3.0, 0.3  # seconds
-
-
-def groups_of(world_size: int, deadline_seconds: float = 5.0, store: Any = None, generation: int = 0) -> list[StoreGroup]:
-    store = dist.HashStore() if store is None else store
-    return [StoreGroup(store, rank, world_size, deadline_seconds, generation=generation) for rank in range(world_size)]
 
 
 def change(group: Group, budget_bytes: int = 100) -> int:

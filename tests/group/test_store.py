@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from placement.core.errors import CoordinatorLost
 from placement.core.states import Plan, State
-from placement.group import Board, BoardLost, Group, StoreGroup
+from placement.group import Board, BoardLost, Group, StoreGroup, from_environment
 from placement.group.store import StoreBoard
-from tests.group.processes import StoreService
+from tests.group.processes import Processes, StoreService
 
 PLAN = Plan({"actor": State.TRAINING})
 
@@ -25,22 +25,6 @@ def change(group: Group) -> int:
     group.propose("enter train", 1)
     group.agree(PLAN)
     return group.epoch
-
-
-AFTER_TORCH = """
-import os, socket
-import torch.distributed as dist
-from placement.group import from_environment
-
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-dist.init_process_group("gloo")  # without torchrun its rank 0 serves the store
-group = from_environment(deadline_seconds=30)
-other = from_environment("critic", deadline_seconds=30)
-dist.destroy_process_group()
-print(group.propose("enter train", 7).budget_bytes, other.propose("enter values", 8).budget_bytes)
-"""
 
 
 def test_a_store_that_is_stopped_holds_nobody_past_the_deadline() -> None:
@@ -112,9 +96,21 @@ def test_every_store_of_torch_is_a_board(kind: str, tmp_path: Any) -> None:
     assert board.claim("a", b"anew") == b"anew"
 
 
-def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group() -> None:
-    done = subprocess.run([sys.executable, "-c", AFTER_TORCH], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.returncode) == ("7 8\n", 0), done.stderr
+class Launched:
+    """A process of a launcher that is not torchrun: its rank 0 serves the store itself."""
+
+    def budgets(self) -> tuple[int, int]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        dist.init_process_group("gloo")
+        group, other = from_environment(deadline_seconds=30), from_environment("critic", deadline_seconds=30)
+        dist.destroy_process_group()
+        return group.propose("enter train", 7).budget_bytes, other.propose("enter values", 8).budget_bytes
+
+
+def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group(processes: Processes) -> None:
+    assert processes.start(Launched).call("budgets") == (7, 8)
 
 
 def test_a_server_in_this_process_lives_as_long_as_the_group() -> None:

@@ -23,7 +23,7 @@ from placement.testing import assert_nothing_resident
 from tests.group import part_worker
 from tests.group import trained_worker as trained
 from tests.group.conftest import beside
-from tests.group.replicated_worker import PAGE, as_bytes, calls_to_fail, meet_again
+from tests.group.replicated_worker import PAGE, as_bytes, faults_of, meet_again
 from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
 from tests.sharded.one_of_each import mesh, net
 from tests.sharded.training import as_bytes as tensor_bytes
@@ -148,7 +148,7 @@ def _raise(error: Exception) -> None:
 
 
 def faults(generation: int, failing: int, switches: bool) -> int:
-    """Device calls of a training phase fail once on one rank: see `calls_to_fail`. Returns the cases."""
+    """Device calls of a training phase fail once on one rank: see `faults_of`. Returns the cases."""
     rank = Rank(generation)
     rank.switches = switches
     rank.step()
@@ -157,24 +157,17 @@ def faults(generation: int, failing: int, switches: bool) -> int:
     rank.step()
     counts = {name: count - calls[name] for name, count in rank.device.calls.items()}
     cases = 0
-    for operation, count in counts.items():
-        for at in calls_to_fail(count):
-            if rank.rank == failing:
-                rank.device.fail(operation, at=at)
-            _step_that_may_fail(rank)
-            rank.device.clear()
-            meet_again(rank.check)
-            cases += 1
+    batch = torch.full((3, rank.actor.size), 0.1)
+    for _ in faults_of(rank, failing, counts, 3):
+        # A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on.
+        with contextlib.suppress(PlacementError, RuntimeError), rank.training():
+            rank.learn(batch, placed=True, averages=False)
+            rank.learn(batch, placed=False, averages=False)
+        rank.device.clear()
+        meet_again(rank.check)
+        cases += 1
     rank.end()
     return cases
-
-
-def _step_that_may_fail(rank: Rank) -> None:
-    """A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on."""
-    batch = torch.full((3, rank.actor.size), 0.1)
-    with contextlib.suppress(PlacementError, RuntimeError), rank.training():
-        rank.learn(batch, placed=True, averages=False)
-        rank.learn(batch, placed=False, averages=False)
 
 
 @pytest.mark.parametrize(("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])

@@ -43,14 +43,3 @@ class FleetTrainer(placement.ray.Worker):
             "pid": os.getpid(), "states": self.trainer.states(), "phase": self.manager.phase_name, "weights": digest.hexdigest(),
             "resident_bytes": sum(handle.resident_bytes for handle in self.manager.handles.values()),
         }  # fmt: skip
-
-
-class Plain:
-    """An actor that is no worker of a fleet."""
-
-
-class Broken(placement.ray.Worker):
-    """A worker whose construction fails."""
-
-    def __init__(self) -> None:
-        raise RuntimeError("no weights in this folder")

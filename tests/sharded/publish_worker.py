@@ -287,9 +287,8 @@ def peak(build: str, streams: bool, bucket_bytes: int, dtype: torch.dtype | None
     """Most bytes that publishing had of its own at once, and the size of the largest weight as it is published."""
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList(torch.nn.Linear(64, rows) for rows in (61, 128, 7, 64, 64))
-    manager = manager_of(streams=streams)
     module = BUILDS[build](model)
-    actor = manager.register("actor", module, role="actor")
+    manager, actor = placed(module, streams=streams)
     with manager.phase("weight_sync"), Live(actor) as live:
         deque(actor.weights(bucket_bytes=bucket_bytes, dtype=dtype), maxlen=0)
         assert live.settled(0) == 0

@@ -40,7 +40,6 @@ _TOGETHER = {
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",
         "tests/integrations/verl/test_several_engines.py",
-        "tests/integrations/verl/test_two_ranks.py",
         "tests/integrations/verl/test_rollout.py",
         "tests/integrations/verl/test_plugin.py",
     ),

@@ -35,6 +35,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
+    """One claim a storage, with every tensor given as its alias."""
     found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()

@@ -123,6 +123,11 @@ class Pair(NamedTuple):
         assert [name for name, value in mine.values.items() if theirs.values[name] != value] == []
 
 
+def lora_of(*, merge: bool) -> dict[str, Any]:
+    """The keyword of `worker.build` for adapters."""
+    return {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": merge}}
+
+
 def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywords: Any) -> Pair:
     own = Subject(workers.build(model, placed=False, **keywords), None)
     manager = workers.use_simulated(device, policy)

@@ -1,4 +1,4 @@
-"""How verl finds placement's engines, and what is said where that does not work."""
+"""How verl finds placement's engines, what is said where that does not work, and the one manager of a process that has them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from bench.code_paths import ROOT
+from placement import PlacementError
+from placement.devices.simulated.device import SimulatedDevice
+from placement.integrations import verl as integration
 from placement.integrations.verl.plugin import after_import
+from placement.policies import Colocated
 from tests.integrations.verl import worker
 from tests.integrations.verl.subject import logged
 from tests.support.frameworks import needs
@@ -119,7 +124,6 @@ def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for() 
     from verl.workers.engine.base import BaseEngine
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    from placement import PlacementError
     from placement.integrations.verl.plugin import register_engines
 
     with pytest.MonkeyPatch.context() as patch:
@@ -155,3 +159,59 @@ def test_the_rollouts_that_are_handles(has_sglang: bool) -> None:
     assert kinds == {"Placed_vllm": "PlacedRollout"} | ({"Placed_sglang": "PlacedSglang"} if has_sglang else {})
     told = "a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"
     assert (told in records) is not has_sglang
+
+
+# --- the one manager of a process that has its engines; verl itself is not needed for it
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    integration.close_manager()
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
+    yield
+    integration.close_manager()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next call does not give one whose metrics nobody can read."""
+    targets = tmp_path / "targets"
+    targets.write_text("")  # a file where a folder should be
+    monkeypatch.setenv("PLACEMENT_DISCOVERY", str(targets))
+    for _ in range(2):
+        with pytest.raises(PlacementError, match=f"cannot announce this worker in {targets}"):
+            integration.manager()
+    targets.unlink()
+    assert integration.manager() is integration.manager()
+    assert [file.suffix for file in targets.iterdir()] == [".json"]
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("chosen", "streams"), [(None, True), ("colocated", False)])
+def test_a_sync_is_streamed_unless_a_policy_is_chosen(monkeypatch: pytest.MonkeyPatch, chosen: str | None, streams: bool) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("PLACEMENT_POLICY", chosen)
+    policy = integration.manager().policy
+    assert isinstance(policy, Colocated)
+    assert policy.stream_sync == streams
+
+
+@on_ranks("two_ranks")
+def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(tmp_path: Path) -> None:
+    """And the next manager of both is in a group of its own. The second rank's folder is a file at first."""
+    folder, later = tmp_path / "first", tmp_path / "second"
+    integration.close_manager()
+    os.environ.update(PLACEMENT_DEVICE=f"simulated:{worker.CAPACITY}", PLACEMENT_DISCOVERY=str(folder if dist.get_rank() == 0 else later))
+    try:
+        if dist.get_rank() == 1:
+            later.write_text("")
+            with pytest.raises(PlacementError):
+                integration.manager()
+            later.unlink()
+        for _ in range(2):
+            with integration.manager().phase("log_prob"):
+                assert integration.manager().phase_name == "log_prob"
+            assert isinstance(integration.manager().device, SimulatedDevice)
+            integration.close_manager()
+    finally:
+        del os.environ["PLACEMENT_DEVICE"], os.environ["PLACEMENT_DISCOVERY"]

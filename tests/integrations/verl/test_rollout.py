@@ -31,8 +31,8 @@ placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once he
 class Replica:
     """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep."""
 
-    def __init__(self, file: Path, model: Path, **options: Any) -> None:
-        self._share, self._options = SharedCapacity(file, CAPACITY), options
+    def __init__(self, file: Path, model: Path, *, leads: bool = True, **options: Any) -> None:
+        self._share, self._leads, self._options = SharedCapacity(file, CAPACITY), leads, options
         self.awake: set[str] = set()
         self.calls: list[str] = []
         self.taken: list[str] = []
@@ -47,6 +47,8 @@ class Replica:
         self._hold()
 
     async def sleep(self) -> None:
+        if not self._leads:
+            return
         self.calls.append("sleep")
         if not self.answers:
             await asyncio.Event().wait()
@@ -54,7 +56,7 @@ class Replica:
         self._hold()
 
     def adapter(self) -> Any:
-        return PlacedAdapter(self, **self._options)
+        return (PlacedAdapter if self._leads else PlacedFollower)(self, **self._options)
 
 
 class Adapter:
@@ -351,12 +353,8 @@ def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None
     manager = worker.use_simulated()
     actor = worker.build(model, placed=True)
     leads = dist.get_rank() == 0
-    if rollout == "sglang":
-        replica: Any = SglangReplica(file, model, leads=leads)
-        adapter = replica.adapter()
-    else:
-        replica = Replica(file, model)
-        adapter = replica.adapter() if leads else PlacedFollower(replica)
+    replica = REPLICAS[rollout](file, model, leads=leads)
+    adapter = replica.adapter()
 
     async def update() -> None:
         await adapter.resume(["weights"])
@@ -370,5 +368,4 @@ def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None
         asyncio.run(replica.sleep())
         actor.train_batch(batch(seed))
         assert {name: handle.state.value for name, handle in manager.handles.items()} == ASLEEP
-    called = [*_WOKEN, SLEEP[rollout]] if leads else ["sleep"] if rollout == "vllm" else []  # the driver's
-    assert replica.calls == called * 2
+    assert replica.calls == ([*_WOKEN, SLEEP[rollout]] * 2 if leads else [])

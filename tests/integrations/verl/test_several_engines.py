@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.integrations.verl import worker as workers
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Pair, Subject, logged, pair
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Pair, Subject, logged, lora_of, pair
 from tests.sharded.training import as_bytes, bytes_of, local_parts
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
@@ -105,8 +105,7 @@ def _three(model: Path, placed: bool) -> list[Any]:
 
 def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
     """Steps with LoRA, and what is published of it: merged, or the base once and the adapters alone."""
-    options = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": merge}}
-    _, placed = both = pair(model, lora=options, **keywords)
+    _, placed = both = pair(model, lora=lora_of(merge=merge), **keywords)
     for seed in range(2):
         both.train(seed)
         both.infer(seed)
@@ -137,7 +136,7 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
 @on_ranks("one_rank")
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
     """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of the model, and so they do here."""
-    both = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
+    both = pair(model, lora=lora_of(merge=False))
     published = []
     for subject in both:
         subject.train(0)
