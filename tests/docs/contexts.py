@@ -21,8 +21,7 @@ import placement
 from placement.devices.base import Device
 from placement.observe.discovery import as_json, targets_in
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.engines.standin import CAPACITY, CHUNK
-from tests.engines.standin_vllm import Vllm033
+from tests.engines.standin import CAPACITY, CHUNK, Vllm033
 from tests.support import huggingface
 
 WIDTH = 32

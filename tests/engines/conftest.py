@@ -15,8 +15,7 @@ from placement.engines.sglang import SglangServer
 from placement.engines.tagged import TaggedEngine
 from placement.engines.vllm import VllmServer
 from placement.testing import SimulatedDevice
-from tests.engines.standin import CAPACITY, CHUNK, StandIn
-from tests.engines.standin_vllm import Vllm033
+from tests.engines.standin import CAPACITY, CHUNK, StandIn, Vllm033
 
 
 class Job:

@@ -1,7 +1,7 @@
-"""What the stand-ins of rollout engines' servers share: HTTP on loopback, and memory on a simulated device.
+"""Stand-ins of rollout engines' servers: HTTP on loopback, and memory on a simulated device.
 
-What would corrupt or kill the real engine is noted in `accidents`, and kills the
-stand-in where it kills the real one: from then on connections break.
+Routes, status codes, bodies and traps are vLLM's and SGLang's; each behaviour names the file that it follows. What would corrupt or kill
+the real engine is noted in `accidents`, and kills the stand-in where it kills the real one: from then on connections break.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -157,3 +158,257 @@ class StandIn:
                     super().handle()
 
         return Handler
+
+
+# --- vLLM
+
+
+def _error(code: int, message: str) -> Reply:
+    return code, {"error": {"message": message, "type": "Error", "param": None, "code": code}}
+
+
+class Vllm033(StandIn):
+    """vLLM 0.33.0: vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/entrypoints/rl/online/api_router.py.
+
+    `sleep` pauses the scheduler and the last wake resumes it (vllm/v1/engine/core.py).
+    """
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__(shared, ("weights", "kv_cache"))
+        self.sleeping: set[str] = set()
+        self.is_paused = False
+        self.host_copy: str | None = None
+        self.prefix_cache = ""
+
+    # --- vllm/v1/executor/abstract.py
+
+    def executor_sleep(self, level: int) -> None:
+        if "weights" in self.sleeping:
+            return  # "Executor is already sleeping."
+        for tag in {"weights", "kv_cache"} - self.sleeping:
+            self.memory.give(tag)
+        self.host_copy = self.weights if level == 1 else None
+        self.weights = GARBAGE
+        self.sleeping |= {"weights", "kv_cache"}
+
+    def executor_wake(self, tags: list[str] | None) -> None:
+        if not self.sleeping:
+            return  # "Executor is not sleeping."
+        if tags and not set(tags) <= self.sleeping:
+            self.accidents.append(f"wake of {tags}, asleep are {sorted(self.sleeping)}")
+            return  # "Tag ... is not in sleeping tags"
+        for tag in tags or sorted(self.sleeping):
+            if tag not in self.memory.tags:
+                self.memory.take(tag)
+            if tag == "weights":
+                self.weights = self.host_copy or GARBAGE
+                self.host_copy = None
+        self.sleeping -= set(tags or self.sleeping)
+
+    # --- the routes
+
+    def sleep(self, query: dict[str, list[str]], body: Any) -> Reply:
+        level, mode = query.get("level", ["1"])[0], query.get("mode", ["abort"])[0]
+        if level not in ("0", "1", "2") or mode not in ("abort", "wait", "keep"):
+            return _error(400, "bad")
+        self.pause({"mode": [mode]}, None)
+        if level != "0":
+            self.executor_sleep(int(level))
+        return 200, {"status": "sleeping", "level": int(level)}
+
+    def wake_up(self, query: dict[str, list[str]], body: Any) -> Reply:
+        tags = query.get("tags")
+        try:
+            if tags is None or (tags := [tag for tag in tags if tag != "scheduling"]):
+                self.executor_wake(tags)
+        except DeviceMemoryError:
+            return _error(500, "Call to wake_up method failed: CUDA Error: out of memory at /csrc/cumem_allocator.cpp:163")
+        if not self.sleeping:
+            self.is_paused = False
+        return 200, {"status": "sleeping" if self.sleeping else "awake", "tags": tags}
+
+    def is_sleeping(self, query: dict[str, list[str]], body: Any) -> Reply:
+        return 200, {"is_sleeping": bool(self.sleeping) or self.is_paused}  # vllm/v1/engine/core.py: is_sleeping
+
+    def release_kv_cache_memory(self, query: dict[str, list[str]], body: Any) -> Reply:
+        if not self.is_paused or self.in_flight or self.sleeping:
+            return _error(500, "release_kv_cache_memory() requires a completed pause first")
+        self.memory.give("kv_cache")
+        self.sleeping.add("kv_cache")
+        return 200, {"status": "kv_cache_released"}
+
+    def pause(self, query: dict[str, list[str]], body: Any) -> Reply:
+        if query.get("mode", ["abort"])[0] == "wait":
+            self._lock.release()
+            try:
+                while self.in_flight and not self._let_go.is_set():
+                    time.sleep(0.005)  # the test ends the requests, which nobody is told of
+            finally:
+                self._lock.acquire()
+        else:
+            self.aborted, self.in_flight = self.aborted + self.in_flight, 0
+        self.is_paused = True
+        return 200, {"status": "paused"}
+
+    def resume(self, query: dict[str, list[str]], body: Any) -> Reply:
+        self.is_paused = False
+        return 200, {"status": "resumed"}
+
+    def paused(self, query: dict[str, list[str]], body: Any) -> Reply:
+        return 200, {"is_paused": self.is_paused}
+
+    def reset_prefix_cache(self, query: dict[str, list[str]], body: Any) -> Reply:
+        if "kv_cache" not in self.memory.tags:
+            self.accidents.append("prefix cache reset without its memory")
+        self.prefix_cache = ""
+        return 200, {"success": True}
+
+    reading = frozenset({"/is_sleeping", "/is_paused"})
+    routes: ClassVar[Routes] = {
+        "/sleep": sleep,
+        "/wake_up": wake_up,
+        "/is_sleeping": is_sleeping,
+        "/release_kv_cache_memory": release_kv_cache_memory,
+        "/pause": pause,
+        "/resume": resume,
+        "/is_paused": paused,
+        "/reset_prefix_cache": reset_prefix_cache,
+    }
+
+
+class Vllm024(Vllm033):
+    """vLLM 0.24.0: one flag for asleep, answers of 200 with nothing in them, and a pause that a wake does not end."""
+
+    def executor_sleep(self, level: int) -> None:
+        if self.sleeping:
+            return  # "Executor is already sleeping.", although after a partial wake the weights are back
+        super().executor_sleep(level)
+
+    def sleep(self, query: dict[str, list[str]], body: Any) -> Reply:
+        if self.in_flight:
+            self.accidents.append("a request in flight lost its memory")
+        self.executor_sleep(int(query.get("level", ["1"])[0]))
+        return 200, ...
+
+    def wake_up(self, query: dict[str, list[str]], body: Any) -> Reply:
+        paused = self.is_paused
+        status, said = super().wake_up(query, body)
+        self.is_paused = paused
+        return (status, said) if status != 200 else (200, ...)
+
+    def is_sleeping(self, query: dict[str, list[str]], body: Any) -> Reply:
+        return 200, {"is_sleeping": bool(self.sleeping)}
+
+    routes: ClassVar[Routes] = {
+        **{path: route for path, route in Vllm033.routes.items() if path != "/release_kv_cache_memory"},
+        "/sleep": sleep,
+        "/wake_up": wake_up,
+        "/is_sleeping": is_sleeping,
+    }
+
+
+# --- SGLang
+
+
+class Sglang0523(StandIn):
+    """SGLang 0.5.23: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/scheduler_components/weight_updater.py."""
+
+    info_route = "/server_info"
+    tags: ClassVar = ("weights", "kv_cache", "cuda_graph")
+
+    def __init__(self, shared: Path, *, keeps_weights: bool = False, has_saver: bool = True) -> None:
+        super().__init__(shared, self.tags)
+        self.memory.is_moving = has_saver
+        self.settings = {"enable_memory_saver": has_saver, "enable_weights_cpu_backup": keeps_weights, "startup_time": {"total": 12.5}}
+        self.offload_tags: set[str] = set()
+        self.is_paused = False
+        self.host_copy: str | None = None
+
+    def die(self, why: str) -> Reply:
+        self.accidents.append(why)
+        self.is_dead = True
+        return 500, ...
+
+    def answer(self, method: str, target: str, body: Any) -> Reply:
+        if method == "POST" and body is None and target != "/flush_cache":
+            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
+        return super().answer(method, target, body)
+
+    @staticmethod
+    def tags_of(body: Any) -> list[str]:
+        return body.get("tags") or ["kv_cache", "weights", "cuda_graph"]  # GPU_MEMORY_ALL_TYPES
+
+    def release(self, query: dict[str, list[str]], body: Any) -> Reply:
+        if self.in_flight:
+            return self.die("release_memory_occupation should be called only when server is idle.")
+        for tag in self.tags_of(body):
+            if tag in self.offload_tags:
+                self.accidents.append(f"{tag} was released twice")
+                continue
+            self.offload_tags.add(tag)
+            self.memory.give(tag)
+            if tag == "weights" and self.settings["enable_memory_saver"]:
+                self.host_copy = self.weights if self.settings["enable_weights_cpu_backup"] else None
+                self.weights = GARBAGE
+        return 200, None
+
+    def resume_memory(self, query: dict[str, list[str]], body: Any) -> Reply:
+        for tag in self.tags_of(body):
+            if tag not in self.offload_tags:
+                return self.die(f"KeyError: {tag!r}")  # offload_tags.remove(tag) in the scheduler
+            self.offload_tags.remove(tag)
+            try:
+                if tag not in self.memory.tags:
+                    self.memory.take(tag)
+            except DeviceMemoryError:
+                return self.die("torch_memory_saver: out of memory")
+            if tag == "weights":
+                self.weights = self.host_copy or self.weights
+        return 200, None
+
+    def flush(self, query: dict[str, list[str]], body: Any) -> Reply:
+        if "kv_cache" in self.offload_tags:
+            return self.die("flush_cache without its memory")  # sglang#19029
+        if self.in_flight:
+            return 400, "Flush cache failed.\n"
+        return 200, "Cache flushed.\nPlease check backend logs for more details.\n"
+
+    def pause(self, query: dict[str, list[str]], body: Any) -> Reply:
+        self.aborted, self.in_flight = self.aborted + self.in_flight, 0
+        self.is_paused = True
+        return 200, {"message": "Generation paused successfully.", "status": "ok"}
+
+    def go_on(self, query: dict[str, list[str]], body: Any) -> Reply:
+        self.is_paused = False
+        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+
+    def info(self, query: dict[str, list[str]], body: Any) -> Reply:
+        return 200, {**self.settings, "internal_states": [{}], "version": "0.5.23"}
+
+    def restart(self) -> None:
+        """The process is another one: everything is on the device again, from disk."""
+        for tag in sorted(self.offload_tags):
+            self.memory.take(tag)
+        self.offload_tags, self.weights, self.is_paused, self.is_dead = set(), "disk", False, False
+        self.settings["startup_time"] = {"total": 13.25}
+
+    reading = frozenset({"/server_info", "/get_server_info"})
+    routes: ClassVar[Routes] = {
+        "/release_memory_occupation": release,
+        "/resume_memory_occupation": resume_memory,
+        "/flush_cache": flush,
+        "/pause_generation": pause,
+        "/continue_generation": go_on,
+        "/server_info": info,
+        "/get_server_info": info,
+    }
+
+
+class Sglang059(Sglang0523):
+    """SGLang 0.5.9: the same core; its settings have the older name only, and no time of the start."""
+
+    routes: ClassVar[Routes] = {route: call for route, call in Sglang0523.routes.items() if route != "/server_info"}
+
+    def __init__(self, shared: Path, **options: Any) -> None:
+        super().__init__(shared, **options)
+        del self.settings["startup_time"]

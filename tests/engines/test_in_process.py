@@ -351,14 +351,6 @@ def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(bucket_bytes: int,
     assert_same(engine.got, {name: wanted[name] for name in engine.got})
 
 
-@pytest.mark.usefixtures("has_format")
-def test_a_refusal_is_told(shared: Path) -> None:
-    engine = SglEngine(shared)
-    engine.accepts = False
-    with pytest.raises(EngineError, match="refused a bucket of 6 weights: shape mismatch"):
-        sent(engine)
-
-
 def test_without_the_format_it_sends_tensors(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("sglang"):
         monkeypatch.setitem(sys.modules, "sglang.srt.weight_sync.tensor_bucket", None)

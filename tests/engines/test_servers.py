@@ -16,9 +16,7 @@ from placement import BrokenHandleError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmServer
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job, Start
-from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES
-from tests.engines.standin_sglang import Sglang0523, Sglang059
-from tests.engines.standin_vllm import Vllm024, Vllm033
+from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, Sglang0523, Sglang059, Vllm024, Vllm033
 
 every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523, Sglang059])
 every_vllm = pytest.mark.parametrize("kind", [Vllm033, Vllm024])

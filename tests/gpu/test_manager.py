@@ -15,6 +15,7 @@ from placement.devices.cuda.device import CudaDevice
 from placement.policies import Resident
 from placement.testing import assert_nothing_resident
 from tests.contract.growing import SIDES, Scene, sizes
+from tests.group.part_worker import little_left
 from tests.support.masters import MasterAdam
 
 pytestmark = pytest.mark.gpu
@@ -194,14 +195,10 @@ def test_memory_that_another_holds_is_a_python_error_and_the_next_phase_succeeds
     net = nn.Linear(8192, 8192, bias=False)
     expected = net.weight.detach().clone()
     handle = manager.register("actor", net, role="actor")
-    free = manager.device.memory().free_bytes
-    hog = torch.empty(free - 160 * MIB, dtype=torch.uint8, device="cuda")
-    with pytest.raises(placement.DeviceMemoryError), manager.phase("log_prob"):
-        pass
+    with little_left(manager.device, 160 * MIB), pytest.raises(placement.DeviceMemoryError):
+        manager.enter("log_prob")
     assert handle.state is placement.State.CPU_OFFLOADED
     assert manager.device.memory().chunk_bytes == 0
-    del hog
-    torch.cuda.empty_cache()
     with manager.phase("log_prob"):
         assert torch.equal(net.weight.cpu(), expected)
 

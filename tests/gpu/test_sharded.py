@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import matrix_worker
+from tests.engines import test_frameworks as engines
 from tests.gpu.on_gpus import gpus, measure
 from tests.sharded.one_of_each import PROGRAMS, SAVED, check_moved, check_published, compare, needed, publish, save_and_load
 from tests.support.ranks import Ranks
@@ -53,11 +53,11 @@ def test_a_checkpoint_of_what_is_offloaded_takes_no_device_memory_and_resumes_ex
 # --- `TorchEngine` around modules of torch's own frameworks: the cases of tests/engines/test_frameworks.py
 
 
-@pytest.mark.parametrize("engine", matrix_worker.MADE)
+@pytest.mark.parametrize("engine", engines.MADE)
 def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(ranks: Ranks, engine: str) -> None:
-    ranks.run(matrix_worker.roll_out, needed(engine), needed(engine), "cuda", deadline_seconds=DEADLINE_SECONDS)
+    ranks.run(engines.roll_out, needed(engine), needed(engine), "cuda", deadline_seconds=DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("engine", ["plain", "fsdp2", "cpu_offload", "fsdp1_flat", "tensor_parallel"])
 def test_and_by_an_actor_that_is_whole_on_each_rank(ranks: Ranks, engine: str) -> None:
-    ranks.run(matrix_worker.roll_out, engine, "ddp_apart", "cuda", deadline_seconds=DEADLINE_SECONDS)
+    ranks.run(engines.roll_out, engine, "ddp_apart", "cuda", deadline_seconds=DEADLINE_SECONDS)

@@ -232,46 +232,36 @@ def test_replicas_on_two_meshes_are_saved_and_loaded_while_they_are_alike(tmp_pa
             assert is_unchanged
 
 
-@pytest.mark.parametrize("options", [{"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}])
+@pytest.mark.parametrize("broadcasts", [False, True])
 @on_ranks("two_ranks")
-def test_a_full_state_dict_for_an_offloaded_module_is_refused_and_nothing_is_written(options: dict[str, bool]) -> None:
+def test_a_full_state_dict_for_what_is_offloaded_is_refused_and_nothing_is_written(broadcasts: bool) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
     program = build("fsdp2")
+    program.train(1)
+    model, adam = program.model, program.optimizer
     wanted = program.values()
-    with program.manager.phase("log_prob"):
-        full = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
-    has_all = dist.get_rank() == 0 or "broadcast_from_rank0" not in options
+    with program.manager.phase("train"):
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        moments: Any = get_optimizer_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    has_all = dist.get_rank() == 0 or not broadcasts
     given = {name: value + 1 for name, value in full.items()} if has_all else {}
-    with pytest.raises(
-        placement.NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'idle' and cannot be given a state dict"
-    ) as caught:
-        set_model_state_dict(program.model, dict(given), options=StateDictOptions(**options))
-    assert ("The values that torch wrote before this error are lost" in str(caught.value)) is ("broadcast_from_rank0" in options)
+    refusal = "is CPU_OFFLOADED in phase 'idle' and cannot be given a state"
+    with pytest.raises(placement.NotResidentError, match=f"'actor' {refusal} dict") as caught:
+        set_model_state_dict(model, dict(given), options=options)
+    assert ("The values that torch wrote before this error are lost" in str(caught.value)) is broadcasts
+    if broadcasts:
+        if moments:
+            moments["state"] = {name: {key: value + 1 for key, value in entry.items()} for name, entry in moments["state"].items()}
+        with pytest.raises(placement.NotResidentError, match=rf"'actor\.optimizer' {refusal}"):
+            set_optimizer_state_dict(model, adam, moments, options=options)
     assert program.values() == wanted
     program.train(1)  # the next phase transitions find nothing amiss
     assert program.manager.audit().ok, program.manager.audit()
     with program.manager.phase("restore"):
-        set_model_state_dict(program.model, dict(given), options=StateDictOptions(**options))
+        set_model_state_dict(model, dict(given), options=options)
     with program.manager.phase("log_prob"):
-        now = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
+        now = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(now[name], value) for name, value in given.items())
-
-
-@on_ranks("two_ranks")
-def test_a_full_state_dict_for_an_offloaded_optimizer_is_refused_and_nothing_is_written() -> None:
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    program = build("fsdp2")
-    program.train(1)
-    model, adam = program.model, program.optimizer
-    with program.manager.phase("train"):
-        full = get_optimizer_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    wanted = program.values()
-    given = {**full, "state": {name: {key: value + 1 for key, value in entry.items()} for name, entry in full.get("state", {}).items()}}
-    with pytest.raises(
-        placement.NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be given a state"
-    ):
-        set_optimizer_state_dict(model, adam, given if given["state"] else {}, options=options)
-    assert program.values() == wanted
-    program.train(1)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -22,7 +22,7 @@ from placement import EngineError, GroupError, Manager, PhaseError, Registration
 from placement.group import StoreGroup
 from placement.publish import VllmWeightSource
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.engines.vllm_weight_transfer import Source033, stand_in
+from tests.engines.test_vllm_source import Source033, stand_in
 from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, placed, read, wanted_of

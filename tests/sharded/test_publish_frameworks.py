@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from placement import Manager, RegistrationError, TorchEngine
 from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
-from tests.engines import matrix_worker
+from tests.engines import test_frameworks as engines
 from tests.sharded import megatron_worker, training
 from tests.sharded.pretend_cuda import pretend_cuda
 from tests.sharded.publish_worker import assert_same, placed, read, wanted_of
@@ -61,9 +61,9 @@ def test_an_engine_around_megatrons_ddp() -> None:
         with manager.phase("rollout"), pretend_cuda(), torch.no_grad():
             assert training.as_bytes(module(inputs)) == answer
     with manager.phase("weight_sync"):
-        weights = matrix_worker.whole_weights(module, "cpu")
+        weights = engines.whole_weights(module, "cpu")
         rollout.object.update_weights([(name, 2 * tensor) for name, tensor in weights.items()])
-        doubled = matrix_worker.whole_weights(module, "cpu")
+        doubled = engines.whole_weights(module, "cpu")
     assert all(torch.equal(2 * weights[name], doubled[name]) for name in weights)
     assert_nothing_resident(manager)
     manager.close()

@@ -15,6 +15,7 @@ from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
 from tests.gpu.vllm import cases, models
 from tests.gpu.vllm.job import BATCHED_TOKENS, KV_CACHE_BYTES, Job, assert_bytes, ended
+from tests.group.part_worker import little_left
 
 WAKES = ("weights", "kv_cache")
 BEYOND_THE_DEVICE = 1 << 40
@@ -140,23 +141,13 @@ def _blocks(tag: str) -> list[int]:
     return [data.handle[1] for data in known if data.tag == tag]
 
 
-def fill(leave_bytes: int) -> torch.Tensor:
-    """Take the device's memory but for so many bytes."""
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    return torch.empty(free - leave_bytes, dtype=torch.uint8, device="cuda")
-
-
 def no_room_for_the_plan() -> None:
     """The tags have been measured: what does not fit is refused before anything is sent."""
     with job("keep") as made:
         made.step(7, is_twice=False)
-        held = fill(sum(_blocks("weights")) // 2)
-        with pytest.raises(DeviceMemoryError):
+        with little_left(made.manager.device, sum(_blocks("weights")) // 2), pytest.raises(DeviceMemoryError):
             made.manager.phase("rollout").__enter__()
         assert _llms[0].llm_engine.is_sleeping()
-        del held
-        torch.cuda.empty_cache()
         with made.manager.phase("rollout"):
             assert generate(made.asked) == made.answered
 
@@ -165,13 +156,10 @@ def no_room_for_the_weights() -> None:
     """vLLM has no memory for the first block. Placement cannot know that it was the first, so it asks for a sync."""
     with job("keep", budget_bytes=BEYOND_THE_DEVICE) as made:
         made.step(8, is_twice=False)
-        held = fill(_blocks("weights")[0] // 2)
-        with pytest.raises(EngineError, match="out of memory") as raised:
+        with little_left(made.manager.device, _blocks("weights")[0] // 2), pytest.raises(EngineError, match="out of memory") as raised:
             made.manager.phase("rollout").__enter__()
         assert not isinstance(raised.value, EngineLost)
         assert made.rollout.state is State.CPU_OFFLOADED
-        del held
-        torch.cuda.empty_cache()
         with pytest.raises(EngineError, match="failed half-way, so they are not valid"):
             made.manager.phase("rollout").__enter__()
         made.step(9)
@@ -181,13 +169,11 @@ def no_room_for_the_kv_cache() -> None:
     """The weights cannot leave before the KV cache has been back once, so they stay until there is room for it."""
     with job("keep", budget_bytes=BEYOND_THE_DEVICE) as made:
         made.step(10, is_twice=False)
-        held = fill(sum(_blocks("weights")) + _blocks("kv_cache")[0] // 2)
-        with pytest.raises(EngineError, match="out of memory"):
+        left = sum(_blocks("weights")) + _blocks("kv_cache")[0] // 2
+        with little_left(made.manager.device, left), pytest.raises(EngineError, match="out of memory"):
             made.manager.phase("rollout").__enter__()
         assert made.engine.residency.resident_tags == {"weights"}
         assert made.manager.snapshot().unpaired_bytes > 0
-        del held
-        torch.cuda.empty_cache()
         with made.manager.phase("rollout"):
             assert generate(made.asked) == made.answered
         assert_nothing_resident(made.manager)
@@ -197,11 +183,9 @@ def room_for_a_part_of_the_kv_cache() -> None:
     """What is back cannot be mapped again: the engine is lost, everything else goes on. The last case of its process."""
     made = Job(VllmInProcess(_llms[0]), generate, budget_bytes=BEYOND_THE_DEVICE)
     made.step(11, is_twice=False)
-    held = fill(sum(_blocks("weights")) + 3 * _blocks("kv_cache")[0] // 2)
-    with pytest.raises(EngineError, match="out of memory"):
+    left = sum(_blocks("weights")) + 3 * _blocks("kv_cache")[0] // 2
+    with little_left(made.manager.device, left), pytest.raises(EngineError, match="out of memory"):
         made.manager.phase("rollout").__enter__()
-    del held
-    torch.cuda.empty_cache()
     with pytest.raises((EngineLost, BrokenHandleError), match="vLLM cannot bring back the rest"):  # or the way back has found it already
         made.manager.phase("rollout").__enter__()
     assert made.rollout.broken is not None

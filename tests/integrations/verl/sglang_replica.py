@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from placement.integrations.verl.rollout import PlacedSglang, place
-from tests.engines.standin import Memory, Reply, Routes
-from tests.engines.standin_sglang import Sglang0523
+from tests.engines.standin import Memory, Reply, Routes, Sglang0523
 from tests.integrations.verl import sglang_package
 from tests.integrations.verl.worker import CAPACITY
 
