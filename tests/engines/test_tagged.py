@@ -67,6 +67,13 @@ class Own(TaggedEngine):
         return self.lacks
 
 
+def own(shared: Path, weights: Any = "keep", **options: Any) -> tuple[Own, Any, Any]:
+    """An engine, and a manager that has it beside an actor."""
+    engine = Own(shared, weights=weights)
+    manager, actor, _ = beside(engine, shared, **options)
+    return engine, manager, actor
+
+
 @pytest.mark.parametrize("weights", ["keep", "discard"])
 @pytest.mark.parametrize(
     ("knows", "lacks", "told"),
@@ -78,8 +85,7 @@ class Own(TaggedEngine):
 def test_weights_that_it_says_were_not_filled_are_not_valid(
     weights: Any, knows: set[str] | None, lacks: list[str], told: str, shared: Path
 ) -> None:
-    engine = Own(shared, weights=weights)
-    manager, actor, _ = beside(engine, shared)
+    engine, manager, actor = own(shared, weights=weights)
     engine.knows, engine.lacks = knows, lacks
     with manager.phase("weight_sync"):
         buckets = actor.weights(bucket_bytes=1)
@@ -100,8 +106,7 @@ def test_weights_that_it_says_were_not_filled_are_not_valid(
 
 @pytest.mark.leaves_behind("nobody knows what the engine holds")
 def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
-    engine = Own(shared)
-    manager, _, _ = beside(engine, shared)
+    engine, manager, _ = own(shared)
     engine.raising["load"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         manager.phase("rollout").__enter__()
@@ -125,8 +130,7 @@ def test_a_switch_that_fails_after_the_engine_left_brings_it_back(weights: Any, 
     def no_memory(_: int) -> Any:
         raise placement.DeviceMemoryError("none")
 
-    engine = Own(shared, weights=weights)
-    manager, actor, _ = beside(engine, shared)
+    engine, manager, actor = own(shared, weights=weights)
     with manager.phase("weight_sync") as step:
         publish(actor, engine)
         step.switch("rollout")
@@ -150,8 +154,7 @@ def test_adapters_alone_fill_what_has_its_base_weights(shared: Path) -> None:
         made.is_last = number == 1
         return made
 
-    engine = Own(shared, weights="discard")
-    manager, _, _ = beside(engine, shared)
+    engine, manager, _ = own(shared, weights="discard")
     with manager.phase("weight_sync") as step:
         with pytest.raises(EngineError, match="the adapters alone cannot fill"):
             engine.update_weights(bucket(0))
@@ -169,8 +172,7 @@ def test_adapters_alone_fill_what_has_its_base_weights(shared: Path) -> None:
 
 
 def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_transition(shared: Path) -> None:
-    engine = Own(shared)
-    manager, actor, _ = beside(engine, shared, policy="resident")
+    engine, manager, actor = own(shared, policy="resident")
     with manager.phase("weight_sync") as step:
         engine.assume(offloaded=[])
         engine.raising["admit"] = EngineError("not yet")
@@ -186,8 +188,7 @@ def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_transition(sh
 
 
 def test_a_bucket_that_is_missing_is_found(shared: Path) -> None:
-    engine = Own(shared)
-    manager, actor, _ = beside(engine, shared)
+    engine, manager, actor = own(shared)
     with manager.phase("weight_sync") as step:
         buckets = actor.weights(bucket_bytes=1)
         next(buckets)
@@ -258,8 +259,7 @@ def test_plans_that_are_none(parts: Any, forgets: bool, message: str, shared: Pa
 
 
 def test_what_is_kept_of_an_engine_is_what_was_there(shared: Path) -> None:
-    engine = Own(shared)
-    manager, _, _ = beside(engine, shared)
+    engine, manager, _ = own(shared)
     with manager.phase("weight_sync") as phase:
         phase.keep("rollout")
     assert engine.memory.tags == {"weights"}
@@ -270,8 +270,7 @@ def test_what_is_kept_of_an_engine_is_what_was_there(shared: Path) -> None:
 
 
 def test_what_a_snapshot_shows(shared: Path) -> None:
-    engine = Own(shared, weights="discard")
-    manager, _, _ = beside(engine, shared)
+    engine, manager, _ = own(shared, weights="discard")
     assert engine.needs_weights
     with manager.phase("weight_sync"):
         shown = {each.name: each for each in manager.snapshot().handles}["rollout"]
@@ -345,8 +344,7 @@ def test_the_mirror_counts_against_the_limit_on_host_memory(shared: Path, tmp_pa
 
 
 def test_what_stays_behind_is_a_finding(shared: Path) -> None:
-    engine = Own(shared)
-    manager, _, _ = beside(engine, shared)
+    engine, manager, _ = own(shared)
     with pytest.raises(EngineError, match="not today"), manager.phase("rollout"):
         engine.raising["drain"] = EngineError("not today")
     findings = manager.audit().findings
@@ -434,8 +432,7 @@ def test_addresses_and_keys() -> None:
 
 
 def test_one_that_was_lost_is_restarted_and_registered_anew_as_the_error_says(shared: Path) -> None:
-    engine = Own(shared)
-    manager, actor, _ = beside(engine, shared)
+    engine, manager, actor = own(shared)
     engine.raising["load"] = EngineLost("no answer")
     with pytest.raises(EngineLost):
         manager.phase("rollout").__enter__()

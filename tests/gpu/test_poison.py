@@ -16,6 +16,7 @@ from torch import nn
 
 import placement
 from placement.testing import assert_nothing_resident
+from tests.sharded.training import as_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -94,10 +95,6 @@ def some(dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(1, 5, (SIZE,), device="cuda").to(torch.float32).to(dtype)
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().flatten().view(torch.uint8).cpu().tolist())
-
-
 @pytest.fixture
 def manager() -> Iterator[placement.Manager]:
     made = placement.Manager(device="cuda:0")
@@ -107,14 +104,14 @@ def manager() -> Iterator[placement.Manager]:
 
 def found(manager: placement.Manager, reference: Values, write: Callable[[], object]) -> None:
     """The write is an error at the next phase transition, once, and no value has changed."""
-    before, wrong_writes = raw(reference.values), manager.snapshot().wrong_writes
+    before, wrong_writes = as_bytes(reference.values), manager.snapshot().wrong_writes
     manager.register("ref", reference, role="ref")
     with torch.no_grad():
         write()
     with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("log_prob"):
         pass
     with manager.phase("log_prob"):
-        assert raw(reference.values) == before
+        assert as_bytes(reference.values) == before
     assert manager.snapshot().wrong_writes == wrong_writes + 1
     assert_nothing_resident(manager)
 
@@ -172,13 +169,13 @@ def test_gradients_written_while_offloaded_are_found_and_come_back(
 ) -> None:
     model, optimizer = after_a_backward(manager)
     with manager.phase("train"):
-        before = [raw(grad) for grad in gradients(model)]
+        before = [as_bytes(grad) for grad in gradients(model)]
     with torch.no_grad():
         write(gradients(model))
     with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("train"):
         pass
     with manager.phase("train"):
-        assert [raw(grad) for grad in gradients(model)] == before
+        assert [as_bytes(grad) for grad in gradients(model)] == before
         optimizer.step()
         optimizer.zero_grad()
     assert_nothing_resident(manager)

@@ -16,6 +16,7 @@ from placement.devices.ledger import MAX_BYTES, Claim, Ledger
 from placement.group import Lease
 from tests.group.lease_processes import Doomed, Holder
 from tests.group.processes import Process, Processes
+from tests.support.forked import exit_code
 
 
 @pytest.fixture
@@ -132,19 +133,16 @@ def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_bac
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_gives_nothing_of_its_parents_lease_back(folder: str) -> None:
-    lease = Lease("GPU-1", 100, folder=folder)
-    lease.grow(70)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            lease.close()
-            del lease
-            own = Lease("GPU-1", 100, folder=folder)
-            status = 0 if own.grow(30) and not own.grow(31) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    parents = [Lease("GPU-1", 100, folder=folder)]
+    parents[0].grow(70)
+
+    def child() -> int:
+        parents[0].close()
+        parents.clear()
+        own = Lease("GPU-1", 100, folder=folder)
+        return 0 if own.grow(30) and not own.grow(31) else 2
+
+    assert exit_code(child) == 0
     assert held(folder) == {os.getpid(): 70}
 
 

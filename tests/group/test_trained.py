@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from tests.sharded.training import as_bytes as tensor_bytes
 from tests.sharded.training import bytes_of, device_of
 from tests.support.masters import Job
 from tests.support.ranks import Ranks, group_of_all, on_ranks
+
+_impatience = mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5)
 
 
 def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(three: Ranks, generation: int) -> None:
@@ -127,8 +128,8 @@ def test_each_step_of_the_shared_write_may_fail_on_one_rank(generation: int, bor
                 rank.check()
         kind = (RuntimeError, HostMemoryError)[(number + born) % 2]
         if rank.rank == 1:
-            arm(method, when, functools.partial(_raise, kind("injected")))
-        with contextlib.suppress(PlacementError, RuntimeError), mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5):
+            arm(method, when, mock.Mock(side_effect=kind("injected")))
+        with contextlib.suppress(PlacementError, RuntimeError), _impatience:
             rank.step()
         rank.check_offloaded()
         meet_again(rank.check)
@@ -141,10 +142,6 @@ def test_each_step_of_the_shared_write_may_fail_on_one_rank(generation: int, bor
             rank = None
     if rank is not None:
         rank.end()
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def faults(generation: int, failing: int, switches: bool) -> int:
@@ -160,7 +157,7 @@ def faults(generation: int, failing: int, switches: bool) -> int:
     batch = torch.full((3, rank.actor.size), 0.1)
     for _ in faults_of(rank, failing, counts, 3):
         # A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on.
-        with contextlib.suppress(PlacementError, RuntimeError), rank.training():
+        with contextlib.suppress(PlacementError, RuntimeError), _impatience, rank.training():
             rank.learn(batch, placed=True, averages=False)
             rank.learn(batch, placed=False, averages=False)
         rank.device.clear()

@@ -24,6 +24,14 @@ def values(worker: Worker) -> dict[str, Any]:
     return copy.deepcopy({name: handle.state_dict() for name, handle in worker.manager.handles.items()})
 
 
+def registered(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Manager:
+    manager = Manager(device=SimulatedDevice(16 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    if optimizer is not None:
+        manager.register("actor.optimizer", optimizer)
+    return manager
+
+
 def rewrite(root: Path, **changes: Any) -> Path:
     """The checkpoint in `root/fine` once more, with values changed by flat key; None leaves one out."""
     dcp_to_torch_save(root / "fine", root / "file")
@@ -204,25 +212,22 @@ def test_state_is_not_cast_to_its_parameters_type(phase: str | None, tmp_path: P
         torch.manual_seed(seed)
         model = torch.nn.Linear(8, 8).bfloat16()
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        manager = make_manager()
-        manager.register("actor", model, role="actor")
-        manager.register("adam", adam)
-        return manager, model, adam
+        return registered(model, adam), model, adam
 
     manager, model, adam = worker(0)
     with manager.phase("train"):
         for parameter in model.parameters():
             moments = {name: torch.randn(parameter.shape) * 1e-3 for name in ("exp_avg", "exp_avg_sq")}
             adam.state[parameter] = {"step": torch.tensor(3.0), **moments}
-    wanted = copy.deepcopy(manager.handles["adam"].state_dict())
+    wanted = copy.deepcopy(manager.handles["actor.optimizer"].state_dict())
     checkpoint.save(manager, tmp_path / "a")
     other, _model, _adam = worker(1)
     with other.phase(phase or "checkpoint"):
         checkpoint.load(other, tmp_path / "a")
-    assert_same(other.handles["adam"].state_dict(), wanted)
+    assert_same(other.handles["actor.optimizer"].state_dict(), wanted)
     assert_nothing_resident(other)
     with other.phase("restore"):
-        assert_same(other.handles["adam"].state_dict(), wanted)
+        assert_same(other.handles["actor.optimizer"].state_dict(), wanted)
 
 
 def test_restoring_is_no_fault_to_who_verifies_every_move(tmp_path: Path) -> None:
@@ -272,10 +277,7 @@ def test_groups_are_matched_by_parameter_and_tensor_settings_keep_their_place(tm
         model = net()
         groups = [{"params": [model[0].weight, model[2].weight], "lr": torch.tensor(0.5)}, {"params": [model[0].bias, model[2].bias]}]
         adam = torch.optim.AdamW(groups[::order], lr=0.1 * (2 + order))
-        manager = make_manager()
-        manager.register("actor", model, role="actor")
-        manager.register("adam", adam)
-        return manager, model, adam
+        return registered(model, adam), model, adam
 
     manager, _model, adam = worker(1)
     adam.param_groups[0]["lr"].fill_(0.25)
@@ -300,12 +302,11 @@ def test_extra_state_and_a_file_that_torch_load_reads(tmp_path: Path) -> None:
         def set_extra_state(self, state: Any) -> None:
             self.seen = state["seen"]
 
-    manager = make_manager()
     model = torch.nn.Sequential(Counting(8, 8))
     model[0].seen = 5  # type: ignore[assignment]
-    handle = manager.register("actor", model, role="actor")
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    manager.register("sgd", sgd)
+    manager = registered(model, sgd)
+    handle = manager.handles["actor"]
     checkpoint.save(manager, tmp_path / "a")
     dcp_to_torch_save(tmp_path / "a", tmp_path / "file")
     found = torch.load(tmp_path / "file", weights_only=False)
@@ -388,12 +389,6 @@ def within(manager: Manager, phase: str | None) -> contextlib.AbstractContextMan
     return contextlib.nullcontext() if phase is None else manager.phase(phase)
 
 
-def registered(model: torch.nn.Module) -> Manager:
-    manager = Manager(device=SimulatedDevice(16 << 20, chunk_bytes=4096))
-    manager.register("actor", model, role="actor")
-    return manager
-
-
 def scramble(manager: Manager, model: torch.nn.Module) -> None:
     with manager.phase("train"), torch.no_grad():
         for index, value in enumerate([*model.parameters(), *model.buffers()]):
@@ -410,8 +405,7 @@ def own(model: Any) -> dict[str, torch.Tensor]:
 def test_what_shows_copies_is_restored_in_every_state(kind: str, phase: str | None, tmp_path: Path) -> None:
     model = MODELS[kind]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = registered(model)
-    manager.register("actor.optimizer", optimizer)
+    manager = registered(model, optimizer)
     shown = copy.deepcopy(dict(model.state_dict()))
     with manager.phase("log_prob"):
         wanted = own(model)
@@ -452,9 +446,9 @@ class Packing(torch.optim.SGD):
 @pytest.mark.parametrize(("fails", "phase"), [(False, None), (True, "restore")])
 def test_an_optimizer_with_a_load_of_its_own(fails: bool, phase: str | None, tmp_path: Path) -> None:
     model = Layers()
-    manager = registered(model)
     optimizer = Packing(model.parameters(), lr=0.1, momentum=0.9)
-    handle = manager.register("actor.optimizer", optimizer)
+    manager = registered(model, optimizer)
+    handle = manager.handles["actor.optimizer"]
     with manager.phase("train"):
         learn(model, optimizer, width=6)
         optimizer.zero_grad()

@@ -29,7 +29,11 @@ placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once he
 
 
 class Replica:
-    """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep."""
+    """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep.
+
+    Args:
+        leads: whether this rank leads it. The adapter on another rank sends nothing, as in verl.
+    """
 
     def __init__(self, file: Path, model: Path, *, leads: bool = True, **options: Any) -> None:
         self._share, self._leads, self._options = SharedCapacity(file, CAPACITY), leads, options
@@ -42,6 +46,8 @@ class Replica:
         self._share.claim(sum(BYTES[tag] for tag in self.awake), 0)
 
     async def wake_up(self, tags: list[str]) -> None:
+        if not self._leads:
+            return
         self.calls.append(f"wake_up {' '.join(tags)}")
         self.awake |= set(tags)
         self._hold()
@@ -56,7 +62,7 @@ class Replica:
         self._hold()
 
     def adapter(self) -> Any:
-        return (PlacedAdapter if self._leads else PlacedFollower)(self, **self._options)
+        return PlacedAdapter(self, **self._options)
 
 
 class Adapter:
@@ -129,18 +135,6 @@ class Job:
 
     def states(self) -> dict[str, str]:
         return {name: handle.state.value for name, handle in self.manager.handles.items()}
-
-
-class Follower(Adapter):
-    """The adapter on a rank that does not lead the replica: as in verl it sends nothing."""
-
-    async def resume(self, tags: list[str]) -> None: ...
-
-    async def release(self) -> None: ...
-
-
-class PlacedFollower(PlacedRollout, Follower):
-    """The class that `place` would make."""
 
 
 def _refusing() -> Any:
