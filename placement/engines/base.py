@@ -14,7 +14,7 @@ from placement.core.call_guard import wait_for_calls
 from placement.core.errors import EngineError, RegistrationError
 from placement.core.torch_modes import without_modes
 from placement.core.weak_set import reference
-from placement.frameworks.known import frameworks_of
+from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Weight
 from placement.ownership.adapter import Seen
 from placement.ownership.module import ModuleAdapter

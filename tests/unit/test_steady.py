@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections import OrderedDict
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn, optim
 
 from placement import Manager, RegistrationError
@@ -265,3 +268,73 @@ def test_another_storage_over_the_same_clean_memory_is_taken_in() -> None:
         with manager.phase("reward"):
             assert torch.equal(model.weight, before)
     assert_nothing_resident(manager)
+
+
+# --- the quick look itself, over random changes
+
+
+def look_quickly(adapter: Adapter, walked: list[torch.Tensor], anew: Callable[[], Adapter]) -> bool:
+    """Whether a quick look finds nothing changed: only where a new walk finds what the last one has `walked`, and none of it loose."""
+    seen = adapter.unchanged()
+    if seen is not None:
+        owned = [*anew().owned()]
+        assert [*map(id, seen.tensors)] == [*map(id, walked)] == [id(each.tensor) for each in owned]
+        assert not any(each.transient or each.wrapper is not None for each in owned)
+        assert seen.versions == [tensor._version for tensor in walked]
+        assert seen.addresses == [tensor.data_ptr() for tensor in walked]
+    return seen is not None
+
+
+def check_quick_looks(thing: Any, anew: Callable[[], Adapter], changes: list[Callable[[Any], object]]) -> None:
+    adapter = anew()
+    for change in changes:
+        try:
+            walked = [each.tensor for each in adapter.owned()]
+        except RegistrationError:
+            return
+        look_quickly(adapter, walked, anew)
+        with contextlib.suppress(Exception):  # what it changes is gone or part of a graph, or a step cannot take what was done to the state
+            change(thing)
+        look_quickly(adapter, walked, anew)
+
+
+class Mine(nn.Parameter):
+    """Of a class that placement does not know, and so cannot move."""
+
+
+def become_mine(tensor: torch.Tensor) -> None:
+    torch.utils.swap_tensors(tensor, Mine(torch.randn(tensor.shape)))
+
+
+def zero_grad(net: Net) -> None:
+    net.zero_grad()
+    net.mean = net.mean.detach()
+    net.empty = net.empty.detach()
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*CHANGES.values(), zero_grad, lambda net: become_mine(net.body[1].weight)]), min_size=1, max_size=12))
+def test_a_quick_look_at_a_module_misses_nothing(changes: list[Callable[[Net], object]]) -> None:
+    net = Net()
+    check_quick_looks(net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU), changes)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*MUTATIONS.values(), lambda scene: become_mine(scene.tensor)]), min_size=1, max_size=12))
+def test_a_quick_look_at_the_state_misses_nothing(mutations: list[Callable[[Scene], object]]) -> None:
+    scene = Scene()
+    scene.step()
+    check_quick_looks(scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU), mutations)
+
+
+def test_a_quick_look_is_enough_where_nothing_changed() -> None:
+    net, scene = Net(), Scene()
+    scene.step()
+    adapters = [
+        ModuleAdapter(net, name="actor", compute_device=CPU),
+        OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU),
+    ]
+    for adapter in adapters:
+        walked = [each.tensor for each in adapter.owned()]
+        for _ in range(2):
+            assert look_quickly(adapter, walked, lambda adapter=adapter: adapter)

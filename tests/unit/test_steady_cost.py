@@ -15,11 +15,11 @@ from torch import nn
 
 import placement
 from placement import Manager, State
-from placement.frameworks import known
+from placement.frameworks import base
 from placement.frameworks.base import Framework, Named
 from placement.testing import SimulatedDevice
 
-SIZES = (1, 300, 10_000)
+SIZES = (1, 300, 2_000)
 OWN = str(Path(placement.__file__).parent)
 
 
@@ -97,9 +97,9 @@ class Cost:
 
 @pytest.fixture(scope="module", autouse=True)
 def _plain_counting() -> Iterator[None]:
-    known.add(Carrying)
+    base.add(Carrying)
     yield
-    known.remove(Carrying)
+    base.remove(Carrying)
 
 
 @pytest.fixture(scope="module")
@@ -144,18 +144,6 @@ def test_the_end_of_a_training_asks_a_few_parameters_for_their_gradient(costs: d
 @pytest.mark.parametrize(("switch", "most"), [("begin", 380), ("end", 440), ("none", 290)])
 def test_a_switch_of_two_handles_that_stay_makes_few_calls(costs: dict[int, dict[str, Cost]], switch: str, most: int) -> None:
     assert costs[300][switch].num_own_calls <= most
-
-
-def test_a_phase_in_which_six_handles_stay_makes_few_calls() -> None:
-    manager = Manager(device=SimulatedDevice(1 << 30))
-    layers = [nn.Linear(2, 2) for _ in range(6)]
-    for index, layer in enumerate(layers):
-        manager.register(f"handle{index}", layer, role="reward" if index else "actor")
-    with manager.phase("eval"):
-        for _ in range(3):
-            with Cost() as cost, manager.phase("eval"):
-                pass
-    assert cost.num_own_calls <= 500
 
 
 @pytest.fixture(scope="module")
