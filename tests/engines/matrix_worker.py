@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from placement import EngineError, Manager, NotResidentError, TorchEngine
-from placement.frameworks.known import frameworks_of
+from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Reader
 from placement.publish.buckets import published
 from placement.testing import assert_nothing_resident
