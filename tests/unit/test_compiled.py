@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -257,3 +259,14 @@ def test_a_module_is_scripted_traced_and_exported_in_a_phase_and_refused_outside
             make()
         with manager.phase("log_prob"):
             assert_same(make()(batch()), model(batch()))
+
+
+def test_a_part_that_is_copied_or_pickled_is_refused_while_offloaded_and_whole_otherwise() -> None:
+    _, manager, model, _ = placed(Stack)
+    for copies in (copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))):
+        with pytest.raises(NotResidentError):
+            copies(model.layers[1])
+        with manager.phase("log_prob"):
+            twin = copies(model.layers[1])
+            wanted = model.layers[1](batch())
+        assert_same(twin(batch()), wanted)

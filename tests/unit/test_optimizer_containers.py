@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,36 @@ def test_what_is_in_a_parameter_group_never_moves() -> None:
         assert all(entry["rate"].item() == pytest.approx(0.05) for entry in entries)
     with pytest.raises(AssertionError, match=r"8 bytes on the device: param_groups.0.rates, which is no part of its state"):
         assert_nothing_resident(manager)
+
+
+def test_lbfgs_with_a_tensor_as_its_learning_rate_follows_its_scheduler() -> None:
+    def trained(manager: Manager | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = net(8)
+        optimizer = optim.LBFGS(model.parameters(), lr=torch.tensor(0.1), max_iter=4)
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        if manager is not None:
+            manager.register("actor", model, role="actor")
+            manager.register("actor.optimizer", optimizer)
+        seen: list[Any] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if manager is not None:
+                manager.enter("train")
+            optimizer.step(closure)
+            seen += values(model).values()
+            if manager is not None:
+                manager.leave()
+            scheduler.step()
+            seen.append(optimizer.param_groups[0]["lr"].detach().clone())
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(trained(make_manager()), trained(None))
