@@ -146,7 +146,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
                 problems.append(f"{name} is CPU_OFFLOADED and holds {left:,} bytes")
             kept_by_framework += [
                 f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}"
-                for what, n in handle.kept_by_framework
+                for what, n in handle.storage.kept_by_framework
             ]
         elif not in_phase and name not in except_for:
             problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")

@@ -35,10 +35,10 @@ from placement.checkpoint.parts import (
 from placement.core import is_a
 from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError
-from placement.frameworks.known import own_state
+from placement.frameworks.base import own_state
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.optimizer_state import parameters_of
-from placement.registration.guards import is_guard
+from placement.ownership.optimizer_state import is_born, parameters_of
+from placement.registration.guards import Guard
 from placement.tensors.plain import is_wrapper, nested_tensors, rewrapped
 
 
@@ -133,7 +133,8 @@ class Optimizer(Part):
         self.require_writable()
         self._require_resident()
         optimizers = self._optimizers()
-        if isinstance(given, Shown) and given.part is self and not given["state"] and not self._adapter().state_is_born():
+        has_state = any(is_born(leaf.optimizer) for leaf in self._adapter().leaves())
+        if isinstance(given, Shown) and given.part is self and not given["state"] and not has_state:
             raise self._error(
                 "its state", "does not exist yet: load with planner=placement.checkpoint.LoadPlanner(), which takes it from the checkpoint"
             )
@@ -272,4 +273,4 @@ def _loads_itself(optimizer: Any) -> bool:
     if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
         return True
     kinds = (getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post"))
-    return any(not is_guard(hook) for hooks in kinds for hook in hooks.values())
+    return any(not isinstance(hook, Guard) for hooks in kinds for hook in hooks.values())

@@ -13,7 +13,7 @@ import torch
 from placement.core.call_guard import wait_for_calls, without_modes
 from placement.core.errors import EngineError, RegistrationError
 from placement.core.interrupts import reference
-from placement.frameworks.known import frameworks_of
+from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Weight
 from placement.ownership.adapter import Seen
 from placement.ownership.module import ModuleAdapter

@@ -29,7 +29,7 @@ from placement.devices.host.slab import Slab, round_up
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
-from placement.ownership.partial_step import allow
+from placement.registration.streamed_optimizer import allow
 from placement.storage.layout import Sizing
 
 GRANULARITY = 2 << 20  # the granularity of the CUDA driver on every GPU so far

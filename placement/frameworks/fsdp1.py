@@ -51,9 +51,7 @@ class FSDP1(Framework):
     @property
     def external(self) -> str | None:
         offloaded = [handle._offload_params for _, handle in self._handles()]
-        if offloaded and all(offloaded):
-            return "FSDP1's CPUOffload keeps its parameters on the CPU"
-        return None
+        return "FSDP1's CPUOffload keeps its parameters on the CPU" if offloaded and all(offloaded) else None
 
     def ready(self) -> None:
         """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to them would be lost."""

@@ -364,15 +364,12 @@ class MegatronFSDPShards(Framework):
                     yield Owned(f"{path}parameter_groups.{number}.{name}.data", buffer.data, _is_of_gradients(group, buffer))
             for name, parameter in model.param_and_grad_buffer.optimizer_named_parameters:
                 yield Owned(f"{path}{name}", parameter)
-                if isinstance(gradient := getattr(parameter, "decoupled_grad", None), torch.Tensor):
-                    yield Owned(f"{path}{name}.decoupled_grad", gradient, True)
+                yield from _fields(parameter, f"{path}{name}", decoupled_grad=True)
             for name, raw in model.raw_param.items():
                 # Detached, because `own_tensors` would replace the parameter itself by the sharded one.
                 yield Owned(f"{path}{name}.raw", raw.detach())
-                if isinstance(gradient := getattr(raw, "main_grad", None), torch.Tensor):
-                    yield Owned(f"{path}{name}.main_grad", gradient, True)
-                if isinstance(raw.grad, torch.Tensor):
-                    yield Owned(f"{path}{name}.raw.grad", raw.grad, True)
+                yield from _fields(raw, f"{path}{name}", main_grad=True)
+                yield from _fields(raw, f"{path}{name}.raw", grad=True)
             for name, gradient in model.param_and_grad_buffer.dist_main_grad.items():
                 if isinstance(gradient._local_tensor, torch.Tensor):
                     yield Owned(f"{path}{name}.dist_main_grad", gradient, True)

@@ -60,8 +60,7 @@ class DDP(Framework):
             yield from reducer.buckets()
 
     def before_step(self) -> None:
-        for reducer in self._reducers:
-            reducer.buckets()
+        list(self.gradient_buffers())  # a look keeps them known
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         for reducer in self._reducers:

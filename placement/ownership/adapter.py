@@ -33,15 +33,9 @@ MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 """Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
 _FIELDS = operator.attrgetter("__dict__")
-_OWN = operator.itemgetter("_parameters")
 _REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
 """The types of values under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
-_IS_CPU = operator.attrgetter("is_cpu")
-_IS_LEAF = operator.attrgetter("is_leaf")
-_GRADIENT = operator.attrgetter("grad")
-_VERSION = operator.attrgetter("_version")
-_VALUES = operator.methodcaller("values")
 _ALIVE: Any = weakref.ref.__call__
 _FEW = 8  # the number of parameters that tell whether there are gradients
 
@@ -222,7 +216,8 @@ class Steady:
                 trained = [(alive, name) for alive, name, each in own if each is not None and each.requires_grad]
                 few = trained[:: -(-len(trained) // _FEW) or 1]
                 self._watched = [alive for alive, _ in few], [name for _, name in few]
-            found: list[Any] = list(map(dict.get, map(_OWN, map(_FIELDS, map(_ALIVE, self._watched[0]))), self._watched[1]))
+            parameters = map(operator.attrgetter("_parameters"), map(_ALIVE, self._watched[0]))
+            found: list[Any] = list(map(dict.get, parameters, self._watched[1]))
         except AttributeError:  # a module is gone
             return False
         return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
@@ -231,7 +226,7 @@ class Steady:
         """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
         No pass makes a container for each module: that would start the garbage collector."""
         registries = filter(None, itertools.chain.from_iterable(map(_REGISTRIES, fields)))  # most are empty
-        values = list(itertools.chain.from_iterable(map(_VALUES, registries)))
+        values = list(itertools.chain.from_iterable(map(operator.methodcaller("values"), registries)))
         for read, count, at in self._attributes:
             attributes = map(read, map(fields.__getitem__, at))
             values.extend(attributes if count == 1 else itertools.chain.from_iterable(attributes))
@@ -264,7 +259,7 @@ class SteadyState:
         if holders != self._holders or list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
         staying = list(itertools.compress(values, self._staying))
-        if not all(map(_IS_CPU, staying)) or any(map(torch.Tensor.dim, staying)):
+        if not all(map(operator.attrgetter("is_cpu"), staying)) or any(map(torch.Tensor.dim, staying)):
             return None
         return seen_now(list(map(values.__getitem__, self._owned)))
 
@@ -325,7 +320,7 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
     """The tensors with their versions and addresses. With `before` (versions at the last look), None if one has a gradient or a graph."""
     try:
-        versions = list(map(_VERSION, tensors))
+        versions = list(map(operator.attrgetter("_version"), tensors))
     except RuntimeError:  # one of them is an inference tensor
         versions = list(map(version_of, tensors))
     # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads the
@@ -337,11 +332,11 @@ def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Se
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:
     try:
-        return all(map(_IS_LEAF, tensors))
+        return all(map(operator.attrgetter("is_leaf"), tensors))
     except RuntimeError:  # see `plain.is_leaf`
         return False
 
 
 def _has_gradient(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether any of these leaves has a gradient."""
-    return any(map(operator.is_not, map(_GRADIENT, tensors), itertools.repeat(None)))
+    return any(map(operator.is_not, map(operator.attrgetter("grad"), tensors), itertools.repeat(None)))

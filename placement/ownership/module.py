@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -13,8 +14,7 @@ import torch
 
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import WeakIdSet, reference
-from placement.frameworks.base import Advised
-from placement.frameworks.known import answering, frameworks_of
+from placement.frameworks.base import Advised, answering, frameworks_of
 from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Seen, Steady, refusal
 from placement.tensors.plain import (
     LAZY_VIEW,
@@ -60,7 +60,6 @@ class ModuleAdapter(Adapter):
         # `inner` is a key too: registering a module and its compiled wrapper would claim the same bytes twice.
         self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
         self.root: Callable[[], torch.nn.Module | None] = reference(inner)  # None once the module is gone
-        self._kinds: dict[type, int] = {}
         self._shown: dict[int, torch.Tensor] = {}
         self._steady: Steady | None = None
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
@@ -151,7 +150,7 @@ class ModuleAdapter(Adapter):
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
         module = self.root()
-        own_tensors = {} if module is None else self._own_tensors()
+        own_tensors = {} if module is None else self.own_tensors()
         seen: set[int] = set()
         for name, shown in () if module is None else module.named_parameters():
             own = own_tensors.get(id(shown), shown)
@@ -159,11 +158,8 @@ class ModuleAdapter(Adapter):
                 seen.add(id(own))
                 yield name, own
 
-    def shows_for_now(self, tensor: torch.Tensor) -> bool:
-        """Whether the module has a tensor only for now: the framework gathered it for computing, and will free it."""
-        return id(tensor) in self._own_tensors()
-
-    def _own_tensors(self) -> dict[int, torch.Tensor]:
+    def own_tensors(self) -> dict[int, torch.Tensor]:
+        """See `Framework.own_tensors`: the keys are those of tensors that the module has only for now, gathered for computing."""
         return {shown: own for each in self.frameworks for shown, own in each.own_tensors().items()}
 
     def _collect(self, root: torch.nn.Module, modules: list[torch.nn.Module]) -> list[Owned]:
@@ -174,7 +170,7 @@ class ModuleAdapter(Adapter):
         found: list[Owned] = []
         self._other_names = {}
         seen: dict[int, str] = {id(cache): "" for each in self.frameworks for cache in each.caches()}
-        self._shown = self._own_tensors()
+        self._shown = self.own_tensors()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
         while stack:
@@ -217,15 +213,13 @@ class ModuleAdapter(Adapter):
     def _add_attributes(
         self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str], held: dict[int, tuple[str, Any]]
     ) -> None:
-        kinds = self._kinds
         # torch.nn.Module's constructor sets its fields in one go, so usually they come first and can be skipped without a look at each.
         attributes = itertools.islice(fields.items(), len(MODULE_FIELDS) - 1, None)
         if next(attributes, ("", None))[0] != MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
         for name, value in attributes:
-            kind = kinds.get(type(value))
-            if kind is None:
-                kind = kinds[type(value)] = _kind_of(type(value))
+            cls: Any = type(value)
+            kind = _kind_of(cls)
             if kind == _NO_TENSOR or name in MODULE_FIELDS:
                 continue
             if kind == _TENSOR:
@@ -308,7 +302,8 @@ def _form_of(tensor: torch.Tensor) -> str:
     return "nested" if tensor.is_nested else str(tensor.layout) if tensor.layout is not torch.strided else type(tensor).__qualname__
 
 
-def _kind_of(cls: type) -> int:
+@functools.cache
+def _kind_of(cls: Any) -> int:
     if issubclass(cls, torch.Tensor):
         return _TENSOR
     if issubclass(cls, (list, tuple, deque, Mapping)):

@@ -13,7 +13,7 @@ import torch
 
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import WeakIdSet, reference
-from placement.frameworks.known import answering, asked, own_state, stepped_for
+from placement.frameworks.base import answering, asked, own_state, stepped_for
 from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
@@ -46,9 +46,7 @@ from placement.tensors.plain import (
     with_index,
 )
 
-_CDATA = operator.attrgetter("_cdata")
-_LAYOUT = operator.attrgetter("layout")
-_IS_NESTED = operator.attrgetter("is_nested")
+_LAYOUT = operator.attrgetter("layout", "is_nested")
 _GRADIENTS = ("grad", "decoupled_grad")
 _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 
@@ -305,10 +303,6 @@ class OptimizerAdapter(Adapter):
     def away(self) -> str | None:
         return next(filter(None, asked("optimizer_away", self._root())), None)
 
-    def state_is_born(self) -> bool:
-        """Whether any optimizer found in the object has state. State comes with the first step, or with the constructor (Adagrad)."""
-        return any(is_born(leaf.optimizer) for leaf in self.leaves())
-
     def state_is_all_born(self) -> bool:
         """Whether every optimizer found in the object has state, but for wrappers without a state of their own."""
         return all(is_born(leaf.optimizer) for leaf in self.leaves() if not leaf.is_hollow)
@@ -355,8 +349,8 @@ class OptimizerAdapter(Adapter):
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The storages (`_cdata`) of these tensors or, of wrappers, of their parts."""
     found = list(tensors)  # there may be tens of thousands, most of which are plain
-    if {*map(type, found)} <= PLAIN_TYPES and {*map(_LAYOUT, found)} <= {torch.strided} and not any(map(_IS_NESTED, found)):
-        return {*map(_CDATA, map(torch.Tensor.untyped_storage, found))}
+    if {*map(type, found)} <= PLAIN_TYPES and {*map(_LAYOUT, found)} <= {(torch.strided, False)}:
+        return {*map(operator.attrgetter("_cdata"), map(torch.Tensor.untyped_storage, found))}
     return {part.untyped_storage()._cdata for each in found for _, part in plain_parts(each, "")}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from placement.core.interrupts import reference
-from placement.frameworks.known import asked, own_state
+from placement.frameworks.base import asked, own_state
 from placement.tensors.plain import nested_tensors, parts_of
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
@@ -25,7 +25,6 @@ WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dic
 _OF_THE_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every optimizer. They have as many entries as there are parameters, and no optimizers."""
 _PARAMETERS = operator.itemgetter("params")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SHAPE = operator.attrgetter("shape")
 _DTYPE = operator.attrgetter("dtype")
 _NUMBERS = (int, float, str, type(None))  # most values in a state or a group that are no tensors
@@ -171,7 +170,6 @@ def tensors_beside(leaves: Sequence[Leaf], objects: Sequence[Any]) -> Iterator[t
 
 
 def is_born(optimizer: Any) -> bool:
-    """Whether an optimizer has state for any parameter."""
     return any(map(has_state, optimizer.state.values()))
 
 
@@ -182,7 +180,6 @@ def is_all_born(optimizer: Any, given: Container[int]) -> bool:
 
 
 def has_state(entry: Any) -> bool:
-    """Whether an entry of an optimizer's state contains anything."""
     return bool(entry) if isinstance(entry, Mapping) else True
 
 
@@ -207,7 +204,8 @@ class Unborn:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
         have no state than at the last look."""
         optimizer = self._optimizer()
-        if optimizer is None or (self._had_all(optimizer) and _num_parameters(optimizer) == self._num_parameters):
+        num_parameters = 0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
+        if optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters):
             return False
         stepped = stepped_by(optimizer, given)
         if stepped == self._stepped and (self._had_all(optimizer) or len(optimizer.state) < self._num_entries):
@@ -250,10 +248,9 @@ class Unborn:
         """Find the stepped parameters that have no state, in the order of the groups."""
         born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
         awaited = {*self._stepped} - born
-        everything = itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
-        self._num_parameters = _num_parameters(optimizer) if not awaited and born.issuperset(map(id, everything)) else -1
-        parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))) if awaited else []
-        parameters = list(itertools.compress(parameters, map(awaited.__contains__, map(id, parameters))))
+        everything = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+        self._num_parameters = len(everything) if not awaited and born.issuperset(map(id, everything)) else -1
+        parameters = list(itertools.compress(everything, map(awaited.__contains__, map(id, everything))))
         missing = dict(zip(_forms(parameters), parameters, strict=True))
         self._num_entries, self._missing = len(optimizer.state), list(missing)
         return list(missing.values())
@@ -269,14 +266,10 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
     return None if sizes is None else Unborn(optimizer, sizes, stepped)
 
 
-def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
-    return sum([len(group["params"]) for group in optimizer.param_groups])
-
-
 def stepped_by(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list[int]:
     """Identities of the parameters that may get a gradient, in the order of the groups."""
     parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))  # there may be tens of thousands
-    identities, stepped = list(map(id, parameters)), map(_REQUIRES_GRAD, parameters)
+    identities, stepped = list(map(id, parameters)), map(operator.attrgetter("requires_grad"), parameters)
     if given:
         stepped = map(operator.or_, stepped, map(given.__contains__, identities))
     return list(itertools.compress(identities, stepped))

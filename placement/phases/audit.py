@@ -10,7 +10,7 @@ from placement.core.errors import IntegrityError, RegistrationError
 from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
 from placement.core.states import Plan
 from placement.registration.handle import Handle
-from placement.registration.unregistered import living
+from placement.registration.registry import unregistered
 
 if TYPE_CHECKING:
     from placement.core.journal import Journal
@@ -119,7 +119,7 @@ def audit(
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
     for handle in handles.values():
         handle.storage.look_at_framework_memory(everywhere=True)
-    kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.kept_by_framework]
+    kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.storage.kept_by_framework]
     lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
     lines += outside.report()
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
@@ -169,7 +169,7 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make a new optimizer"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
-    for kind in living(handle):
+    for kind in unregistered(handle):
         detail = f"a {kind} that is not registered stepped its parameters; its state stays on the device in every phase: register it"
         yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
     for name in holding.views_left_on_host():

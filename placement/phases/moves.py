@@ -24,7 +24,7 @@ from placement.group.vote import Agree
 from placement.planning.planner import target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration import guards
-from placement.registration.handle import Handle, Node, path
+from placement.registration.handle import PATHS, Handle, Node
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange
@@ -66,7 +66,7 @@ def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ..
 
 
 def _path(handle: Handle, target: Node) -> list[Trigger]:
-    if wanted := path(handle.node, target):
+    if wanted := PATHS[handle.node, target]:
         handle.require(wanted[0])
     return [*wanted]
 
@@ -434,7 +434,7 @@ class Mover:
 
     def _fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
         """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say. `tags`: those to load."""
-        for trigger in path((handle.state, handle.state is not State.CPU_OFFLOADED), target):
+        for trigger in PATHS[(handle.state, handle.state is not State.CPU_OFFLOADED), target]:
             self._fire(handle, trigger, tags)
 
     def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:

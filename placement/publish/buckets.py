@@ -21,8 +21,7 @@ from placement.core.call_guard import without_modes
 from placement.core.errors import PhaseError, RegistrationError
 from placement.core.settings import bytes_of
 from placement.core.states import State, Trigger
-from placement.frameworks.base import Framework
-from placement.frameworks.known import answering
+from placement.frameworks.base import Framework, answering
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.publish import lora
 from placement.publish.ahead import ReadAhead, plainly

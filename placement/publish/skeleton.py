@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from placement.frameworks.base import Framework
-from placement.frameworks.known import wrappers
+from placement.frameworks.base import Framework, wrappers
 from placement.frameworks.weights import Weight, weight_of
 
 

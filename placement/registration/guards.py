@@ -25,7 +25,7 @@ from placement.core import is_a
 from placement.core.call_guard import CHECKS, CallGuard, MethodCall
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.states import ROLES, State
-from placement.frameworks.known import asked
+from placement.frameworks.base import asked
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import undo_initial_step
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown
@@ -36,20 +36,11 @@ if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
 
-def is_guard(hook: object) -> bool:
-    """Whether a hook is a guard of placement."""
-    return isinstance(hook, _Guard)
-
-
 def nothing(*_: Any, **__: Any) -> None:
     """Take a guard's place in a copy of its module."""
 
 
-def _no_guard() -> Callable[..., None]:
-    return nothing
-
-
-class _Guard:
+class Guard:
     """A hook that knows its handle. The reference is weak, because a hook must keep neither the handle nor its manager alive."""
 
     def __init__(self, handle: Handle) -> None:
@@ -65,9 +56,9 @@ class _Guard:
             )
         return handle
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         self.refuse_copy()
-        return _no_guard, ()
+        return functools.partial, (nothing,)
 
     def refuse_copy(self) -> None:
         handle = self.handle()
@@ -111,7 +102,7 @@ _TRAINED_WITHOUT = (
 _NUMBERS = itertools.count()
 
 
-class ForwardGuard(_Guard):
+class ForwardGuard(Guard):
     """Runs before a module's forward (see `CallGuard`); for an external one at every call, as its framework may take the values away."""
 
     def __init__(self, handle: Handle) -> None:
@@ -139,9 +130,7 @@ class ForwardGuard(_Guard):
             refuse(handle, "called", reason)
 
 
-class StepGuard(_Guard):
-    """Pre-hook of an optimizer's step."""
-
+class StepGuard(Guard):
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Check now, and once more when a closure returns, which may have left the phase. Returns what torch is to call the step with."""
         handle = self.handle()
@@ -193,7 +182,7 @@ class StepGuard(_Guard):
                     framework.before_step()
 
 
-class LoadGuard(_Guard):
+class LoadGuard(Guard):
     """Pre-hook of a module's or an optimizer's load_state_dict, or a guard in front of that method (see `MethodCall`)."""
 
     def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
@@ -216,7 +205,7 @@ class LoadGuard(_Guard):
         refuse(handle, "given a state dict", advice)
 
 
-class CopyGuard(_Guard):
+class CopyGuard(Guard):
     """Stands in front of an optimizer's `__getstate__`, which `copy`, `pickle` and `torch.save` call. They copy its state and the
     parameters that it steps, and either would be poison while it is offloaded."""
 
@@ -230,7 +219,7 @@ class CopyGuard(_Guard):
                 refuse(each, "copied or pickled", do)
 
 
-class ReadGuard(_Guard):
+class ReadGuard(Guard):
     """Runs before a framework's method that reads tensors past every hook of torch: Megatron's `sharded_state_dict`, PEFT's `merge` (which
     would only record the merge)."""
 
@@ -276,7 +265,7 @@ _DECOMPOSING = ("pissa", "corda", "mica", "loftq", "lora_ga", "OSF", "PSOFT", "T
 """Beginnings of values of `init_lora_weights`, and types of adapters."""
 
 
-class StateDictGuard(_Guard):
+class StateDictGuard(Guard):
     """Post-hook of state_dict: replaces tensors in a range by tensors that stay readable wherever the handle goes."""
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
@@ -292,7 +281,7 @@ class PartGuard(StateDictGuard):
         return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
 
 
-class GatherGuard(_Guard):
+class GatherGuard(Guard):
     """Pre-hook of state_dict for a framework that gathers the values on the device: while offloaded it would gather poison."""
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
@@ -301,13 +290,6 @@ class GatherGuard(_Guard):
         if handle is not None and reason is not None and is_off(handle):
             advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
-
-    def install(self, module: torch.nn.Module) -> Any:
-        """Register the hook in front of the framework's own hooks. Torch would put it behind them."""
-        removable: Any = module.register_state_dict_pre_hook(self)
-        hooks: Any = module._state_dict_pre_hooks
-        hooks.move_to_end(removable.id, last=False)
-        return removable
 
 
 def own_methods(target: Any) -> list[str]:
@@ -386,7 +368,7 @@ class _Untouched(TorchDispatchMode):
 def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
     hooks: list[Any] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
-    owner, gathers = _Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
+    owner, gathers = Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
     load_guard, guards = LoadGuard(handle), dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle))
@@ -396,7 +378,9 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
         hooks.append(StateDictCall(owner, part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
         if gathers:
-            hooks.append(GatherGuard(handle).install(part))
+            of_torch: Any = part._state_dict_pre_hooks
+            hooks.append(gather := part.register_state_dict_pre_hook(GatherGuard(handle)))
+            of_torch.move_to_end(gather.id, last=False)  # in front of the framework's own hooks
         hooks += [MethodCall(ReadGuard(handle), part, name) for names in asked("reading_methods", part) for name in names]
         _install_for_peft(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
@@ -468,9 +452,9 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
     if "_optimizer_state_dict_post_hooks" in fields:
         hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
     if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):  # not by `__getattr__`: then it is another's
-        hooks.append(StateDictCall(_Guard(handle).handle, target, "state_dict"))
+        hooks.append(StateDictCall(Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
-        _install_zero_calls(_Guard(handle).handle, target, hooks)
+        _install_zero_calls(Guard(handle).handle, target, hooks)
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
         plain = getattr(type(target), name, None)
         if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:

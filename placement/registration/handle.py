@@ -58,45 +58,24 @@ _FROM_HOST = (Trigger.LOAD, Trigger.BEGIN_STREAM, Trigger.END_STREAM, Trigger.BE
 """The triggers of a handle whose bytes are not on the device."""
 
 
-def _edges(state: State, on_device: bool) -> list[tuple[Trigger, Node]]:
-    found = []
-    for trigger, source, target in TRANSITIONS:
-        if source is state and (trigger in _FROM_HOST) is not on_device:
-            goes_on_device = trigger is Trigger.LOAD or (on_device and trigger is not Trigger.OFFLOAD)
-            found.append((trigger, (target, goes_on_device)))
-    return found
-
-
 def _all_paths() -> dict[tuple[Node, Node], tuple[Trigger, ...]]:
-    nodes: list[Node] = [(s, True) for s in State if s is not State.CPU_OFFLOADED]
-    nodes += [(State.CPU_OFFLOADED, False), (State.SYNCING, False), (State.TRAINING, False)]
-    paths: dict[tuple[Node, Node], tuple[Trigger, ...]] = {(node, node): () for node in nodes}
-    for _ in nodes:  # each round finds the paths that are one trigger longer
+    edges: dict[Node, list[tuple[Trigger, Node]]] = {}
+    for trigger, source, target in TRANSITIONS:
+        on_device = trigger not in _FROM_HOST
+        goes_on_device = trigger is Trigger.LOAD or (on_device and trigger is not Trigger.OFFLOAD)
+        edges.setdefault((source, on_device), []).append((trigger, (target, goes_on_device)))
+    paths: dict[tuple[Node, Node], tuple[Trigger, ...]] = {(node, node): () for node in edges}
+    for _ in edges:  # each round finds the paths that are one trigger longer
         for (start, here), taken in [*paths.items()]:
-            for trigger, there in _edges(*here):
+            for trigger, there in edges[here]:
                 paths.setdefault((start, there), (*taken, trigger))
     return paths
 
 
-_PATHS = _all_paths()
-
-
-def path(source: Node, target: Node) -> tuple[Trigger, ...]:
-    """The shortest sequence of triggers from one node to another. Every node can reach every other."""
-    try:
-        return _PATHS[source, target]
-    except KeyError:
-        raise ValueError(f"no handle can be {target[0]} with its bytes {'on' if target[1] else 'off'} the device") from None
-
+PATHS = _all_paths()
+"""The shortest sequence of triggers from one node to another. Every node can reach every other."""
 
 _STATES = {state.value: state for state in State}  # faster than the enum's own lookup, which counts in a phase transition of many handles
-
-
-def diagram() -> str:
-    """The Mermaid state diagram of docs/concepts.md, generated from the table."""
-    lines = ["stateDiagram-v2", f"    [*] --> {State.CPU_OFFLOADED}"]
-    lines += [f"    {source} --> {target}: {trigger}" for trigger, source, target in TRANSITIONS]
-    return "\n".join(lines)
 
 
 class Lazy:
@@ -202,12 +181,7 @@ class Handle:
     @property
     def foreign_bytes(self) -> int:
         """Device bytes that a framework keeps for the object, offloaded or not (a reducer's buckets). `audit()` names them."""
-        return sum(nbytes for _, nbytes in self.kept_by_framework)
-
-    @property
-    def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each part of `foreign_bytes`, as of the last offload or audit."""
-        return self.storage.kept_by_framework
+        return sum(nbytes for _, nbytes in self.storage.kept_by_framework)
 
     @property
     def external(self) -> bool:
@@ -246,8 +220,7 @@ class Handle:
     @property
     def is_on_device(self) -> bool:
         """Whether the bytes are on the device, as the state says. An external handle's state says what may be done, not where they are."""
-        state = self.state
-        return state is State.GPU_RESIDENT or (state is not State.CPU_OFFLOADED and self.storage.on_device)
+        return self.node[1]
 
     def state_dict(self) -> Any:
         """The object's state dict with its present values, in every state.
@@ -398,7 +371,6 @@ class Handle:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the object was garbage-collected."""
         return self._object is not None and self._object() is None
 
     def detached_parameters(self) -> int:

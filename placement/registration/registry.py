@@ -7,28 +7,30 @@ import gc
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placement.core.call_guard import callers_function_modes
-from placement.core.errors import HostMemoryError, RegistrationError
+from placement.core.errors import HostMemoryError, PhaseError, PlacementError, RegistrationError
 from placement.core.journal import logger
 from placement.core.settings import Settings
-from placement.core.states import KINDS, ROLES
+from placement.core.states import KINDS, ROLES, State
 from placement.devices.base import Device
 from placement.engines.base import Engine, EngineAdapter
 from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.ownership.optimizer_state import find, undo_initial_step
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
-from placement.registration.replication import check_can_be_replicated
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
-from placement.registration.unregistered import StepWatch
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.cast import CastStorage
 from placement.storage.managed import ManagedStorage
@@ -165,8 +167,9 @@ class Registry:
 
     def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None, make: _Make = ManagedStorage) -> None:
         adapter = self._adapter(handle, target, external)
-        if ranks is not None:
-            check_can_be_replicated(handle.name, adapter)
+        if ranks is not None and (adapter.kind == "engine" or adapter.external is not None):
+            why = "an engine is" if adapter.external is None else f"{adapter.external} places its bytes, and they are"
+            raise RegistrationError(f"{handle.name!r}: {why} nothing that placement can replicate; register it without replicated=True")
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
             if key in self._by_key:
@@ -240,12 +243,14 @@ class Registry:
         owners: dict[str, Handle] = {each.name: each for each in handle.owners}
         modules = [(module, other) for other in reversed(self.handles.values()) if (module := other.modules_adapter) is not None]
         known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
+        # A parameter may be another tensor over the module's bytes, or one that the module had before.
+        by_address = {id(other.holding): other for other in self.handles.values() if other.holding is not None}
         copies: list[torch.Tensor] = []
         for index, parameter in enumerate(parameters := adapter.parameters()):
-            owner, advice = known.get(id(parameter)) or self._owner_by_address(parameter), None
+            owner, advice = known.get(id(parameter)) or by_address.get(id(_holding_of(parameter))), None
             if owner is not None:
                 owners[owner.name] = owner
-            elif any(module.shows_for_now(parameter) for module, _ in modules):
+            elif any(id(parameter) in module.own_tensors() for module, _ in modules):
                 advice = "A sharded module shows it between a forward and reshard() only: make the optimizer of the sharded parameters."
             elif handle.owners:
                 copies.append(parameter)
@@ -264,25 +269,127 @@ class Registry:
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 
-    def _owner_by_address(self, parameter: torch.Tensor) -> Handle | None:
-        """The module handle in whose range a parameter lies: another tensor over the module's bytes, or one that it had before."""
-        for _, part in itertools.islice(plain_parts(parameter, ""), 1):
-            holding = RANGES.owner_of(part.untyped_storage().data_ptr())
-            found = self.handles.get(holding.name) if holding is not None else None
-            if found is not None and found.holding is holding:
-                return found
-        return None
+
+def _holding_of(parameter: torch.Tensor) -> object:
+    """The storage in whose range a parameter lies; None if it is in none."""
+    _, part = next(plain_parts(parameter, ""), ("", None))
+    return None if part is None else RANGES.owner_of(part.untyped_storage().data_ptr())
 
 
 def _captured_collectives() -> str | None:
     """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory. What
     a graph has captured cannot be seen, so the warning comes whenever NCCL is in use."""
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
-        return None
-    if "nccl" not in str(distributed.get_backend_config()).lower():
+    is_in_use = distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend_config()).lower()
+    if not is_in_use or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None
     return (
         "NCCL is in use and NCCL_GRAPH_REGISTER is not 0: a CUDA graph that captures a collective over registered memory may hang when "
         "it is replayed after that memory was offloaded and loaded. If you capture any, set NCCL_GRAPH_REGISTER=0 before NCCL starts."
     )
+
+
+# --- unregistered optimizers that step a registered module's parameters
+#
+# A second `train()` may make a new optimizer and not register it. Then its state stays on the device in every phase, and no guard keeps it
+# from stepping in phases in which its writes are lost. While any module is registered, one global torch hook sees the steps of all
+# optimizers. It cannot see an optimizer that is not a `torch.optim.Optimizer`.
+
+_ADVICE = "manager.register() it after its module, once, and call step() inside manager.phase('train')"
+_WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+class StepWatch:
+    """Keeps the global step hook installed while a handle, a module's or an optimizer's, is registered."""
+
+    _hook: torch.utils.hooks.RemovableHandle | None = None  # the one hook for all handles
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = weakref.ref(handle)
+        _WATCHED.add(handle)
+        if StepWatch._hook is None:
+            StepWatch._hook = register_optimizer_step_pre_hook(_before_step)
+
+    def remove(self) -> None:
+        if (handle := self._handle()) is not None:
+            _WATCHED.discard(handle)
+        if not _WATCHED and StepWatch._hook is not None:
+            StepWatch._hook.remove()
+            StepWatch._hook = None
+
+
+def unregistered(handle: Handle) -> list[str]:
+    """Class names of the unregistered optimizers that have stepped a module's parameters and still exist unregistered."""
+    return [type(each).__name__ for each in handle.unregistered_optimizers if not _is_known(each)]
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    if torch.compiler.is_compiling() or _is_guarded(optimizer):
+        return
+    for handle in {id(each): each for each in _stepped(optimizer)}.values():
+        if optimizer not in handle.unregistered_optimizers and _is_known(optimizer):
+            continue
+        kind = type(optimizer).__name__
+        try:
+            if guards.is_off(handle):
+                guards.refuse(handle, f"stepped, least of all by an optimizer that is not registered ({kind})", _ADVICE)
+            if handle.state is not State.TRAINING:
+                raise PhaseError(
+                    f"step() of an optimizer that is not registered ({kind}) in phase {handle.phase_now()!r} would change {handle.name!r}, "
+                    f"which is {handle.state}: values may change in TRAINING only; {_ADVICE}"
+                )
+        except PlacementError as error:
+            if undo_initial_step():
+                error.add_note("Torch made this step to create state for a state dict: register it and use its handle's state_dict().")
+            raise
+        _note(handle, optimizer)
+
+
+def _note(handle: Handle, optimizer: Any) -> None:
+    if optimizer in handle.unregistered_optimizers:
+        return
+    if (outer := _stepped_by()) is not None:
+        raise RegistrationError(
+            f"{outer.name!r} steps an optimizer ({type(optimizer).__name__}) that cannot be found in it, so its state would stay on the "
+            "device and be in no checkpoint. Nothing was stepped. Keep the optimizers in attributes of the registered one, or in lists, "
+            "tuples or dicts there, or register each of them in its place"
+        )
+    handle.unregistered_optimizers.add(optimizer)
+    logger.warning(
+        "an optimizer that is not registered (%s) steps parameters of %r: its state stays on the device in every phase, and checkpoints "
+        "do not have it; manager.register() it after its module",
+        type(optimizer).__name__,
+        handle.name,
+    )
+
+
+def _stepped_by() -> Handle | None:
+    """The registered optimizer whose method makes the present step."""
+    known = {id(each.object): each for each in list(_WATCHED) if each.kind == "optimizer"}
+    for frame, _ in traceback.walk_stack(None):
+        code = frame.f_code  # the locals of other frames are left alone: to look at them keeps them alive until the frame returns
+        if code.co_name == "step" and code.co_argcount and (found := known.get(id(frame.f_locals.get(code.co_varnames[0])))) is not None:
+            return found
+    return None
+
+
+def _stepped(optimizer: Any) -> Iterator[Handle]:
+    """The registered modules whose parameters an optimizer steps. As this runs at every step, it looks at each group's first one only."""
+    for group in optimizer.param_groups:
+        for parameter in itertools.islice(group["params"], 1):
+            if (holding := _holding_of(parameter)) is not None:
+                yield from (each for each in list(_WATCHED) if each.holding is holding and each.kind == "module")
+
+
+def _is_guarded(optimizer: Any) -> bool:
+    return any(isinstance(hook, guards.StepGuard) for hook in optimizer._optimizer_step_pre_hooks.values())
+
+
+def _is_known(optimizer: Any) -> bool:
+    """Whether an optimizer is registered, or is a part that a registered one makes when it needs it (HybridDeviceOptimizer)."""
+    if _is_guarded(optimizer):
+        return True
+    roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
+    held = (value for root in roots for each in find(root)[0] for value in getattr(each, "__dict__", {}).values())
+    parts = (each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,) for each in held)
+    return any(part is optimizer for part in itertools.chain.from_iterable(parts))

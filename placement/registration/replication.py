@@ -19,7 +19,6 @@ import torch
 from placement.core.errors import GroupError, RegistrationError
 from placement.core.states import Plan
 from placement.group.vote import GroupVote
-from placement.ownership.adapter import Adapter
 from placement.registration.handle import Lazy
 from placement.storage.shared import Ranks
 
@@ -127,11 +126,3 @@ def _machine() -> str:
     with suppress(OSError):
         said = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     return " ".join(said)
-
-
-def check_can_be_replicated(name: str, adapter: Adapter) -> None:
-    """Raise RegistrationError unless the object is a module or an optimizer whose bytes placement moves."""
-    if adapter.kind == "engine":
-        raise RegistrationError(f"{name!r}: an engine cannot be replicated, only a module or an optimizer can; {_ADVICE}")
-    if adapter.external is not None:
-        raise RegistrationError(f"{name!r}: {adapter.external} places its bytes, so placement cannot replicate it; {_ADVICE}")

@@ -135,7 +135,6 @@ def _changed(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def is_stateless(optimizer: Any) -> bool:
-    """Whether an optimizer or an optimizer's state dict has no state."""
     state = optimizer.get("state", True) if isinstance(optimizer, dict) else getattr(optimizer, "state", True)
     return isinstance(state, Mapping) and not state
 
@@ -149,26 +148,22 @@ def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
 
 def _refuse_poison(handle: Handle, found: Any) -> None:
     """Raise NotResidentError if there is NaN among the computed values, but none in the host copies: code has read past torch."""
-    storages = [each.storage for each in (handle, *handle.owners)]
+    handles = (handle, *handle.owners)
     computed = [
         (name, part)
         for path, value in nested_tensors(found, "")
         for name, part in parts_of(value, path.lstrip("."))
-        if has_bytes(part) and not any(each.has_place(part) for each in storages)
+        if has_bytes(part) and not any(each.storage.has_place(part) for each in handles)
     ]
     wrong = [name for name, part in computed if has_nan(part, throughout=False)]
-    if wrong and not any(has_nan(host, throughout=False) for each in (handle, *handle.owners) for host in _host_copies(each)):
+    offloaded = [each for each in handles if each.adapter is not None and each.storage.is_on_host]
+    hosts = (each.storage.read_host(item.tensor) for each in offloaded for item in each.adapter.owned())  # type: ignore[union-attr]
+    if wrong and not any(host is not None and has_nan(host, throughout=False) for host in hosts):
         raise NotResidentError(
             f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the values it was computed from have none. "
             f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, and a hook or method of its state dict reads its device "
             "memory past torch (a kernel of its own, another thread). Ask for the state dict inside a phase that has it on the device."
         )
-
-
-def _host_copies(handle: Handle) -> list[torch.Tensor]:
-    assert handle.adapter is not None
-    owned = handle.adapter.owned() if handle.storage.is_on_host else ()
-    return [host for each in owned if (host := handle.storage.read_host(each.tensor)) is not None]
 
 
 # --- reading the host copy

@@ -17,7 +17,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction
 from placement.group import StoreGroup
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import GPU, OFF, Turns, assert_same
+from tests.support.worker import GPU, OFF, TRAIN, Turns, Worker, assert_same, learn, net
 
 PAGE = 4096
 CHUNK = 4 * PAGE
@@ -210,3 +210,31 @@ def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(kind: str
         if not fired:
             break
     assert whole == 1, "the faults never came to an end"
+
+
+def test_training_goes_on_after_a_complaint_as_if_nothing_had_been() -> None:
+    """Gradients and optimizer state were out of the device and on their way through the driver."""
+    worker = Worker(strict=True)
+    twin = net()
+    twin.load_state_dict(worker.values)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for seed in range(2):
+        learn(twin, other, seed)
+    with worker.manager.phase("train", only=["actor"]):
+        learn(worker.net, worker.adam, 0)
+    with worker.manager.phase("train", only=["actor"]):
+        learn(worker.net, worker.adam, 1)
+        states = worker.states()
+        assert states["actor"] is TRAIN
+        mine = worker.net[0].weight.detach()
+        with pytest.raises(IntegrityError, match="1 references to storages of 'actor'"):
+            worker.manager.enter("reward")
+        assert worker.states() == states
+        assert_same(mine, twin[0].weight.detach())
+        assert_same([p.grad for p in worker.net.parameters()], [p.grad for p in twin.parameters()])
+        del mine
+        learn(worker.net, worker.adam, 2)
+    learn(twin, other, 2)
+    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
+    assert_same(worker.optimizer.state_dict()["state"], other.state_dict()["state"])
+    assert_nothing_resident(worker.manager)

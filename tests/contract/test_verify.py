@@ -253,3 +253,13 @@ def test_nothing_else_changes(verify: str) -> None:
         assert (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) == (other.offloaded_bytes, other.skipped_bytes)
         assert (handle.counters.loaded_bytes, handle.counters.failures) == (other.loaded_bytes, other.failures)
         assert_same(handle.state_dict(), plain.manager.handles[name].state_dict())
+
+
+def test_zeroed_gradients_and_others_pass() -> None:
+    worker = Worker(verify="always")
+    for step in range(4):
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam, step)
+        if step % 2:
+            worker.adam.zero_grad(set_to_none=False)
+    assert_nothing_resident(worker.manager)

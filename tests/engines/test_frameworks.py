@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from placement import Engine, EngineError, Lazy, Manager, NotResidentError, RegistrationError, State, TorchEngine
-from placement.frameworks.known import frameworks_of
+from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Reader
 from placement.publish.buckets import published
 from placement.testing import assert_nothing_resident

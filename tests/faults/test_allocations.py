@@ -277,3 +277,16 @@ def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_st
     assert device.hours == 2
     assert sum(manager.snapshot().phase_stall_seconds.values()) < 3600
     assert_nothing_resident(manager)
+
+
+def test_a_copy_that_fails_in_the_thread_is_made_by_the_load(gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
+    manager, device, critic = gated
+    with manager.phase("log_prob") as step:
+        device.fail("copy")
+        device.let.release()
+        device.wait_until_started(1)
+        step.switch("values")
+        assert device.fired == 1
+        assert loads(manager) == [((BURSTS - 2) * BURST_CHUNKS * PAGE, 2 * BURST_CHUNKS * PAGE)]
+        assert bool((critic.weight == 3).all())
+    assert_nothing_resident(manager)

@@ -95,7 +95,7 @@ def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.
                 optimizer.step()
                 optimizer.zero_grad()
     assert handle.streamed is not None
-    assert len(handle.streamed._parts.of(optimizers[0], nets[0][1])) > 2
+    assert len(handle.streamed.parts_of(optimizers[0], nets[0][1])) > 2
     assert handle.streamed.window_bytes < 3 * BUCKET_BYTES
     assert_equal_to(manager, nets[1], optimizers[1])
 

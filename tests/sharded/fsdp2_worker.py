@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from placement import Handle, Manager
 from placement.testing import SimulatedDevice
+from tests.sharded import one_of_each
 from tests.sharded.training import CAPACITY, CHUNK_BYTES, Program
 
 WIDTH = 21
@@ -187,21 +188,8 @@ def several_meshes() -> Program:
     return Program(model, optimizer, functools.partial(loss_of, model), phases=(("log_prob", "evaluate"), ("train", "learn")))
 
 
-class Feed(torch.nn.Module):
-    """What tensor parallelism cuts by columns, then by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(16, 34)
-        self.down = torch.nn.Linear(34, 16)
-        self.norm = torch.nn.LayerNorm(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
-
-
 def tensor_parallel(mesh: DeviceMesh) -> torch.nn.Sequential:
-    model = torch.nn.Sequential(Feed(), Feed())
+    model = torch.nn.Sequential(one_of_each.Block(16), one_of_each.Block(16))
     for part in model:
         parallelize_module(part, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model

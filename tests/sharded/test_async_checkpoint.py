@@ -83,9 +83,10 @@ def test_training_goes_on_while_a_checkpoint_of_the_host_copy_is_written(busy: B
         assert_same(dict(worker.net.state_dict()), dict(after["actor"]))
 
 
-@pytest.mark.parametrize("phase", ["train", "weight_sync"])
-def test_a_save_on_the_device_has_the_values_of_the_call(phase: str, busy: Busy, tmp_path: Path) -> None:
-    worker = trained()
+@pytest.mark.parametrize(("phase", "make"), [("train", Worker), ("train", trained), ("weight_sync", trained)])
+def test_a_save_on_the_device_has_the_values_of_the_call(phase: str, make: Callable[[], Worker], busy: Busy, tmp_path: Path) -> None:
+    """Also those of state that the step before has created, and of counters on the CPU."""
+    worker = make()
     with worker.manager.phase("train") as step:
         learn(worker.net, worker.adam, 1)
         learn(worker.critic_net, worker.sgd, 1)
@@ -103,20 +104,6 @@ def test_a_save_on_the_device_has_the_values_of_the_call(phase: str, busy: Busy,
     writing.result(SECONDS)
     assert_saved(tmp_path / "a", wanted)
     assert_nothing_resident(worker.manager)
-
-
-def test_state_that_was_just_born_and_counters_on_the_cpu_do_not_change_under_the_writer(busy: Busy, tmp_path: Path) -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        wanted = values(worker)
-        writing = checkpoint.async_save(worker.manager, tmp_path / "a")
-        for seed in range(3):
-            learn(worker.net, worker.adam, seed)
-        assert worker.adam.state[worker.net[0].weight]["step"].item() == 4
-        busy.go()
-    writing.result(SECONDS)
-    assert_saved(tmp_path / "a", wanted)
 
 
 def test_what_a_save_brought_to_the_host_is_not_copied_a_second_time(tmp_path: Path) -> None:

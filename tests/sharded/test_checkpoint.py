@@ -31,7 +31,6 @@ from placement import Manager, checkpoint
 from placement.core.states import State
 from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.sharded import one_of_each
 from tests.sharded.checkpoint_worker import WIDTH, Net, Program, build
 from tests.sharded.training import as_bytes, assert_same, bytes_of
 from tests.support.ranks import Ranks, on_ranks
@@ -297,6 +296,10 @@ def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params:
         checkpoint.save(manager, tmp_path, only=["actor.optimizer"])
     train()
     wanted = values()
+    refused = r"(?s)'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict.*manager\.phase\('checkpoint'\)"
+    for ask in (actor.state_dict, inner.state_dict):
+        with pytest.raises(placement.NotResidentError, match=refused):
+            ask()
     with pytest.raises(placement.CheckpointError, match=r"save it inside manager\.phase\('checkpoint'\)"):
         checkpoint.save(manager, tmp_path)
     with pytest.raises(placement.CheckpointError, match=r"use save\(\)"):
@@ -374,7 +377,3 @@ def test_what_shows_copies_is_loaded_by_its_own_code_and_where_that_fails_every_
     with nullcontext() if refused_by is None else told, nullcontext() if phase is None else manager.phase(phase):
         checkpoint.load(manager, tmp_path)
     assert values() == saved if refused_by is None else values()[1] == changed[1]
-
-
-def test_a_program_of_which_all_are_saved_on_a_gpu(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(one_of_each.save_and_load, one_of_each.needed("lora"), "cpu", str(tmp_path))

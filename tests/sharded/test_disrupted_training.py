@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import placement
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.one_of_each import PROGRAMS, Block
 from tests.support.ranks import on_ranks
@@ -33,7 +33,7 @@ class Stage:
         self.reported: set[str] = {"stray_reference"}
         """What an audit may find: somebody (a live graph, a traceback) holds storages of an offloaded model."""
         if is_managed:
-            self.manager = placement.Manager(device=simulated())
+            self.manager = placement.Manager(device=training.device_of("cpu"))
             self.program.register(self.manager)
 
     @property
@@ -78,10 +78,6 @@ class UserError(Exception):
     """What the user's own code raises."""
 
 
-def simulated() -> SimulatedDevice:
-    return SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES)
-
-
 Script = Callable[[Stage], None]
 
 
@@ -92,22 +88,31 @@ def _short(value: Any) -> str:
 # --- scripts
 
 
-def forward_raises(stage: Stage) -> None:
-    """The last block's forward raises, with everything before it gathered, with and without gradients. These steps are given up.
+class Raise(torch.autograd.Function):
+    """Raises in the backward pass."""
 
-    FSDP1 alone would train something else afterwards.
-    """
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
 
-    def hook(*_: object) -> None:
-        raise UserError("forward")
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise UserError("backward")
 
+
+def refuse(*_: object) -> None:
+    raise UserError("forward")
+
+
+def _broken_off(stage: Stage, install: Callable[[], Any], phases: Collection[tuple[str, str]]) -> None:
+    """Steps that are given up half-way between steps that are not; training goes on as if they had not been tried."""
     for number in range(3):
         stage.step(number)
         if stage.manager is None:
             continue
-        handle = stage.blocks[1].up.register_forward_pre_hook(hook)
+        handle = install()
         stage.program.model.eval()  # it counts its forward passes in training
-        for phase, method in stage.program.phases:
+        for phase, method in phases:
             with contextlib.suppress(UserError), stage.manager.phase(phase):
                 getattr(stage.program, method)(number)
             check_off(stage.manager)
@@ -116,33 +121,20 @@ def forward_raises(stage: Stage) -> None:
         stage.program.optimizer.zero_grad()
 
 
-def backward_raises(stage: Stage) -> None:
-    """A backward pass raises between the two blocks. The step is given up, and training goes on as if it had not been tried.
+def forward_raises(stage: Stage) -> None:
+    """The last block's forward raises, with everything before it gathered, with and without gradients.
 
-    FSDP2 and DDP alone would not: the one trains nothing in the next step, the other raises.
+    FSDP1 alone would train something else afterwards.
     """
+    _broken_off(stage, lambda: stage.blocks[1].up.register_forward_pre_hook(refuse), stage.program.phases)
 
-    class Raise(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
 
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise UserError("backward")
+def backward_raises(stage: Stage) -> None:
+    """A backward pass raises between the two blocks.
 
-    for number in range(3):
-        stage.step(number)
-        if stage.manager is None:
-            continue
-        handle = stage.blocks[0].register_forward_hook(lambda module, args, output: Raise.apply(output))
-        stage.program.model.eval()  # it counts its forward passes in training
-        with contextlib.suppress(UserError), stage.manager.phase("train"):
-            stage.program.learn(number)
-        stage.program.model.train()
-        check_off(stage.manager)
-        handle.remove()
-        stage.program.optimizer.zero_grad()
+    FSDP2 and DDP alone would not go on: the one trains nothing in the next step, the other raises.
+    """
+    _broken_off(stage, lambda: stage.blocks[0].register_forward_hook(lambda _, __, out: Raise.apply(out)), [("train", "learn")])
 
 
 def graph_over_a_transition(stage: Stage) -> None:
@@ -170,7 +162,7 @@ def left_for_good(stage: Stage) -> None:
         manager, stage.manager = stage.manager, None
         assert manager.device.memory().chunk_bytes == 0
         stage.step(1)
-        stage.manager = placement.Manager(device=simulated())
+        stage.manager = placement.Manager(device=training.device_of("cpu"))
         stage.program.register(stage.manager)
         stage.step(2)
         return
@@ -182,7 +174,7 @@ def left_for_good(stage: Stage) -> None:
 SCRIPTS = {
     forward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
     backward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
-    graph_over_a_transition: ("fsdp2", "ddp"),  # of FSDP1: see test_fsdp1
+    graph_over_a_transition: ("fsdp2", "fsdp1_original", "fsdp1_flat", "ddp"),
     left_for_good: ("fsdp2", "fsdp1_original"),
 }
 
@@ -208,7 +200,7 @@ def test_a_script_sees_the_same_bytes_as_without_placement(script: Script, name:
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp1_original", "ddp"])
 @on_ranks("two_ranks")
 def test_a_model_that_nobody_holds_any_more_goes_with_its_handle_and_every_byte(name: str) -> None:
-    device = simulated()
+    device = training.device_of("cpu")
     manager = placement.Manager(device=device)
     program: Any = PROGRAMS[name]("cpu")
     program.register(manager)

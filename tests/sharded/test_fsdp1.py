@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -170,7 +169,14 @@ def test_gradients(two_ranks: Ranks, variant: Variant, train: Callable[..., obje
 def test_what_was_gathered_is_given_up(variant: Variant) -> None:
     """The trap: after a forward pass without gradients the root stays gathered, under SHARD_GRAD_OP every unit does."""
     for strategy, kept in ((FULL, 1), (GRAD_OP, 3)):
-        manager, program = managed(dataclasses.replace(variant, strategy=strategy))
+        plain, program = (dataclasses.replace(variant, strategy=strategy).program() for _ in range(2))
+        plain.loss(0).backward()
+        loss = program.loss(0)
+        manager = training.managed(program)  # while the module shows what was gathered
+        assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
+        with manager.phase("train"):
+            loss.backward()  # gathers again
+            assert training.digest(program) == training.digest(plain)
         with manager.phase("log_prob"):
             program.evaluate(0)
             assert sum(nbytes > 0 for nbytes in gathered_bytes(program.model).values()) == kept
@@ -205,51 +211,6 @@ def test_summoned_parameters_are_not_torn_from_their_shards(variant: Variant) ->
     summoning.__exit__(None, None, None)
     assert digest() == before
     assert_nothing_resident(manager)
-
-
-@pytest.mark.parametrize("name", ["original-full", "flat-accumulating", "original-no_shard"])
-@on_ranks("two_ranks")
-def test_a_graph_outlives_an_offload_and_a_registration(name: str) -> None:
-    """Registered while the module shows what was gathered, the optimizer finds its owner, and `backward()` gathers again."""
-    variant = VARIANTS[name]
-
-    def run(phase: Callable[[], Any], program: Program, register: Callable[[], None]) -> list[bytes]:
-        seen = []
-        for step in range(3):
-            if step == 1:
-                loss = program.loss(step)
-                register()
-                with phase():
-                    loss.backward()
-            with phase():
-                loss = program.loss(step)
-            with phase():
-                loss.backward()
-                program.optimizer.step()
-                program.optimizer.zero_grad()
-                seen.append(training.as_bytes(loss))
-        return seen
-
-    torch.manual_seed(0)
-    plain = variant.program()
-    wanted = run(contextlib.nullcontext, plain, lambda: None)
-    torch.manual_seed(0)
-    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
-    program = variant.program()
-    managers: list[Manager] = []
-
-    def register() -> None:
-        program.register(manager)
-        managers.append(manager)
-        assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
-
-    def phase() -> Any:
-        return managers[0].phase("train") if managers else contextlib.nullcontext()
-
-    assert run(phase, program, register) == wanted
-    assert_off(manager, program)
-    manager.close()
-    assert training.digest(program) == training.digest(plain)
 
 
 @on_ranks("two_ranks")

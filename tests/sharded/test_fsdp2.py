@@ -6,10 +6,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn, optim
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -24,6 +27,8 @@ from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.worker import batch
+from tests.unit.test_cast import MasterAdam
 
 PROGRAMS = {
     "uneven, tied, adapters": worker.plain_fsdp2,
@@ -48,13 +53,6 @@ def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 def test_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(training.compare, worker.plain_fsdp2)
     assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every phase transition"
-
-
-def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
-    pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common", reason="one group a module")
-    if not hasattr(torch.distributed.fsdp._fully_shard._fsdp_common, "ShardPlacementResult"):
-        pytest.skip("this torch has one group a module")
-    two_ranks.run(training.compare, worker.several_meshes)
 
 
 @on_ranks("two_ranks")
@@ -260,3 +258,60 @@ def test_offloaded_by_torch_in_part_is_refused() -> None:
     assert not manager.handles
     manager.register("actor", model, role="actor", external=True)
     manager.close()
+
+
+# --- optimizers of a user's own: state in objects, and masters in the state
+
+
+@dataclass
+class Mean:
+    value: torch.Tensor
+
+
+class Averaging(optim.AdamW):
+    """Keeps a mean of the weights in an object."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("mean", Mean(torch.zeros_like(p))).value.lerp_(p.detach(), 0.1)
+
+
+class MeanProgram(training.Program):
+    """The means are values, too."""
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().values()
+        for index, entry in enumerate(self.optimizer.state.values()):
+            if "mean" in entry:
+                yield f"mean.{index}", entry["mean"].value
+
+
+def own_optimizer(make: Any, dtype: torch.dtype) -> MeanProgram:
+    model = nn.Sequential(nn.Linear(8, 21), nn.Tanh(), nn.Linear(21, 3)).to(dtype)
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+
+    def loss(number: int) -> torch.Tensor:
+        found: torch.Tensor = model(batch(number, 8).to(dtype)).float().square().mean()
+        return found
+
+    phases = (("log_prob", "evaluate"), ("train", "learn"))
+    return MeanProgram(model, make(model.parameters()), loss, phases=phases, has_masters=make is MasterAdam)
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(Averaging, torch.float32), (MasterAdam, torch.bfloat16)])
+def test_steps_are_those_without_placement(two_ranks: Ranks, make: Any, dtype: torch.dtype) -> None:
+    for outcome in two_ranks.run(training.compare, functools.partial(own_optimizer, make, dtype)):
+        # Masters make the weights, of which nothing is copied to the host.
+        assert (outcome.offloaded_bytes["actor"] == 0) == (make is MasterAdam)
+
+
+@on_ranks("two_ranks")
+def test_sharded_state_in_objects_cannot_be_saved(tmp_path: Path) -> None:
+    program = own_optimizer(Averaging, torch.float32)
+    manager = training.managed(program)
+    with manager.phase("train"):
+        program.learn(0)
+    with pytest.raises(placement.CheckpointError, match=r"state of '0.weight' is sharded and has tensors in objects"):
+        placement.checkpoint.save(manager, tmp_path)

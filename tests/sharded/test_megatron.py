@@ -140,6 +140,10 @@ def test_guards() -> None:
     """Nothing of a step, a checkpoint or Megatron's own offload runs on what is offloaded."""
     with pretend_cuda():
         program = build(Kind())
+        program.model.ddp_config.nccl_ub = True
+        with pytest.raises(RegistrationError, match="nccl_ub"):  # memory that NCCL has registered stays where it is
+            managed(program)
+        program.model.ddp_config.nccl_ub = False
         manager = managed(program)
         learn(manager, program, 0)
         chain = program.optimizer
@@ -238,18 +242,6 @@ def test_workspaces_of_transformer_engine() -> None:
         assert_nothing_resident(manager, allow_foreign=True)
         with manager.phase("log_prob"):
             assert as_bytes(model(torch.ones(2, 8))) == as_bytes(first)
-
-
-@on_ranks("one_rank")
-def test_user_buffers() -> None:
-    """Memory that NCCL has registered stays where it is: refused, with the reason, and as it was."""
-    with pretend_cuda():
-        program = build(Kind())
-        program.model.ddp_config.nccl_ub = True
-        with pytest.raises(RegistrationError, match="nccl_ub"):
-            managed(program)
-        program.model.ddp_config.nccl_ub = False
-        program.learn(0)
 
 
 @on_ranks("two_ranks")

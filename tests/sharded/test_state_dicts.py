@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
 
-from placement import CheckpointError, Manager, NotResidentError, checkpoint
+from placement import Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.checkpoint_worker import Program, build
-from tests.sharded.training import as_bytes, bytes_of, local_parts
+from tests.sharded.training import bytes_of, local_parts
 from tests.support.ranks import on_ranks
 
 
@@ -26,31 +24,6 @@ def live(program: Program) -> dict[str, bytes]:
         model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
         state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
         return bytes_of({"model": model, "state": state})
-
-
-@on_ranks("two_ranks")
-def test_a_forked_child_is_told_that_it_has_no_sharded_tensor(tmp_path: Path) -> None:
-    """Where it saves a sharded state dict, or its own part of one."""
-    model: Any = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
-    fully_shard(model)
-    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-    manager.register("actor", model, role="actor")
-    shown = model.state_dict()
-    told = []
-    for use in (lambda: torch.save(shown, tmp_path / "saved"), lambda: [value.to_local().numpy() for value in shown.values()]):
-        reader, writer = os.pipe()
-        if (pid := os.fork()) == 0:
-            try:
-                use()
-            except Exception as error:
-                os.write(writer, repr(error).encode())
-            os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            told.append(pipe.read())
-        told[-1] += f" {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
-    manager.close()
-    assert all("PlacementError" in each and "clone()" in each and each.endswith(" 0") for each in told), told
 
 
 class Gathering(torch.nn.Linear):
@@ -159,37 +132,3 @@ def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(values, torch.Tensor):
         return [("", values)]
     return [found for value in values.values() for found in _tensors(value)] if isinstance(values, dict) else []
-
-
-@on_ranks("two_ranks")
-def test_fsdp1_is_not_gathered_from_poison(tmp_path: Path) -> None:
-    """FSDP1 gathers for a state dict: refused while offloaded, right while resident."""
-    keywords = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords))
-    model = FullyShardedDataParallel(model, **keywords)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        wanted = bytes_of(model.state_dict())
-    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
-    handle = manager.register("actor", model, role="actor")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    manager.register("actor.optimizer", optimizer)
-    refused = r"(?s)'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict.*manager\.phase\('checkpoint'\)"
-    for ask in (handle.state_dict, model[1].state_dict):
-        with pytest.raises(NotResidentError, match=refused):
-            ask()
-        assert_nothing_resident(manager)
-    with pytest.raises(CheckpointError, match=r"(?s)(?=.*save it inside manager\.phase\('checkpoint'\)).*only="):
-        checkpoint.save(manager, tmp_path, only=["actor"])
-    assert not list(tmp_path.iterdir())
-    with manager.phase("restore"):
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            found = handle.state_dict()
-            assert bytes_of(found) == wanted
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
-            sharded = handle.state_dict()
-            assert sharded.keys() == found.keys()
-            shards = {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()}
-            assert shards
-    assert {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()} == shards
-    assert bytes_of(found) == wanted  # gathered, so it is a copy
-    assert_nothing_resident(manager)

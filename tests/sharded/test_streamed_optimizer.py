@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import placement
-from placement.ownership.partial_step import sliceable_state
 from placement.policies import Colocated
-from placement.registration.streamed_optimizer import StepParts
+from placement.registration.streamed_optimizer import StreamedOptimizer, sliceable_state
 from placement.testing import SimulatedDevice
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
@@ -126,13 +125,13 @@ def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank() -> None:
 def test_slices_of_sharded_parameters(kind: str) -> None:
     """Of buckets that have one chunk."""
     parts: list[int] = []
-    original = StepParts.of
+    original = StreamedOptimizer.parts_of
 
-    def of(self: StepParts, optimizer: Any, parameter: torch.Tensor) -> Any:
+    def parts_of(self: StreamedOptimizer, optimizer: Any, parameter: torch.Tensor) -> Any:
         found = original(self, optimizer, parameter)
         parts.append(len(found))
         return found
 
-    with mock.patch.object(StepParts, "of", of):
+    with mock.patch.object(StreamedOptimizer, "parts_of", parts_of):
         training.compare(functools.partial(wide_program, kind), policy=Colocated("streamed"), streamed_bucket_bytes=1)
     assert len(parts) - parts.count(1) >= 2 * training.STEPS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from placement.ownership.partial_step import allow
+from placement.registration.streamed_optimizer import allow
 from placement.storage.cast import CastRange
 from placement.testing import assert_nothing_resident
 from tests.support.worker import assert_same, batch, make_manager

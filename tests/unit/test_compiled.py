@@ -215,15 +215,6 @@ def test_a_part_without_tensors_can_be_called_at_any_time() -> None:
         model.scaled(batch())
 
 
-def test_while_resident_nothing_is_there() -> None:
-    manager, model = make_manager(policy="resident"), Stack()
-    manager.register("actor", model, role="actor")
-    with manager.phase("log_prob"):
-        for part in model.modules():
-            assert "forward" not in vars(part)
-            assert not part._forward_pre_hooks
-
-
 def test_the_refusal_comes_before_the_hooks_of_a_framework() -> None:
     manager, model = make_manager(), net()
     seen: list[nn.Module] = []
@@ -251,17 +242,6 @@ def test_the_signature_of_forward_can_be_asked_for() -> None:
     assert inspect.signature(model.forward) == wanted
 
 
-def test_a_part_that_is_copied_or_pickled_is_refused_while_offloaded_and_whole_otherwise() -> None:
-    _, manager, model, _ = placed(Stack)
-    for copies in (copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))):
-        with pytest.raises(NotResidentError):
-            copies(model.layers[1])
-        with manager.phase("log_prob"):
-            twin = copies(model.layers[1])
-            wanted = model.layers[1](batch())
-        assert_same(twin(batch()), wanted)
-
-
 # --- what makes something else of a module
 
 
@@ -279,3 +259,14 @@ def test_a_module_is_scripted_traced_and_exported_in_a_phase_and_refused_outside
             make()
         with manager.phase("log_prob"):
             assert_same(make()(batch()), model(batch()))
+
+
+def test_a_part_that_is_copied_or_pickled_is_refused_while_offloaded_and_whole_otherwise() -> None:
+    _, manager, model, _ = placed(Stack)
+    for copies in (copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))):
+        with pytest.raises(NotResidentError):
+            copies(model.layers[1])
+        with manager.phase("log_prob"):
+            twin = copies(model.layers[1])
+            wanted = model.layers[1](batch())
+        assert_same(twin(batch()), wanted)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import placement
-from placement.frameworks import known
+from placement.frameworks import base
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -59,19 +59,9 @@ class Crates(Framework):
 
 @pytest.fixture
 def crates() -> Iterator[type[Framework]]:
-    sys.modules[__name__] = sys.modules.get(__name__) or _this_module()
-    known.add(Crates)
+    base.add(Crates)
     yield Crates
-    known.remove(Crates)
-
-
-def _this_module() -> Any:
-    """Under pytest's importlib mode a test file is no module that `sys.modules` always has."""
-    import types
-
-    module = types.ModuleType(__name__)
-    vars(module).update(globals())
-    return module
+    base.remove(Crates)
 
 
 @pytest.fixture
@@ -104,7 +94,7 @@ def test_it_refuses_and_says_what_to_do(crates: type[Framework], manager: placem
 
 def test_what_is_no_framework_is_refused() -> None:
     with pytest.raises(TypeError, match=r"subclass of placement\.frameworks\.base\.Framework, not <class 'int'>"):
-        known.add(int)  # type: ignore[arg-type]
+        base.add(int)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -113,7 +103,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     monkeypatch.undo()
-    known._forget()
+    base._forget()
 
 
 def install(folder: Path, source: str) -> None:
@@ -126,8 +116,8 @@ def install(folder: Path, source: str) -> None:
 
 def test_an_installed_package_brings_its_framework(installed: Path) -> None:
     install(installed, "from placement.frameworks.base import Framework\nclass Boxes(Framework):\n    pass\n")
-    known._forget()
-    assert [each.__name__ for each in known.frameworks()][-1] == "Boxes"
+    base._forget()
+    assert [each.__name__ for each in base.frameworks()][-1] == "Boxes"
 
 
 @pytest.mark.parametrize(("source", "why"), [("Boxes = int", "is no subclass"), ("import no_such_package", "No module named")])
@@ -135,4 +125,4 @@ def test_a_package_that_does_not_work_is_named(installed: Path, source: str, why
     sys.modules.pop("boxes", None)
     install(installed, source + "\n")
     with pytest.raises(placement.RegistrationError, match=rf"entry point 'boxes' of the group 'placement.frameworks'.*{why}"):
-        known._forget()
+        base._forget()

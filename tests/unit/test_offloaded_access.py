@@ -344,3 +344,11 @@ def _rows() -> list[tuple[str, str]]:
 
 def test_the_page_has_these_rows() -> None:
     assert set(_rows()) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
+
+
+def test_zero_grad_of_an_optimizer_that_is_not_registered_is_found() -> None:
+    world = World()
+    torch.optim.SGD(world.model.parameters()).zero_grad(set_to_none=False)
+    with pytest.raises(placement.IntegrityError):
+        world.entered()
+    world.check_values()

@@ -1,8 +1,10 @@
-"""Methods that an optimizer's own class adds to torch's (`eval`, `first_step`), called where its state or what it steps is away."""
+"""What optimizers do past torch's own methods: methods that their class adds (`eval`), and steps of such as nobody has registered."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from placement import Manager, NotResidentError, PhaseError
 from placement.policies import Colocated
-from tests.support.worker import assert_same, make_manager, net
+from tests.support.worker import Worker, assert_same, learn, make_manager, net
 
 
 class Averaged(torch.optim.AdamW):
@@ -78,7 +80,7 @@ class Sharp:
                 p.data.mul_(1.5)
 
 
-def worker(optimizer_of: Callable[[Any], Any] = Averaged, **keywords: Any) -> tuple[Manager, nn.Module, Any]:
+def registered(optimizer_of: Callable[[Any], Any] = Averaged, **keywords: Any) -> tuple[Manager, nn.Module, Any]:
     model = net(8)
     optimizer = optimizer_of(model.parameters())
     manager = make_manager(**keywords)
@@ -124,7 +126,7 @@ CASES = [(*method, "outside") for method in (*REFUSED, *WRAPPED)] + [(Averaged, 
 @pytest.mark.parametrize(("kind", "name", "where"), CASES)
 def test_it_is_refused_before_anything_changes(kind: Callable[[Any], Any], name: str, where: str) -> None:
     phase, keywords = PLACES[where]
-    manager, _, optimizer = worker(kind, **keywords)
+    manager, _, optimizer = registered(kind, **keywords)
     before = all_of(manager, optimizer)
 
     def refused() -> None:
@@ -146,7 +148,7 @@ def test_it_is_refused_before_anything_changes(kind: Callable[[Any], Any], name:
 
 
 def test_while_weights_are_published_they_are_not_changed() -> None:
-    manager, _, optimizer = worker(policy="resident")
+    manager, _, optimizer = registered(policy="resident")
     with manager.phase("weight_sync"), pytest.raises(PhaseError, match=r"eval\(\).*while 'actor' is SYNCING"):
         optimizer.eval()
     with manager.phase("log_prob"):
@@ -154,7 +156,7 @@ def test_while_weights_are_published_they_are_not_changed() -> None:
 
 
 def test_what_reads_and_writes_no_value_goes_on_working() -> None:
-    manager, model, optimizer = worker()
+    manager, model, optimizer = registered()
     state = copy.deepcopy(manager.handles["actor.optimizer"].state_dict())
     optimizer.set_rate(0.5)
     assert optimizer.summary() == f"0.5 {sum(p.numel() for p in model.parameters())} True"
@@ -178,7 +180,7 @@ def test_the_state_of_a_streamed_optimizer_is_neither_read_nor_written_in_train(
             for entry in self.state.values():
                 entry["exp_avg"].zero_()
 
-    manager, _, optimizer = worker(Measured, policy=Colocated(optimizer_in="streamed"))
+    manager, _, optimizer = registered(Measured, policy=Colocated(optimizer_in="streamed"))
     before = all_of(manager, optimizer)
     with manager.phase("train"):
         for method in (optimizer.norm, optimizer.reset):
@@ -198,10 +200,66 @@ def test_in_training_without_the_state_gradients_may_be_used() -> None:
         def backward(self, loss: torch.Tensor) -> None:
             loss.backward()
 
-    manager, model, optimizer = worker(lambda p: Clipping(p, lr=0.1, momentum=0.9), policy=Colocated(optimizer_in="optimizer_step"))
+    manager, model, optimizer = registered(lambda p: Clipping(p, lr=0.1, momentum=0.9), policy=Colocated(optimizer_in="optimizer_step"))
     with manager.phase("train"):
         optimizer.backward(model(torch.ones(2, 8)).sum())
         optimizer.clip()
         with manager.phase("optimizer_step"):
             optimizer.step()
     assert manager.audit().ok
+
+
+# --- an optimizer that nobody registered and that steps a registered module's parameters
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "several groups": lambda parameters: torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": list(parameters)}], lr=0.1
+    ),
+}
+
+
+def with_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING and "not registered" in record.message]
+
+
+def findings(worker: Worker) -> list[tuple[str | None, str]]:
+    return [(each.handle, each.detail.split()[1]) for each in worker.manager.audit().findings if each.what == "unregistered_optimizer"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        learn(worker.critic_net, worker.sgd)
+    assert not warnings_in(caplog)
+    other = OPTIMIZERS[kind](worker.net.parameters())
+    for _ in range(2):
+        with worker.manager.phase("train"):
+            learn(worker.net, other)
+            learn(worker.net, worker.adam)
+    (warning,) = warnings_in(caplog)
+    assert f"({type(other).__name__}) steps parameters of 'actor'" in warning
+    assert findings(worker) == [("actor", type(other).__name__)]
+    del other
+    gc.collect()
+    assert not findings(worker)
+
+
+@pytest.mark.parametrize(("phase", "state"), [("log_prob", "GPU_RESIDENT"), ("weight_sync", "SYNCING")])
+def test_outside_training_it_is_refused(phase: str, state: str) -> None:
+    worker = Worker(policy="resident")
+    other = torch.optim.SGD(worker.net.parameters(), lr=0.1)
+    with worker.manager.phase(phase):
+        with_gradients(worker.net)
+        with pytest.raises(PhaseError, match=rf"not registered \(SGD\) in phase '{phase}' would change 'actor', which is {state}"):
+            other.step()
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))

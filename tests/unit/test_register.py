@@ -244,13 +244,6 @@ def test_a_factory_that_fails_leaves_the_handle_unbuilt_and_may_be_tried_again(m
     manager.close()
 
 
-def test_what_a_factory_made_may_not_fit() -> None:
-    manager = make_manager(budget_bytes=4096)
-    with manager.phase("values"), pytest.raises(DeviceMemoryError, match="critic"):
-        manager.register("critic", Lazy(net), role="critic")
-    assert_nothing_resident(manager)
-
-
 def test_a_build_that_fails_late_leaves_the_handle_as_it_was_registered() -> None:
     faults = Faults(SimulatedDevice(1 << 20))
     manager = make_manager(device=faults, policy=Scripted(eval=lambda view: view.total_plan({"adam": GPU})))

@@ -15,7 +15,7 @@ import pytest
 
 from placement import PhaseError, State
 from placement.core.states import TRANSITIONS, HandleView, Plan, Trigger, View
-from placement.registration.handle import Handle, path
+from placement.registration.handle import PATHS, Handle
 from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 
@@ -122,7 +122,7 @@ def machine_in(state: State) -> Handle:
     """A machine that was brought to a state by triggers alone."""
     machine = Handle("actor", kind="module", role=None, readonly=False)
     on_device = state is not State.CPU_OFFLOADED
-    for trigger in path((State.CPU_OFFLOADED, False), (state, on_device)):
+    for trigger in PATHS[(State.CPU_OFFLOADED, False), (state, on_device)]:
         machine.require(trigger)
         machine.fire(trigger)
     return machine

@@ -15,7 +15,7 @@ from torch import nn
 
 import placement
 from placement import Manager, State
-from placement.frameworks import known
+from placement.frameworks import base
 from placement.frameworks.base import Framework, Named
 from placement.testing import SimulatedDevice
 
@@ -97,9 +97,9 @@ class Cost:
 
 @pytest.fixture(autouse=True)
 def _plain_counting() -> Iterator[None]:
-    known.add(Carrying)
+    base.add(Carrying)
     yield
-    known.remove(Carrying)
+    base.remove(Carrying)
 
 
 def test_a_switch_of_two_handles_that_stay_costs_the_same_for_many_tensors_as_for_few() -> None:

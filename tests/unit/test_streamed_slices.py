@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from placement.ownership.partial_step import sliceable_state
+from placement.registration.streamed_optimizer import sliceable_state
 from tests.unit.test_streamed_optimizer import STEPPED, Pair, adamw
 
 LARGE = 40_001
@@ -49,7 +49,7 @@ class Sliced(Pair):
 
     def num_slices(self) -> list[int]:
         assert self.handle.streamed is not None
-        return [len(self.handle.streamed._parts.of(self.optimizer, weight)) for weight in self.net.weights]
+        return [len(self.handle.streamed.parts_of(self.optimizer, weight)) for weight in self.net.weights]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

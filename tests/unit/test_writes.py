@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import IntegrityError
+from placement import IntegrityError, State
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
@@ -443,3 +443,23 @@ def test_early_chunks_do_not_hide_what_is_written_to_a_view(name: str, when: str
             assert_same(module[0].weight[0].detach(), torch.full((64,), value))
         assert_same(handle.state_dict()[KEY][0], torch.full((64,), value))
     worker.manager.close()
+
+
+def test_every_bit_pattern_survives() -> None:
+    class Patterns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+            for dtype in (torch.bfloat16, torch.float16, torch.int16):
+                self.register_buffer("every_" + str(dtype).split(".")[1], every.view(dtype).clone())
+            self.register_buffer("flags", torch.tensor([True, False]))
+            self.register_buffer("pairs", torch.view_as_complex(torch.tensor([[float("nan"), -0.0]])))
+
+    manager, model = make_manager(), Patterns()
+    values = {name: value.clone() for name, value in model.named_buffers()}
+    handle = manager.register("actor", model, role="actor")
+    for _ in range(2):
+        assert_same(dict(handle.state_dict()), values)
+        with manager.phase("log_prob"):
+            assert_same(dict(model.named_buffers()), values)
+            assert handle.state is State.GPU_RESIDENT
