@@ -18,6 +18,7 @@ from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job, Start
 from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, Sglang0523, Sglang059, Vllm024, Vllm033
 
+SIZES = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
 every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523, Sglang059])
 every_vllm = pytest.mark.parametrize("kind", [Vllm033, Vllm024])
 every_sglang = pytest.mark.parametrize("kind", [Sglang0523, Sglang059])
@@ -59,9 +60,8 @@ def test_each_transition_has_on_the_device_what_it_says(kind: Any, weights: str,
 @every_server
 def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, start: Start) -> None:
     """The engine whole and the actor do not fit together: the swap has to go through what is free."""
-    sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
     budget = sum(TAG_BYTES[tag] for tag in TAG_BYTES) + 4096
-    job = start(kind, tag_bytes=sizes, manager={"budget_bytes": budget})
+    job = start(kind, tag_bytes=SIZES, manager={"budget_bytes": budget})
     for _ in range(2):
         assert job.step() == "actor"
         with job.manager.phase("train"):
@@ -278,13 +278,10 @@ def test_a_release_of_the_kv_cache_that_is_refused(start: Start) -> None:
         job.engine.assume(offloaded=[])
 
 
-TAG_BYTES_OF_VLLM = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
-
-
 @pytest.mark.parametrize("weights", ["keep", "discard"])
 def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_book_too(weights: str, start: Start) -> None:
     """A server with one flag sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
-    job = start(Vllm024, weights, tag_bytes=TAG_BYTES_OF_VLLM)
+    job = start(Vllm024, weights, tag_bytes=SIZES)
     with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:  # noqa: PT012
         job.publish()
         step.switch("rollout")
@@ -300,12 +297,12 @@ def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_boo
 
 
 def test_a_kv_cache_that_was_woken_for_a_sleep_that_is_refused_is_in_the_book(start: Start) -> None:
-    job = start(Vllm024, tag_bytes=TAG_BYTES_OF_VLLM)
+    job = start(Vllm024, tag_bytes=SIZES)
     with pytest.raises(EngineError, match="nothing was done"), job.manager.phase("weight_sync"):  # noqa: PT012
         job.publish()
         job.server.failing["/sleep"] = 400, {"error": {"message": "bad"}}
     assert job.server.memory.tags == {"weights", "kv_cache"}
-    assert job.handle.resident_bytes == sum(TAG_BYTES_OF_VLLM.values())
+    assert job.handle.resident_bytes == sum(SIZES.values())
     job.server.failing.clear()
     with job.manager.phase("train"):
         assert job.server.memory.tags == set()

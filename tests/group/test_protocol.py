@@ -255,12 +255,12 @@ def test_a_store_that_is_stopped_holds_nobody_past_the_deadline() -> None:
         "wait": lambda board: board.wait("c", 0.05),
         "remove": lambda board: board.remove(["a"]),
     }
-    boards = {name: StoreBoard(store, answer_seconds=0.5) for name in asking}
+    boards = {name: StoreBoard(store, answer_seconds=0.1) for name in asking}
     group = StoreGroup(store, 0, 1, 0.5)
     change(group)
     service.stop()
     for name, call in asking.items():
-        with pytest.raises(BoardLost, match=r"no answer within 0\.5 s"):
+        with pytest.raises(BoardLost, match=r"no answer within 0\.1 s"):
             call(boards[name])
         with pytest.raises(BoardLost, match="an earlier call"):
             call(boards[name])

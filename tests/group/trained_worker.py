@@ -110,6 +110,12 @@ class Rank:
         assert holding is not None
         return sum(r.nbytes for r in holding.ranges if not isinstance(r, SharedRange))
 
+    def waits_at_most(self, seconds: float) -> None:
+        """For the others' votes."""
+        self.group.deadline_seconds = seconds
+        for name in ("actor", "optimizer"):
+            self.handle(name).holding._ranks.deadline_seconds = seconds  # type: ignore[union-attr]
+
     # --- training
 
     def learn(self, batch: torch.Tensor, *, placed: bool, also: Callable[[Actor], Any] | None = None, averages: bool = True) -> None:
@@ -261,14 +267,8 @@ STEPS = tuple((method, when) for method in ("meet", "wait_for_all", "note_arrive
 
 
 def _hurries(rank: Rank, seconds: float) -> None:
-    """Once all have met, or nobody can any more, this rank waits no longer than this for the others' votes."""
-
-    def hurry() -> None:
-        rank.group.deadline_seconds = seconds
-        for name in ("actor", "optimizer"):
-            rank.handle(name).holding._ranks.deadline_seconds = seconds  # type: ignore[union-attr]
-
-    arm("wait_for_all", "after", hurry)
+    """Once all have met, or nobody can any more, this rank waits no longer than this."""
+    arm("wait_for_all", "after", functools.partial(rank.waits_at_most, seconds))
 
 
 def killed(
@@ -328,9 +328,7 @@ def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
         os.kill(int(pid), signal.SIGCONT)
     dist.barrier()
     rank.check_offloaded()
-    rank.group.deadline_seconds = 20.0
-    for name in ("actor", "optimizer"):
-        rank.handle(name).holding._ranks.deadline_seconds = 20.0  # type: ignore[union-attr]
+    rank.waits_at_most(20.0)
     meet_again(rank.check)
     rank.step()
     rank.check()

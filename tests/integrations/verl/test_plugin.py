@@ -60,14 +60,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert sys.meta_path == before
 
 
-def test_a_module_that_is_there_needs_no_waiting(package: str) -> None:
-    importlib.import_module(package)
-    seen: list[int] = []
-    after_import(package, lambda: seen.append(1))
-    assert seen == [1]
-
-
-def test_an_import_that_failed_may_be_tried_again(package: str, tmp_path: Path) -> None:
+def test_an_import_that_failed_may_be_tried_again_and_a_module_that_is_there_needs_no_waiting(package: str, tmp_path: Path) -> None:
     late = tmp_path / package / "late.py"
     late.write_text("raise OSError('not yet')\n")
     seen: list[int] = []
@@ -79,6 +72,8 @@ def test_an_import_that_failed_may_be_tried_again(package: str, tmp_path: Path) 
     importlib.invalidate_caches()
     importlib.import_module(f"{package}.late")
     assert seen == [1]
+    after_import(f"{package}.late", lambda: seen.append(2))
+    assert seen == [1, 2]
 
 
 def test_an_error_of_the_call_is_one_of_the_import(package: str) -> None:
