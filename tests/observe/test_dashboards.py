@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import yaml
 
 from placement.cli import main
 from placement.core.errors import PlacementError
-from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import State
 from placement.observe.collector import SnapshotCollector
 from placement.observe.dashboards import FILES, export
 from tests.observe.expressions import expressions, substituted
+from tests.observe.snapshots import make_handle, make_snapshot
 
 PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
 EVERY_PANEL = [pytest.param(page, panel, id=f"{page['uid']}: {panel['title']}") for page in PAGES.values() for panel in page["panels"]]
@@ -38,9 +37,7 @@ def test_shipped_pages_are_what_the_code_makes() -> None:
 # What is asked
 
 
-def test_every_expression_asks_metrics_and_labels_that_exist(
-    tmp_path: Path, make_handle: Callable[..., HandleSnapshot], make_snapshot: Callable[..., Snapshot]
-) -> None:
+def test_every_expression_asks_metrics_and_labels_that_exist(tmp_path: Path) -> None:
     collector = SnapshotCollector(lambda: make_snapshot(make_handle()))
     known: dict[str, set[str]] = defaultdict(set)
     for sample in (sample for metric in collector.collect() for sample in metric.samples):

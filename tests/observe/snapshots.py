@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from placement.core.snapshot import DurationHistogram, HandleSnapshot, Snapshot
 from placement.core.states import State, Trigger
 
 
-def _handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
+def make_handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
     values: dict[str, Any] = {
         "name": name,
         "kind": "module",
@@ -45,7 +42,7 @@ def _handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
     return HandleSnapshot(**{**values, **changes})
 
 
-def _snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
+def make_snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
     values: dict[str, Any] = {
         "taken_timestamp_seconds": 1_700_000_001.0,
         "policy": "colocated",
@@ -76,13 +73,3 @@ def _snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
         "peak_bytes": 70,
     }
     return Snapshot(**{**values, **changes})
-
-
-@pytest.fixture
-def make_handle() -> Callable[..., HandleSnapshot]:
-    return _handle
-
-
-@pytest.fixture
-def make_snapshot() -> Callable[..., Snapshot]:
-    return _snapshot
