@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -66,12 +67,24 @@ def module(nbytes: int) -> nn.ParameterList:
 class Scene:
     """Modules by name on a tight device, and what they must hold."""
 
-    def __init__(self, before: Mapping[str, int], after: Mapping[str, int], budget_bytes: int, *, capacity_bytes: int = 0) -> None:
+    make_device: type[Watched] = Watched
+
+    def __init__(
+        self,
+        before: Mapping[str, int],
+        after: Mapping[str, int],
+        budget_bytes: int,
+        *,
+        capacity_bytes: int = 0,
+        readonly: Collection[str] = (),
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.device = Watched(SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE))
-        self.manager = Manager(device=self.device, policy=Turns(**{BEFORE: before, AFTER: after}), budget_bytes=budget_bytes)
+        self.device: Any = self.make_device(SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE))
+        policy = Turns(**{BEFORE: before, AFTER: after})
+        self.manager = Manager(device=self.device, policy=policy, budget_bytes=budget_bytes, **options)
         self.models = {name: module(nbytes) for name, nbytes in {**before, **after}.items()}
-        self.handles = {name: self.manager.register(name, model) for name, model in self.models.items()}
+        self.handles = {name: self.manager.register(name, model, readonly=name in readonly) for name, model in self.models.items()}
         self.before, self.after = tuple(before), tuple(after)
         self.note()
 
