@@ -338,9 +338,6 @@ def test_zero_grad_under_a_mode(set_to_none: bool) -> None:
     assert world.manager.audit().ok
 
 
-def _rows() -> list[tuple[str, str]]:
-    return re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 def test_the_page_has_these_rows() -> None:
-    assert set(_rows()) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}

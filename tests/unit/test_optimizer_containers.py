@@ -211,13 +211,11 @@ def test_copies_of_the_weights_move_with_the_optimizer_of_an_owner(policy: str) 
 
 
 def test_steps_of_copies_are_not_streamed() -> None:
-    manager = make_manager(policy=placement.policies.Colocated("streamed"))
-    model = net(8)
-    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    manager.register("actor", model, role="actor")
-    manager.register("actor.optimizer", optim.AdamW(copies), owner="actor") if copies else None
+    def made(model: nn.Module) -> Any:
+        return optim.AdamW([nn.Parameter(p.detach().clone()) for p in model.parameters()])
+
     with pytest.raises(placement.PolicyError, match="steps copies of parameters"):
-        manager.enter("train")
+        run(made, 1, make_manager(policy="colocated('streamed')"), owner="actor")
 
 
 class WithoutInit(optim.Optimizer):
