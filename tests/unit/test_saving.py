@@ -156,9 +156,7 @@ def worker(**keywords: Any) -> tuple[Worker, Reader]:
     return made, device
 
 
-@pytest.mark.parametrize(
-    "policy", [Colocated(), Colocated("streamed"), Early({"values": {"actor": 2 * CHUNK}})], ids=lambda p: p.optimizer_in
-)
+@pytest.mark.parametrize("policy", [Colocated(), Colocated("streamed"), Early({"values": {"actor": 2 * CHUNK}})])
 def test_in_loads_swaps_and_steps(policy: Any) -> None:
     """Also streamed ones, and of what arrived early with the rest."""
     made, device = worker(policy=policy, streamed_bucket_bytes=CHUNK)
