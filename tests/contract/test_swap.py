@@ -271,11 +271,8 @@ def mapped_by_a_load(*sizes_bytes: int) -> list[int]:
     return found
 
 
-def test_a_burst_grows_under_the_copies_of_the_one_before() -> None:
+def test_a_burst_grows_under_the_copies_of_the_one_before_and_goes_over_the_boundaries_of_ranges() -> None:
     assert mapped_by_a_load(300 * PAGE) == [1, 16, 256, 27]
-
-
-def test_a_burst_goes_over_the_boundaries_of_ranges() -> None:
     assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 9, 7, 3, 10, 10, 10]
 
 

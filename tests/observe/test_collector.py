@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import PHASES, State, Trigger
 from placement.observe.collector import make_registry
-from tests.observe.snapshots import make_handle, make_snapshot
+from tests.observe.managed import make_handle, make_snapshot
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

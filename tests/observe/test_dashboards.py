@@ -17,7 +17,7 @@ from placement.core.states import State
 from placement.observe.collector import SnapshotCollector
 from placement.observe.dashboards import FILES, export
 from tests.observe.expressions import expressions, substituted
-from tests.observe.snapshots import make_handle, make_snapshot
+from tests.observe.managed import make_handle, make_snapshot
 
 PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
 EVERY_PANEL = [pytest.param(page, panel, id=f"{page['uid']}: {panel['title']}") for page in PAGES.values() for panel in page["panels"]]

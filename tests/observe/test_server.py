@@ -25,8 +25,7 @@ from placement.core.errors import PhaseError, PlacementError
 from placement.core.snapshot import Snapshot
 from placement.observe.discovery import Identity
 from placement.observe.server import MAX_CONNECTIONS, MetricsServer
-from tests.observe.managed import managed
-from tests.observe.snapshots import make_handle, make_snapshot
+from tests.observe.managed import make_handle, make_snapshot, managed
 
 Headers = dict[str, str]
 

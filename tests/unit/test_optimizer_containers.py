@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +313,7 @@ def test_what_is_in_a_parameter_group_never_moves() -> None:
         assert_nothing_resident(manager)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_lbfgs_with_a_tensor_as_its_learning_rate_follows_its_scheduler() -> None:
     def trained(manager: Manager | None) -> list[Any]:
         torch.manual_seed(0)
@@ -331,16 +332,11 @@ def test_lbfgs_with_a_tensor_as_its_learning_rate_follows_its_scheduler() -> Non
             return loss
 
         for _ in range(3):
-            if manager is not None:
-                manager.enter("train")
-            optimizer.step(closure)
-            seen += values(model).values()
-            if manager is not None:
-                manager.leave()
+            with manager.phase("train") if manager else nullcontext():
+                optimizer.step(closure)
+                seen += values(model).values()
             scheduler.step()
             seen.append(optimizer.param_groups[0]["lr"].detach().clone())
         return seen
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(trained(make_manager()), trained(None))
+    assert_same(trained(make_manager()), trained(None))
