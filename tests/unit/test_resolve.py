@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,11 @@ class TestResolve:
         for spec in (f"{__name__}:Mine", Mine, Mine(stream_sync=True)):
             assert isinstance(resolve_policy(spec), Mine)
 
-    @pytest.fixture
-    def registered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        """A distribution on the path that registers policies."""
+    def test_entry_points(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "thirdparty_policies.py").write_text(THIRD_PARTY)
         install(tmp_path, "thirdparty", GROUP, **{name: f"thirdparty_policies:{cls}" for name, cls in POINTS.items()})
         install(tmp_path, "fourthparty", GROUP, twice="elsewhere:Mine", colocated="elsewhere:Mine")
         monkeypatch.syspath_prepend(str(tmp_path))
-        yield tmp_path
-        sys.modules.pop("thirdparty_policies", None)
-
-    @pytest.mark.usefixtures("registered")
-    def test_entry_points(self) -> None:
         assert resolve_policy("mine").name == "mine"
         assert "mine" in policy_names()
         assert type(resolve_policy("colocated")) is Colocated, "nobody else can register a shipped name"
