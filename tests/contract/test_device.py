@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import POISON_WORD, Device, poison_bytes
 from placement.devices.memory import Copy
+from placement.devices.simulated.device import PrivatePoison
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, read, whole
 from tests.support.poison import poison, reads_poison
 from tests.support.threads import in_threads
@@ -123,7 +124,8 @@ def test_a_view_has_a_storage_of_its_own_size_and_keeps_what_is_behind_it(device
     assert (loaded == 7).all()
 
 
-def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device, shares_poison: bool) -> None:
+def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device) -> None:
+    shares_poison = not isinstance(getattr(device, "_poison", None), PrivatePoison)  # a damage is found by its bytes
     first, second = poisoned(device, device.chunk_bytes), poisoned(device, device.chunk_bytes)
     assert not device.heal_poison()
     assert not device.written_poison()

@@ -227,7 +227,9 @@ def quantised(name: str, tensor: torch.Tensor) -> torch.Tensor | Pairs:
 
 def test_what_is_sent_is_what_the_function_returns_and_buckets_count_it(manager: Any) -> None:
     model = net()
-    wanted = dict(pair for name, value in copy.deepcopy(model.state_dict()).items() for pair in _pairs(name, quantised(name, value)))
+    wanted: dict[str, torch.Tensor] = {}
+    for name, value in copy.deepcopy(model.state_dict()).items():
+        wanted |= dict([(name, made)] if isinstance(made := quantised(name, value), torch.Tensor) else made)
     actor = manager.register("actor", model, role="actor")
     infos = actor.weights_info(transform=quantised)
     with manager.phase("weight_sync"):
@@ -238,10 +240,6 @@ def test_what_is_sent_is_what_the_function_returns_and_buckets_count_it(manager:
     # A layer is 1024 bytes of int8, its scale and its bias 128 each; its float32 matrix alone would be 4096.
     assert [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets] == [1280] * 6
     assert_nothing_resident(manager)
-
-
-def _pairs(name: str, made: torch.Tensor | Pairs) -> Pairs:
-    return [(name, made)] if isinstance(made, torch.Tensor) else made
 
 
 def test_the_full_values_are_gone_before_their_bucket_is_sent(manager: Any) -> None:
