@@ -19,7 +19,7 @@ from placement.frameworks import known
 from placement.frameworks.base import Framework, Named
 from placement.testing import SimulatedDevice
 
-SIZES = (1, 300, 2000)
+SIZES = (1, 300, 10_000)
 OWN = str(Path(placement.__file__).parent)
 
 
