@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from placement.devices.base import Device
-from placement.devices.simulated.device import PrivatePoison
 from placement.testing import Faults, SimulatedDevice
 from tests.support.poison import of_an_old_kernel
 
@@ -38,13 +37,6 @@ def cuda() -> Device:
 def device(request: pytest.FixtureRequest) -> Device:
     made: Device = request.param()
     return made
-
-
-@pytest.fixture
-def shares_poison(device: Device) -> bool:
-    """Whether all ranges of the device read the same poison, and a damage is found by its bytes."""
-    poison = getattr(device, "_poison", None)
-    return not isinstance(poison, PrivatePoison)
 
 
 @pytest.fixture

@@ -177,9 +177,6 @@ def test_a_piece_has_the_same_fingerprint_wherever_it_lies_and_whatever_surround
     after = fingerprints(torch.cat([piece.flip(0), piece, piece]), [4096, 4096, 4096])
     assert after[1:].tolist() == [*alone.tolist(), *alone.tolist()]
     assert after[0] != alone[0]
-
-
-def test_nothing_has_no_fingerprint() -> None:
     assert fingerprints(torch.empty(0, dtype=torch.uint8), []).shape == (0,)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import POISON_WORD, Device, poison_bytes
 from placement.devices.memory import Copy
+from placement.devices.simulated.device import PrivatePoison
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, read, whole
 from tests.support.poison import poison, reads_poison
 from tests.support.threads import in_threads
@@ -69,6 +70,7 @@ def test_unmap_is_idempotent_and_covers_the_rounded_start(device: Device) -> Non
 
 def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None:
     before = device.memory()
+    assert (list(device.communicators()), device.ipc_collected_bytes) == ([], 0)  # who holds memory outside can always be asked
     too_much = before.total_bytes // device.granularity * device.granularity + device.granularity
     with pytest.raises(DeviceMemoryError):
         device.create(too_much)
@@ -107,16 +109,12 @@ def test_the_ledger_follows_chunks_and_none_is_released_twice(device: Device) ->
     assert (whole(device, addresses) == 3).all(), "what was not released is there"
 
 
-def test_who_holds_memory_outside_can_always_be_asked(device: Device) -> None:
-    assert list(device.communicators()) == []
-    assert device.ipc_collected_bytes == 0
-
-
-def test_a_view_keeps_addresses_and_what_is_behind_them(device: Device) -> None:
+def test_a_view_has_a_storage_of_its_own_size_and_keeps_what_is_behind_it(device: Device) -> None:
     offloaded = device.view(poisoned(device, device.chunk_bytes), 3, 100)
     addresses = poisoned(device, device.chunk_bytes)
     device.map(addresses, [device.create(device.chunk_bytes)])
-    loaded = device.view(addresses, 0, 1000)
+    loaded = device.view(addresses, 256, 1000)
+    assert (loaded.dtype, loaded.untyped_storage().nbytes(), loaded.data_ptr()) == (torch.uint8, 1000, addresses.base + 256)
     loaded.fill_(7)
     del addresses
     others = [poisoned(device, device.chunk_bytes) for _ in range(20)]
@@ -126,15 +124,8 @@ def test_a_view_keeps_addresses_and_what_is_behind_them(device: Device) -> None:
     assert (loaded == 7).all()
 
 
-def test_a_view_has_a_storage_of_its_own_size(device: Device) -> None:
-    addresses = poisoned(device, device.chunk_bytes)
-    view = device.view(addresses, 256, 1000)
-    assert view.dtype == torch.uint8
-    assert view.untyped_storage().nbytes() == 1000
-    assert view.data_ptr() == addresses.base + 256
-
-
-def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device, shares_poison: bool) -> None:
+def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device) -> None:
+    shares_poison = not isinstance(getattr(device, "_poison", None), PrivatePoison)  # a damage is found by its bytes
     first, second = poisoned(device, device.chunk_bytes), poisoned(device, device.chunk_bytes)
     assert not device.heal_poison()
     assert not device.written_poison()
@@ -166,9 +157,10 @@ def test_a_write_is_found_after_something_else_came_behind_the_addresses(device:
     assert not device.heal_poison()
 
 
-def test_a_damage_is_reported_once_without_waiting(device: Device) -> None:
-    addresses = poisoned(device, device.chunk_bytes)
-    for offset in (0, device.chunk_bytes - 1):
+@pytest.mark.parametrize("is_tail", [False, True])
+def test_a_damage_is_reported_once_without_waiting(device: Device, is_tail: bool) -> None:
+    addresses = poisoned(device, device.granularity if is_tail else device.chunk_bytes)
+    for offset in (0, addresses.nbytes - 1):
         device.view(addresses, offset, 1).zero_()
         found = []
         for _ in range(4):
@@ -190,13 +182,6 @@ def test_waiting_reports_what_was_begun_without(device: Device) -> None:
         assert sum(found) == 1
         assert sum(found[:2]) == 1
     assert not device.heal_poison()
-
-
-def test_a_write_into_the_poison_of_a_tail_is_found(device: Device) -> None:
-    tail = poisoned(device, device.granularity)
-    device.view(tail, device.granularity - 1, 1).zero_()
-    assert device.heal_poison()
-    assert reads_poison(whole(device, tail))
 
 
 def test_copies_are_bit_exact_at_any_offset_and_touch_nothing_beside(device: Device) -> None:
@@ -287,12 +272,8 @@ def test_slabs_are_zero_and_live_as_long_as_their_views(device: Device) -> None:
     others = [device.host(100_001) for _ in range(20)]
     assert all((other.view(0, 100_001) == 0).all() for other in others)
     assert (view == 5).all()
-
-
-def test_an_empty_slab_is_a_slab(device: Device) -> None:
-    slab = device.host(0)
-    assert slab.nbytes == 0
-    assert slab.view(0, 0).numel() == 0
+    empty = device.host(0)
+    assert (empty.nbytes, empty.view(0, 0).numel()) == (0, 0)
 
 
 def test_cycles_leave_nothing_behind(device: Device, mappings: Callable[[], int]) -> None:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from placement import DeviceMemoryError, IntegrityError, Manager
+from placement import DeviceMemoryError, IntegrityError
 from placement.devices.base import Device
-from placement.devices.memory import Addresses, Chunk, Copy, Direction
+from placement.devices.memory import Addresses, Chunk, Mark
 from placement.group import StoreGroup
-from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import GPU, OFF, TRAIN, Turns, Worker, assert_same, learn, net
+from placement.testing import InjectedFault, assert_nothing_resident
+from tests.contract.test_swap import AFTER, BEFORE, CHUNK, PAGE, Scene, Watched
+from tests.support.worker import TRAIN, Worker, assert_same, learn, net
 
-PAGE = 4096
-CHUNK = 4 * PAGE
 BATCH = 4
 """Chunks of which the copies are waited for together."""
 
 
-class Watched(Faults):
+class Giving(Watched):
     """Notes what is behind no address and not with the driver, at its most, and what was given back before the last byte had left."""
 
     def __init__(self, device: Device) -> None:
@@ -38,7 +35,7 @@ class Watched(Faults):
         self.released_bytes = 0
         self.early_bytes = 0
         """Of those, as of the last wait for a copy."""
-        self.log: list[str] = []
+        self.log.clear()
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         super().map(addresses, chunks, start)
@@ -59,56 +56,37 @@ class Watched(Faults):
         super().release(*chunks)
         self.released_bytes += sum(chunk.nbytes for chunk in chunks)
         if chunks:
-            self.log.append("release")
+            self.log.append(("release", 0))
 
-    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
-        super().copy(copies, direction)
-        self.log.append(direction)
-
-    def wait(self, mark: Any) -> None:
+    def wait(self, mark: Mark) -> None:
         super().wait(mark)
         self.early_bytes = self.released_bytes
 
 
-class Scene:
+SIZES = {"a": 16 * CHUNK, "c": 5 * CHUNK + PAGE}
+
+
+class Leaving(Scene):
     """`a` and `c` on the device, just written all over; `b` is not."""
 
-    def __init__(
-        self,
-        *,
-        a: int = 16 * CHUNK,
-        b: int = CHUNK,
-        c: int = 5 * CHUNK + PAGE,
-        readonly: Collection[str] = (),
-        on: Mapping[str, Collection[str]] = {"rollout": ("a", "c")},
-        **options: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.device = Watched(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK, granularity=PAGE))
-        self.manager = Manager(device=self.device, policy=Turns(**on), **options)
-        self.models = {name: nn.ParameterList([nn.Parameter(torch.randn(n // 4))]) for name, n in (("a", a), ("b", b), ("c", c))}
-        self.handles = {name: self.manager.register(name, model, readonly=name in readonly) for name, model in self.models.items()}
-        self.manager.enter("rollout")
-        for name in {"a", "c"} - {*readonly}:
+    make_device = Giving
+
+    def __init__(self, *, stays: Collection[str] = (), readonly: Collection[str] = (), **options: Any) -> None:
+        after = {"b": CHUNK, **{name: SIZES[name] for name in stays}}
+        super().__init__(SIZES, after, 64 * CHUNK, readonly=readonly, **options)
+        self.manager.enter(BEFORE)
+        for name in SIZES.keys() - {*readonly}:
             self.models[name][0].data.add_(1)
-        self.values = {name: model[0].detach().clone() for name, model in self.models.items()}
-        self.values["b"] = copy.deepcopy(self.handles["b"].state_dict()["0"])
+        self.note()
         self.num_bytes = sum(handle.resident_bytes for handle in self.handles.values())
         self.device.reset()
-
-    def check(self, on_device: Collection[str]) -> None:
-        """These are on the device, the others off it, and all values are what they were."""
-        assert {name: handle.state for name, handle in self.handles.items()} == {n: GPU if n in on_device else OFF for n in self.handles}
-        assert_same({name: handle.state_dict()["0"] for name, handle in self.handles.items()}, self.values)
-        assert_same({n: self.models[n][0].detach() for n in on_device}, {n: self.values[n] for n in on_device})
-        self.manager.check_integrity()
 
     def end(self) -> None:
         """Whatever happened, the way out and the next phase are as ever."""
         while self.manager.snapshot().phases:
             self.manager.leave()
         self.check(())
-        with self.manager.phase("rollout"):
+        with self.manager.phase(BEFORE):
             self.check(("a", "c"))
         assert_nothing_resident(self.manager)
 
@@ -118,7 +96,7 @@ def alone() -> StoreGroup:
 
 
 def test_what_leaves_at_an_exit_is_given_back_under_the_copies() -> None:
-    scene = Scene()
+    scene = Leaving()
     scene.manager.leave()
     assert scene.device.released_bytes == scene.num_bytes
     assert scene.device.stock_bytes <= BATCH * CHUNK
@@ -130,7 +108,7 @@ def test_what_leaves_at_an_exit_is_given_back_under_the_copies() -> None:
 @pytest.mark.parametrize(("how", "in_group"), [("enter", False), ("switch", False), ("enter", True)])
 def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str, in_group: bool) -> None:
     """In a group: until the others have agreed."""
-    scene = Scene(group=alone() if in_group else None)
+    scene = Leaving(group=alone() if in_group else None)
     getattr(scene.manager, how)("values")
     assert scene.device.stock_bytes == scene.num_bytes
     assert scene.device.early_bytes == 0
@@ -141,11 +119,12 @@ def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str, in_group: 
 
 @pytest.mark.parametrize("stays", [(), ("c",)], ids=["both leave", "one stays"])
 def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[str]) -> None:
-    scene = Scene(on={"rollout": ("a", "c"), "values": ("b", *stays)})
-    scene.manager.enter("values")
+    scene = Leaving(stays=stays)
+    scene.manager.enter(AFTER)
     assert scene.device.stock_bytes >= 14 * CHUNK
     assert scene.device.early_bytes == 0
-    assert "release" not in scene.device.log[: len(scene.device.log) - scene.device.log[::-1].index("to_device")]
+    done = [what for what, _ in scene.device.log]
+    assert "to_device" not in done[done.index("release") :]
     scene.check({"b", *stays})
     scene.end()
 
@@ -153,17 +132,17 @@ def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[
 # --- what is complained of afterwards
 
 
-def write_readonly(scene: Scene) -> None:
+def write_readonly(scene: Leaving) -> None:
     scene.models["c"][0].data[7] = 3.0
 
 
-def complaining(kind: str) -> tuple[Scene, Any]:
+def complaining(kind: str) -> tuple[Leaving, Any]:
     """A scene in which the next phase transition that offloads has to be undone, and what it is for."""
     if kind == "readonly":
-        scene = Scene(readonly={"c"})
+        scene = Leaving(readonly={"c"})
         write_readonly(scene)
         return scene, None
-    scene = Scene(strict=True)
+    scene = Leaving(strict=True)
     return scene, scene.models["a"][0].detach()
 
 
@@ -176,10 +155,10 @@ def test_a_complaint_brings_everything_back_and_asks_the_driver_for_nothing(kind
         getattr(scene.manager, how)("values")
     assert scene.device.calls["create"] == created
     assert scene.device.released_bytes == 0
-    assert [*scene.manager.snapshot().phases] == ["rollout"]
+    assert [*scene.manager.snapshot().phases] == [BEFORE]
     scene.check(("a", "c"))
     if view is not None:
-        assert view.equal(scene.values["a"])
+        assert view.equal(scene.values["a"]["0"])
     del view
     scene.manager.enter("values")
     scene.check(())

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -66,12 +67,24 @@ def module(nbytes: int) -> nn.ParameterList:
 class Scene:
     """Modules by name on a tight device, and what they must hold."""
 
-    def __init__(self, before: Mapping[str, int], after: Mapping[str, int], budget_bytes: int, *, capacity_bytes: int = 0) -> None:
+    make_device: type[Watched] = Watched
+
+    def __init__(
+        self,
+        before: Mapping[str, int],
+        after: Mapping[str, int],
+        budget_bytes: int,
+        *,
+        capacity_bytes: int = 0,
+        readonly: Collection[str] = (),
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.device = Watched(SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE))
-        self.manager = Manager(device=self.device, policy=Turns(**{BEFORE: before, AFTER: after}), budget_bytes=budget_bytes)
+        self.device: Any = self.make_device(SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE))
+        policy = Turns(**{BEFORE: before, AFTER: after})
+        self.manager = Manager(device=self.device, policy=policy, budget_bytes=budget_bytes, **options)
         self.models = {name: module(nbytes) for name, nbytes in {**before, **after}.items()}
-        self.handles = {name: self.manager.register(name, model) for name, model in self.models.items()}
+        self.handles = {name: self.manager.register(name, model, readonly=name in readonly) for name, model in self.models.items()}
         self.before, self.after = tuple(before), tuple(after)
         self.note()
 
@@ -258,11 +271,8 @@ def mapped_by_a_load(*sizes_bytes: int) -> list[int]:
     return found
 
 
-def test_a_burst_grows_under_the_copies_of_the_one_before() -> None:
+def test_a_burst_grows_under_the_copies_of_the_one_before_and_goes_over_the_boundaries_of_ranges() -> None:
     assert mapped_by_a_load(300 * PAGE) == [1, 16, 256, 27]
-
-
-def test_a_burst_goes_over_the_boundaries_of_ranges() -> None:
     assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 9, 7, 3, 10, 10, 10]
 
 

@@ -105,16 +105,11 @@ def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(worker: VerifiedPair
     assert {handle.broken for name, handle in worker.manager.handles.items() if name != "actor"} == {None}
 
 
-def with_a_lost_actor(**settings: Any) -> VerifiedPair:
-    worker = VerifiedPair(**settings)
+def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
+    worker = VerifiedPair(policy=Colocated(stream_sync=True))
     flip(worker.actor, 2)
     with pytest.raises(IntegrityError), worker.manager.phase("train"):
         pass
-    return worker
-
-
-def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
-    worker = with_a_lost_actor(policy=Colocated(stream_sync=True))
     with pytest.raises(BrokenHandleError, match="chunk 2 of 4"), worker.manager.phase("weight_sync"):
         pass  # it is not published either
     for _ in range(2):

@@ -26,6 +26,7 @@ from tests.support import huggingface
 
 WIDTH = 32
 Names = dict[str, Any]
+MODULES: Names = {"placement": placement, "torch": torch}
 CONTEXTS: dict[str, Callable[[Tools], Any]] = {}
 
 
@@ -37,6 +38,7 @@ class Tools:
         self.folder = folder
         self.replaced: dict[str, str] = {}
         """Texts of the blocks that are other ones here: addresses, folders, what a machine without a GPU lacks."""
+        self.training = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
         self.take_for_gpu(simulated())
 
     def take_for_gpu(self, device: Device) -> None:
@@ -82,8 +84,7 @@ def worker(tools: Tools) -> Iterator[Names]:
     ref_model = copy.deepcopy(model).requires_grad_(False)
     first = model.weight.detach().clone()
     names: Names = {
-        "placement": placement,
-        "torch": torch,
+        **MODULES,
         "model": model,
         "ref_model": ref_model,
         "optimizer": torch.optim.AdamW(model.parameters()),
@@ -172,8 +173,7 @@ def ranks(tools: Tools) -> Iterator[Names]:
 @context
 def targets(tools: Tools) -> Iterator[Names]:
     """A worker that announces itself in a folder."""
-    place = tools.folder / "targets"
-    place.mkdir()
+    place = tools.folder
     tools.replaced |= {'"/shared/targets"': repr(str(place)), '"0.0.0.0"': '"127.0.0.1"'}
     names: Names = {"placement": placement}
     yield names
@@ -189,8 +189,7 @@ def listed(tools: Tools) -> Iterator[Names]:
     """One rank of a job, with a process group and a server of its metrics."""
     made = placement.Manager(device=simulated())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    place = tools.folder / "targets"
-    place.mkdir()
+    place = tools.folder
     tools.replaced |= {'"/var/targets': f'"{place}'}
     names: Names = {"torch": torch, "Path": Path, "as_json": as_json, "rank": 0, "world_size": 1, "server": made.serve()}
     try:
@@ -325,8 +324,7 @@ def saver(tools: Tools) -> Iterator[Names]:
     """A model that trains and one that generates, as torch_memory_saver's example has them."""
     generator = _linear()
     names: Names = {
-        "placement": placement,
-        "torch": torch,
+        **MODULES,
         "build_model": _linear,
         "engine": placement.TorchEngine(generator),
         "prompts": torch.ones(4, WIDTH),
@@ -346,14 +344,13 @@ def trl(tools: Tools) -> Iterator[Names]:
 
     warnings.simplefilter("ignore")  # pytest sets the filters anew for each test
     tools.monkeypatch.setenv("CI", "1")  # TRL sends telemetry otherwise
-    where = {"output_dir": str(tools.folder), "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     sizes = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4, "max_steps": 1, "learning_rate": 1e-2}
     names: Names = {
         "model": huggingface.model_from(huggingface.saved_model(tools.folder / "model")),
         "tokenizer": huggingface.tokenizer(),
         "prompts": huggingface.prompts(),
         "reward": lambda completions, **_: [sum(map(ord, text)) / 100 for text in completions],
-        "config": GRPOConfig(**where, **sizes, beta=0.1),
+        "config": GRPOConfig(**tools.training, **sizes, beta=0.1),
         "question": {"input_ids": torch.tensor([[3, 4, 5]])},
     }
     first = huggingface.weights_of(names["model"])
@@ -375,13 +372,12 @@ def trainer(tools: Tools) -> Iterator[Names]:
             loss = outputs.loss * names["reward_model"](inputs["input_ids"]).logits.mean()
             return (loss, outputs) if return_outputs else loss
 
-    where = {"output_dir": str(tools.folder), "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     ids = huggingface.tokenizer()(["1+1=2"])["input_ids"][0]
     names: Names = {
         "RewardedTrainer": RewardedTrainer,
         "model": huggingface.model_from(huggingface.saved_model(tools.folder / "model")),
         "reward_model": Qwen2ForSequenceClassification(huggingface.config(num_labels=1)).requires_grad_(False),
-        "args": TrainingArguments(**where, per_device_train_batch_size=1, max_steps=1, eval_strategy="steps", eval_steps=1),
+        "args": TrainingArguments(**tools.training, per_device_train_batch_size=1, max_steps=1, eval_strategy="steps", eval_steps=1),
         "examples": [{"input_ids": ids, "labels": ids}],
     }
     yield names

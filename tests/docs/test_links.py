@@ -33,12 +33,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
 
 
-def test_readme_needs_no_file_beside_it() -> None:
+def test_readme_is_short_and_needs_no_file_beside_it() -> None:
     """It is shown on a package's page, too, where no relative link leads anywhere."""
     assert [link for link in links(README) if not link.startswith(("http://", "https://"))] == []
-
-
-def test_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 

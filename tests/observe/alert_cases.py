@@ -66,6 +66,10 @@ def gone(what: str, held: str, up: str, budget: str = "10x9 stale", **more: Any)
     return Case("PlacementWorkerGone", what, holding(held, up, budget), **more)
 
 
+def growing(what: str, values: str, **moments: Any) -> Case:
+    return Case("PlacementUnaccountedGrowing", what, of_worker("placement_unaccounted_bytes", values), **moments)
+
+
 CASES = [
     Case("PlacementLeftResident", "stays", of_worker("placement_unpaired_bytes", "0x9 7x30"), fires=("13m", "30m"), silent=("9m", "11m")),
     Case("PlacementLeftResident", "is over soon", of_worker("placement_unpaired_bytes", "0x9 7x1 0x30"), silent=("10m", "11m", "13m")),
@@ -138,29 +142,8 @@ CASES = [
     gone("unregisters everything, then is down", "4x9 stale", "1x13 0x40", "10x13 stale", silent=("15m", "18m")),
     gone("is back after three minutes", "4x9 stale _x2 0x40", "1x9 0x2 1x40", fires=("12m",), silent=("14m", "20m")),
     gone("misses one scrape", "4x9 _ 4x40", "1x9 0 1x40", "10x60", silent=("10m", "11m", "12m", "20m")),
-    Case(
-        "PlacementUnaccountedGrowing",
-        "leaks in every step",
-        of_worker("placement_unaccounted_bytes", f"0+{GIB // 32}x120"),
-        fires=("60m", "100m"),
-        silent=("30m",),
-    ),
-    Case(
-        "PlacementUnaccountedGrowing",
-        "creeps",
-        of_worker("placement_unaccounted_bytes", f"{GIB}+{GIB // 256}x120"),
-        silent=("40m", "60m", "100m"),
-    ),
-    Case(
-        "PlacementUnaccountedGrowing",
-        "rises once",
-        of_worker("placement_unaccounted_bytes", f"{GIB}x40 {5 * GIB}x80"),
-        silent=tuple(f"{minute}m" for minute in range(41, 90, 4)),
-    ),
-    Case(
-        "PlacementUnaccountedGrowing",
-        "swings with the phases",
-        of_worker("placement_unaccounted_bytes", " ".join(f"{GIB}x11 {4 * GIB}x11" for _ in range(6))),
-        silent=tuple(f"{minute}m" for minute in range(31, 120, 4)),
-    ),
+    growing("leaks in every step", f"0+{GIB // 32}x120", fires=("60m", "100m"), silent=("30m",)),
+    growing("creeps", f"{GIB}+{GIB // 256}x120", silent=("40m", "60m", "100m")),
+    growing("rises once", f"{GIB}x40 {5 * GIB}x80", silent=tuple(f"{minute}m" for minute in range(41, 90, 4))),
+    growing("swings with the phases", f"{GIB}x11 {4 * GIB}x11 " * 6, silent=tuple(f"{minute}m" for minute in range(31, 120, 4))),
 ]

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import PHASES, State, Trigger
 from placement.observe.collector import make_registry
+from tests.observe.managed import make_handle, make_snapshot
 
-MakeHandle = Callable[..., HandleSnapshot]
-MakeSnapshot = Callable[..., Snapshot]
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -101,7 +100,7 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
     return series
 
 
-def sample_snapshot(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> Snapshot:
+def sample_snapshot() -> Snapshot:
     return make_snapshot(
         make_handle(),
         make_handle("actor.optimizer", kind="optimizer", state=State.TRAINING, resident_bytes=0, host_bytes=2, drift_bytes=3),
@@ -111,8 +110,8 @@ def sample_snapshot(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> Sna
 
 
 @pytest.mark.parametrize("render", [as_text, as_openmetrics])
-def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str], make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    snapshot = sample_snapshot(make_handle, make_snapshot)
+def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str]) -> None:
+    snapshot = sample_snapshot()
 
     series = series_of(render(snapshot))
 
@@ -124,13 +123,13 @@ def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str], make_ha
 
 
 @pytest.mark.parametrize("nbytes", [None, 0, 71])
-def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None, make_snapshot: MakeSnapshot) -> None:
+def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None) -> None:
     shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]
     assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")
-def test_promtool_finds_nothing_to_say(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    text = as_text(sample_snapshot(make_handle, make_snapshot))
+def test_promtool_finds_nothing_to_say() -> None:
+    text = as_text(sample_snapshot())
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import yaml
 
 from placement.cli import main
 from placement.core.errors import PlacementError
-from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import State
 from placement.observe.collector import SnapshotCollector
 from placement.observe.dashboards import FILES, export
 from tests.observe.expressions import expressions, substituted
+from tests.observe.managed import make_handle, make_snapshot
 
 PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
 EVERY_PANEL = [pytest.param(page, panel, id=f"{page['uid']}: {panel['title']}") for page in PAGES.values() for panel in page["panels"]]
@@ -38,9 +37,7 @@ def test_shipped_pages_are_what_the_code_makes() -> None:
 # What is asked
 
 
-def test_every_expression_asks_metrics_and_labels_that_exist(
-    tmp_path: Path, make_handle: Callable[..., HandleSnapshot], make_snapshot: Callable[..., Snapshot]
-) -> None:
+def test_every_expression_asks_metrics_and_labels_that_exist(tmp_path: Path) -> None:
     collector = SnapshotCollector(lambda: make_snapshot(make_handle()))
     known: dict[str, set[str]] = defaultdict(set)
     for sample in (sample for metric in collector.collect() for sample in metric.samples):
@@ -117,8 +114,8 @@ def urls_in(node: Any) -> list[str]:
 
 
 def test_the_tree_is_what_grafana_and_prometheus_read(tmp_path: Path) -> None:
-    root = tmp_path / "not" / "there"
-    written = export(root, prometheus_url="http://prom:1/x", discovery="/shared/sd", scrape_interval="5s")
+    root = tmp_path / "not" / 'it\'s "odd": {braces}'
+    written = export(root, prometheus_url="http://prom:1/x", discovery='/a "b": {c}', scrape_interval="5s")
     assert {str(path.relative_to(root)) for path in written} == {
         "grafana/provisioning/datasources/placement.yml",
         "grafana/provisioning/dashboards/placement.yml",
@@ -134,7 +131,7 @@ def test_the_tree_is_what_grafana_and_prometheus_read(tmp_path: Path) -> None:
     assert provider["options"]["path"] == str(root / "grafana/dashboards")
     prometheus = yaml.safe_load((root / "prometheus/prometheus.yml").read_text())
     (job,) = prometheus["scrape_configs"]
-    assert job == {"job_name": "placement", "file_sd_configs": [{"files": ["/shared/sd/*.json"], "refresh_interval": "15s"}]}
+    assert job == {"job_name": "placement", "file_sd_configs": [{"files": ['/a "b": {c}/*.json'], "refresh_interval": "15s"}]}
     assert prometheus["global"] == {"scrape_interval": "5s", "evaluation_interval": "5s"}
     assert [(root / "prometheus" / name).is_file() for name in prometheus["rule_files"]] == [True]
 
@@ -180,15 +177,6 @@ def test_a_wrong_option_is_named(wrong: dict[str, Any], message: str, tmp_path: 
     with pytest.raises(PlacementError, match=message):
         export(tmp_path, **wrong)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_with_odd_letters_stays_one_string(tmp_path: Path) -> None:
-    root = tmp_path / 'it\'s "odd": {braces}'
-    export(root, discovery='/a "b": {c}')
-    (provider,) = yaml.safe_load((root / "grafana/provisioning/dashboards/placement.yml").read_text())["providers"]
-    assert provider["options"]["path"] == str(root / "grafana/dashboards")
-    (job,) = yaml.safe_load((root / "prometheus/prometheus.yml").read_text())["scrape_configs"]
-    assert job["file_sd_configs"][0]["files"] == ['/a "b": {c}/*.json']
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +11,7 @@ import placement
 from placement.core.snapshot import readable
 from placement.testing import Faults, SimulatedDevice
 from tests.observe.managed import managed
+from tests.support.programs import Programs
 
 
 def test_a_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,18 +30,16 @@ def test_a_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     assert last.placement.handles[0].name == "actor"
 
 
-def test_only_warnings_show_where_logging_is_not_set_up() -> None:
+def test_only_warnings_show_where_logging_is_not_set_up(programs: Programs) -> None:
     code = (
         "import placement, torch; from placement.testing import SimulatedDevice\n"
         "m = placement.Manager(device=SimulatedDevice(1 << 20)); x = torch.nn.Linear(2, 2); m.register('actor', x, role='actor')\n"
         "with m.phase('train'): pass\n"
         "m.close()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    assert programs.run(code) == (0, "", "")
     warned = code.replace("x = torch.nn.Linear(2, 2); m.register('actor', x, ", "m.register('actor', torch.nn.Linear(2, 2), ")
-    done = subprocess.run([sys.executable, "-c", warned], capture_output=True, text=True, check=True)
-    assert "'actor' is no longer registered" in done.stderr
+    assert "'actor' is no longer registered" in programs.run(warned).errors
 
 
 def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 import placement
 from placement.core.errors import PhaseError, PlacementError
-from placement.core.snapshot import HandleSnapshot, Snapshot
+from placement.core.snapshot import Snapshot
 from placement.observe.discovery import Identity
 from placement.observe.server import MAX_CONNECTIONS, MetricsServer
-from tests.observe.managed import managed
+from tests.observe.managed import make_handle, make_snapshot, managed
 
-MakeHandle = Callable[..., HandleSnapshot]
-MakeSnapshot = Callable[..., Snapshot]
 Headers = dict[str, str]
 
 
 @pytest.fixture
-def snapshot(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> Snapshot:
+def snapshot() -> Snapshot:
     return make_snapshot(make_handle("actor"), make_handle("ref"))
 
 
@@ -92,7 +90,7 @@ def test_state_is_the_snapshot(server: MetricsServer, snapshot: Snapshot) -> Non
     assert Snapshot.model_validate_json(body) == snapshot
 
 
-def test_healthz_names_what_is_broken(server: MetricsServer, make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+def test_healthz_names_what_is_broken(server: MetricsServer) -> None:
     assert request(server, "/healthz")[::2] == (200, b"ok\n")
     broken = make_snapshot(make_handle("a"), make_handle("b", broken="secret detail"), make_handle("c", broken="more"))
     with MetricsServer(lambda: broken) as unwell:

@@ -97,9 +97,7 @@ def test_the_command_puts_workers_side_by_side(manager: placement.Manager, tmp_p
     assert {event["pid"] for event in events_of(path, "X")} == {1, 2}
     assert main(["trace", one.url, "-o", str(tmp_path / "gone.json")]) == 1
     assert "does not answer: Connection refused\n" in capsys.readouterr().err
-
-
-def test_mistakes_in_the_command_are_said(manager: placement.Manager, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path.unlink()
     with manager.serve() as server:
         assert main(["trace", server.url, "-o", str(tmp_path / "absent/trace.json")]) == 1
         assert f"cannot write {tmp_path / 'absent/trace.json'}: No such file" in capsys.readouterr().err

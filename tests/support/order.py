@@ -15,7 +15,12 @@ import pytest
 from tests.support.durations import file_of, recorded
 
 _TOGETHER = {
-    "programs": ("tests/unit/test_processes.py", "tests/unit/test_host.py", "tests/unit/test_host_reserve.py"),
+    "programs": (
+        "tests/unit/test_processes.py",
+        "tests/unit/test_host.py",
+        "tests/unit/test_host_reserve.py",
+        "tests/observe/test_logs.py",
+    ),
     "peft": (
         "tests/sharded/test_checkpoint.py",
         "tests/sharded/test_state_dicts.py",

@@ -16,6 +16,7 @@ from placement.frameworks import base
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.test_resolve import install
 
 
 class Crate(nn.Module):
@@ -106,16 +107,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     base._forget()
 
 
-def install(folder: Path, source: str) -> None:
+def install_boxes(folder: Path, source: str) -> None:
     (folder / "boxes.py").write_text(source)
-    info = folder / "boxes-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: boxes\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[placement.frameworks]\nboxes = boxes:Boxes\n")
+    install(folder, "boxes", "placement.frameworks", boxes="boxes:Boxes")
 
 
 def test_an_installed_package_brings_its_framework(installed: Path) -> None:
-    install(installed, "from placement.frameworks.base import Framework\nclass Boxes(Framework):\n    pass\n")
+    install_boxes(installed, "from placement.frameworks.base import Framework\nclass Boxes(Framework):\n    pass\n")
     base._forget()
     assert [each.__name__ for each in base.frameworks()][-1] == "Boxes"
 
@@ -123,6 +121,6 @@ def test_an_installed_package_brings_its_framework(installed: Path) -> None:
 @pytest.mark.parametrize(("source", "why"), [("Boxes = int", "is no subclass"), ("import no_such_package", "No module named")])
 def test_a_package_that_does_not_work_is_named(installed: Path, source: str, why: str) -> None:
     sys.modules.pop("boxes", None)
-    install(installed, source + "\n")
+    install_boxes(installed, source + "\n")
     with pytest.raises(placement.RegistrationError, match=rf"entry point 'boxes' of the group 'placement.frameworks'.*{why}"):
         base._forget()

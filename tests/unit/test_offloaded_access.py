@@ -338,12 +338,9 @@ def test_zero_grad_under_a_mode(set_to_none: bool) -> None:
     assert world.manager.audit().ok
 
 
-def _rows() -> list[tuple[str, str]]:
-    return re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 def test_the_page_has_these_rows() -> None:
-    assert set(_rows()) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
 
 
 def test_zero_grad_of_an_optimizer_that_is_not_registered_is_found() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +211,11 @@ def test_copies_of_the_weights_move_with_the_optimizer_of_an_owner(policy: str) 
 
 
 def test_steps_of_copies_are_not_streamed() -> None:
-    manager = make_manager(policy=placement.policies.Colocated("streamed"))
-    model = net(8)
-    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    manager.register("actor", model, role="actor")
-    manager.register("actor.optimizer", optim.AdamW(copies), owner="actor") if copies else None
+    def made(model: nn.Module) -> Any:
+        return optim.AdamW([nn.Parameter(p.detach().clone()) for p in model.parameters()])
+
     with pytest.raises(placement.PolicyError, match="steps copies of parameters"):
-        manager.enter("train")
+        run(made, 1, make_manager(policy="colocated('streamed')"), owner="actor")
 
 
 class WithoutInit(optim.Optimizer):
@@ -315,6 +313,7 @@ def test_what_is_in_a_parameter_group_never_moves() -> None:
         assert_nothing_resident(manager)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_lbfgs_with_a_tensor_as_its_learning_rate_follows_its_scheduler() -> None:
     def trained(manager: Manager | None) -> list[Any]:
         torch.manual_seed(0)
@@ -333,16 +332,11 @@ def test_lbfgs_with_a_tensor_as_its_learning_rate_follows_its_scheduler() -> Non
             return loss
 
         for _ in range(3):
-            if manager is not None:
-                manager.enter("train")
-            optimizer.step(closure)
-            seen += values(model).values()
-            if manager is not None:
-                manager.leave()
+            with manager.phase("train") if manager else nullcontext():
+                optimizer.step(closure)
+                seen += values(model).values()
             scheduler.step()
             seen.append(optimizer.param_groups[0]["lr"].detach().clone())
         return seen
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(trained(make_manager()), trained(None))
+    assert_same(trained(make_manager()), trained(None))

@@ -29,11 +29,6 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value
 
 
-def riddles(source: str) -> list[tuple[int, str]]:
-    """Docstrings that begin with "Of ...", "By ..." or a relative clause ("What the ...", "Who ...")."""
-    return [(line, text.lstrip().partition("\n")[0]) for line, text in docstrings(source) if _RIDDLE.match(text.lstrip())]
-
-
 def misplaced(source: str) -> list[tuple[int, str]]:
     """Section headers that are not at their docstring's indentation, and first entries that are not four columns inside."""
     found = []
@@ -48,7 +43,9 @@ def misplaced(source: str) -> list[tuple[int, str]]:
 
 
 def test_no_docstring_begins_without_its_subject() -> None:
-    assert [f"{name}:{line}: {text}" for name, path in modules().items() for line, text in riddles(path.read_text())] == []
+    """None begins with "Of ...", "By ..." or a relative clause ("What the ...", "Who ...")."""
+    found = [(f"{name}:{line}", text.lstrip()) for name, path in modules().items() for line, text in docstrings(path.read_text())]
+    assert [each for each in found if _RIDDLE.match(each[1])] == []
 
 
 def test_sections_of_docstrings_are_indented() -> None:

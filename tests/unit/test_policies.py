@@ -48,13 +48,6 @@ TABLE: dict[str, dict[str, State]] = {
 
 
 class TestColocated:
-    @pytest.mark.parametrize("phase", PHASES)
-    def test_only_what_the_phase_needs(self, phase: str) -> None:
-        plan = Colocated().plan(view(phase, *WORKER))
-        assert used(plan) == TABLE[phase]
-        assert plan.targets.keys() == {h.name for h in WORKER}
-        assert not plan.streamed
-
     @pytest.mark.parametrize("phase", ["rollout", "eval"])
     def test_the_actor_generates_where_no_engine_is_registered(self, phase: str) -> None:
         assert used(Colocated().plan(view(phase, *WORKER[:-1]))) == {"actor": GPU}

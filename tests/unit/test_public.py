@@ -35,6 +35,8 @@ def test_all_is_sorted_and_names_everything_public() -> None:
         assert getattr(placement, name) is not None
         if name not in lazy and hasattr(getattr(placement, name), "__module__"):
             assert getattr(placement, name).__module__.startswith("placement.")
+    with pytest.raises(AttributeError, match="no attribute 'Manger'"):
+        placement.Manger  # noqa: B018
 
 
 def test_every_public_exception_is_one_of_ours_and_no_name_has_an_engines_verb() -> None:
@@ -50,11 +52,6 @@ def test_what_only_talks_and_shows_needs_no_torch() -> None:
     modules = "placement.cli.plan, placement.cli.workers"
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Manger'"):
-        placement.Manger  # noqa: B018
 
 
 def test_importing_and_using_the_core_brings_in_nothing_optional() -> None:

@@ -1,4 +1,4 @@
-"""What is published and taken: the dtypes, what a cast leaves alone and refuses, and what `transform=` makes of a weight."""
+"""What is published, when and from where: names, buckets, dtypes, what a cast leaves alone, what `transform=` makes of a weight."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import placement
-from placement import EngineError, TorchEngine, WeightInfo
+from placement import EngineError, PhaseError, TorchEngine, WeightInfo
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.support.worker import assert_same, make_manager
+from tests.support.worker import SYNC, assert_same, make_manager
 
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype) and "q" not in str(each)}, key=str)
 """All of torch's dtypes but those of its quantised tensors, which cannot be registered."""
@@ -64,9 +64,13 @@ KEPT = {
 CAST = {"plain.weight", "plain.bias", "norm.weight", "norm.bias"}
 
 
+def copied(buckets: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+
 def published(manager: Any, actor: Any, **options: Any) -> dict[str, torch.Tensor]:
     with manager.phase("weight_sync"):
-        found = {name: tensor.clone() for bucket in actor.weights(bucket_bytes=100, **options) for name, tensor in bucket}
+        found = copied(actor.weights(bucket_bytes=100, **options))
     assert [(info.name, info.shape, info.dtype) for info in actor.weights_info(**options)] == [
         (name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()
     ]
@@ -158,8 +162,12 @@ def test_every_dtype_is_published_and_taken_byte_for_byte(manager: Any, dtype: t
         assert as_bytes(taken.fixed).equal(wanted)
 
 
+def net() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+
 def three() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
 
 
 def float8(model: nn.Sequential) -> None:
@@ -209,10 +217,6 @@ def test_a_bucket_of_ones_own_is_written_whole_or_not_at_all(wrong: tuple[str, t
 Pairs = list[tuple[str, torch.Tensor]]
 
 
-def net() -> torch.nn.Module:
-    return torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)])
-
-
 def quantised(name: str, tensor: torch.Tensor) -> torch.Tensor | Pairs:
     """Matrices as int8 with a scale for each row; the rest as it is."""
     if tensor.ndim < 2:
@@ -223,7 +227,9 @@ def quantised(name: str, tensor: torch.Tensor) -> torch.Tensor | Pairs:
 
 def test_what_is_sent_is_what_the_function_returns_and_buckets_count_it(manager: Any) -> None:
     model = net()
-    wanted = dict(pair for name, value in copy.deepcopy(model.state_dict()).items() for pair in _pairs(name, quantised(name, value)))
+    wanted: dict[str, torch.Tensor] = {}
+    for name, value in copy.deepcopy(model.state_dict()).items():
+        wanted |= dict([(name, made)] if isinstance(made := quantised(name, value), torch.Tensor) else made)
     actor = manager.register("actor", model, role="actor")
     infos = actor.weights_info(transform=quantised)
     with manager.phase("weight_sync"):
@@ -234,10 +240,6 @@ def test_what_is_sent_is_what_the_function_returns_and_buckets_count_it(manager:
     # A layer is 1024 bytes of int8, its scale and its bias 128 each; its float32 matrix alone would be 4096.
     assert [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets] == [1280] * 6
     assert_nothing_resident(manager)
-
-
-def _pairs(name: str, made: torch.Tensor | Pairs) -> Pairs:
-    return [(name, made)] if isinstance(made, torch.Tensor) else made
 
 
 def test_the_full_values_are_gone_before_their_bucket_is_sent(manager: Any) -> None:
@@ -304,3 +306,113 @@ def test_what_is_no_such_function_is_refused(wrong: Any, error: type[Exception],
     with pytest.raises(error, match="not callable" if wrong == "fp8" else said):
         actor.weights_info(transform=wrong)
     assert_nothing_resident(manager)
+
+
+# --- what comes out of `weights()`, when, and from which memory
+
+
+class Mixed(nn.Module):
+    """Tied weights, buffers of every sort, mixed types, an empty parameter, a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+        self.layer = nn.Linear(16, 16).to(torch.bfloat16)
+        self.again = self.layer
+        self.head = nn.Linear(16, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.empty = nn.Parameter(torch.empty(0, 16))
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("freq", torch.rand(8))
+        self.register_buffer("freq_again", self.freq)
+        self.register_buffer("cache", torch.rand(8), persistent=False)
+
+
+NAMES = ["empty", "embed.weight", "layer.weight", "layer.bias", "steps", "freq"]
+
+
+def test_names_shapes_types_and_values_each_weight_once(manager: Any) -> None:
+    model = Mixed()
+    wanted = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    actor = manager.register("actor", model, role="actor")
+    assert [info.name for info in actor.weights_info()] == NAMES
+    with manager.phase("weight_sync"):
+        assert actor.state is SYNC
+        found = copied(actor.weights())
+        assert (bool(actor.resident_bytes), bool(actor.counters.loaded_bytes)) == (not manager.policy.stream_sync,) * 2
+    assert list(found) == NAMES
+    for info in actor.weights_info():
+        assert info == WeightInfo(info.name, tuple(wanted[info.name].shape), wanted[info.name].dtype)
+        assert_same(found[info.name], wanted[info.name])
+    assert not any(tensor.requires_grad for tensor in found.values())
+    assert_nothing_resident(manager)
+
+
+def test_buckets_are_bounded_and_a_larger_tensor_comes_alone(manager: Any) -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)], nn.Linear(128, 128))
+    wanted = copy.deepcopy(dict(model.state_dict()))
+    actor = manager.register("actor", model, role="actor")
+    limit = 10_000
+    with manager.phase("weight_sync"):
+        sizes, found = [], {}
+        for bucket in actor.weights(bucket_bytes=limit):
+            nbytes = sum(tensor.nbytes for _, tensor in bucket)
+            assert nbytes <= limit or len(bucket) == 1
+            sizes.append(nbytes)
+            found.update({name: tensor.clone() for name, tensor in bucket})
+        with pytest.raises(ValueError, match="bucket_bytes"):
+            actor.weights(bucket_bytes=0)
+        assert len(list(actor.weights(bucket_bytes=1))) == len(wanted)
+        assert len(list(actor.weights())) == 1
+    assert_same(found, wanted)
+    assert max(sizes) == 128 * 128 * 4
+    assert len(sizes) == 5  # two layers a bucket, the large weight, its bias
+
+
+def test_a_handle_of_before_unregister_says_so(manager: Any) -> None:
+    model = nn.Linear(4, 4)
+    old = manager.register("actor", model, role="actor")
+    manager.unregister("actor")
+    new = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        with pytest.raises(PhaseError, match=r"or it was unregistered: use the handle of the last register\(\)"):
+            old.weights()
+        assert len(next(iter(new.weights()))) == 2
+
+
+def test_a_generator_that_outlives_its_phase_raises(manager: Any) -> None:
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync") as phase:
+        inside, across, later = generators = [actor.weights(bucket_bytes=1000) for _ in range(3)]
+        for each in generators:
+            next(each)
+        phase.switch("log_prob")
+        with pytest.raises(PhaseError, match="GPU_RESIDENT in phase 'log_prob'"):
+            next(inside)
+    with pytest.raises(PhaseError, match="CPU_OFFLOADED in phase 'idle'"):
+        next(across)
+    with manager.phase("weight_sync"), pytest.raises(PhaseError, match="began in an earlier"):
+        next(later)
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("then", ["leave", "switch", "an error"])
+def test_the_memory_of_the_buckets_goes_back_at_the_end_of_the_sync(manager: Any, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    model = Mixed()
+    actor, trims = manager.register("actor", model, role="actor"), list[str]()
+    monkeypatch.setattr(manager.device, "trim", lambda: trims.append(actor.state))
+    try:
+        with manager.phase("weight_sync") as phase:
+            copied(actor.weights())
+            assert not trims
+            if then == "an error":
+                raise KeyError
+            if then == "switch":
+                phase.switch("rollout")
+            else:
+                phase.switch("weight_sync")  # the same state: it goes on
+                assert not trims
+    except KeyError:
+        pass
+    assert trims == [SYNC]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,17 @@ class Mine(Colocated):
 """
 
 
+POINTS = {"mine": "Mine", "lost": "Lost", "twice": "Mine"}
+
+
+def install(folder: Path, name: str, group: str, **points: str) -> None:
+    """A distribution with entry points, as pip leaves it in a folder."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *(f"{point} = {place}" for point, place in points.items())]))
+
+
 class TestResolve:
     @pytest.mark.parametrize(
         ("name", "kind"), [("colocated", Colocated), ("resident", Resident), ("async_rollout", AsyncRollout), ("cyclic", Cyclic)]
@@ -65,26 +75,11 @@ class TestResolve:
         for spec in (f"{__name__}:Mine", Mine, Mine(stream_sync=True)):
             assert isinstance(resolve_policy(spec), Mine)
 
-    @pytest.fixture
-    def registered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        """A distribution on the path that registers policies."""
+    def test_entry_points(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "thirdparty_policies.py").write_text(THIRD_PARTY)
-        info = tmp_path / "thirdparty-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(
-            f"[{GROUP}]\nmine = thirdparty_policies:Mine\nlost = thirdparty_policies:Lost\ntwice = thirdparty_policies:Mine\n"
-        )
-        other = tmp_path / "fourthparty-1.0.dist-info"
-        other.mkdir()
-        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: fourthparty\nVersion: 1.0\n")
-        (other / "entry_points.txt").write_text(f"[{GROUP}]\ntwice = elsewhere:Mine\ncolocated = elsewhere:Mine\n")
+        install(tmp_path, "thirdparty", GROUP, **{name: f"thirdparty_policies:{cls}" for name, cls in POINTS.items()})
+        install(tmp_path, "fourthparty", GROUP, twice="elsewhere:Mine", colocated="elsewhere:Mine")
         monkeypatch.syspath_prepend(str(tmp_path))
-        yield tmp_path
-        sys.modules.pop("thirdparty_policies", None)
-
-    @pytest.mark.usefixtures("registered")
-    def test_entry_points(self) -> None:
         assert resolve_policy("mine").name == "mine"
         assert "mine" in policy_names()
         assert type(resolve_policy("colocated")) is Colocated, "nobody else can register a shipped name"

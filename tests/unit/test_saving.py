@@ -44,14 +44,9 @@ def trained_again(worker: Worker) -> Iterator[Phase]:
         yield step
 
 
-def device_of(worker: Worker) -> LateDevice:
-    assert isinstance(worker.manager.device, LateDevice)
-    return worker.manager.device
-
-
 def test_an_offload_leaves_what_the_plan_wants_early_and_waits_for_nothing() -> None:
     worker = late_worker(STAY)
-    device = device_of(worker)
+    device: Any = worker.manager.device
     with trained_again(worker) as step:
         held = {name: worker.manager.handles[name].resident_bytes for name in ("actor", "actor.optimizer")}
         device.most_waiting_bytes = 0
@@ -161,29 +156,17 @@ def worker(**keywords: Any) -> tuple[Worker, Reader]:
     return made, device
 
 
-def test_in_loads_and_swaps() -> None:
-    made, device = worker()
-    with made.manager.phase("log_prob") as phase:
-        phase.switch("train")
-        phase.switch("values")
-        phase.switch("log_prob", only=["ref"])
-    assert device.num_poison
-    assert not device.wrong
-
-
-def test_in_streamed_steps() -> None:
-    made, device = worker(policy=Colocated("streamed"), streamed_bucket_bytes=CHUNK)
+@pytest.mark.parametrize("policy", [Colocated(), Colocated("streamed"), Early({"values": {"actor": 2 * CHUNK}})])
+def test_in_loads_swaps_and_steps(policy: Any) -> None:
+    """Also streamed ones, and of what arrived early with the rest."""
+    made, device = worker(policy=policy, streamed_bucket_bytes=CHUNK)
     assert made.optimizer.counters.loaded_bytes
-    assert device.num_poison
-    assert not device.wrong
-
-
-def test_of_what_arrived_early_with_the_rest() -> None:
-    made, device = worker(policy=Early({"values": {"actor": 2 * CHUNK}}))
     with made.manager.phase("values") as phase:
         wait_for_copies(made.manager)
-        assert made.actor.prefetched_bytes
-        phase.switch("log_prob")
+        assert bool(made.actor.prefetched_bytes) is isinstance(policy, Early)
+        for name in ("log_prob", "train", "values"):
+            phase.switch(name)
+        phase.switch("log_prob", only=["ref"])
     assert device.num_poison
     assert not device.wrong
 

@@ -190,50 +190,47 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-class Job:
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.manager = Manager(device="simulated:64MiB")
-        self.net = nn.Linear(64, 64)
-        self.sgd = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.manager.register("actor", self.net, role="actor")
-        self.manager.register("actor.optimizer", self.sgd)
+def placed(policy: Any = "colocated") -> tuple[nn.Module, torch.optim.Optimizer, Handle, Manager]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = make_manager(policy=policy)
+    handle = manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    return model, optimizer, handle, manager
 
-    def findings(self) -> list[str]:
-        return [f"{each.what}: {each.detail}" for each in self.manager.audit().findings]
 
-    def told(self, caplog: pytest.LogCaptureFixture) -> list[str]:
-        return [record.getMessage() for record in caplog.records if "views of tensors of a state dict" in record.getMessage()]
+def findings(manager: Manager) -> list[str]:
+    return [f"{each.what}: {each.detail}" for each in manager.audit().findings]
 
 
 @pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS)
 def test_a_view_taken_while_offloaded_is_told_once_and_by_every_audit(take: Callable[[torch.Tensor], Any], caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
-    job = Job()
-    shown = job.net.state_dict()
-    view = take(shown["weight"])
-    assert job.findings() == []
+    model, _, _, manager = placed()
+    shown = model.state_dict()
+    view = take(shown["0.weight"])
+    assert findings(manager) == []
     for _ in range(2):
-        with job.manager.phase("train"):
-            (finding,) = job.findings()
-            assert finding.startswith("stray_reference: a view of weight of a state dict")
-        assert job.findings() == []
-    (told,) = job.told(caplog)
-    assert told.startswith("'actor': views of tensors of a state dict (weight) were taken")
+        with manager.phase("train"):
+            (finding,) = findings(manager)
+            assert finding.startswith("stray_reference: a view of 0.weight of a state dict")
+        assert findings(manager) == []
+    (told,) = [each for each in caplog.messages if "views of tensors of a state dict" in each]
+    assert told.startswith("'actor': views of tensors of a state dict (0.weight) were taken")
     del view
-    with job.manager.phase("train"):
-        assert job.findings() == []
-        assert torch.equal(shown["weight"], job.net.weight), "the tensor itself follows"
+    with manager.phase("train"):
+        assert findings(manager) == []
+        assert torch.equal(shown["0.weight"], model.get_parameter("0.weight")), "the tensor itself follows"
 
 
 def test_writes_to_a_view_inside_a_phase_do_not_reach_the_handle() -> None:
-    job = Job()
-    view = job.net.state_dict()["weight"][0]
+    model, _, _, manager = placed()
+    view = model.state_dict()["0.weight"][0]
     for step in range(3):
-        with job.manager.phase("train" if step else "log_prob"):
-            values = job.net.weight.detach().clone()
+        with manager.phase("train" if step else "log_prob"):
+            values = model.get_parameter("0.weight").detach().clone()
             view.fill_(77.0)
-        assert torch.equal(job.net.state_dict()["weight"], values), "the bytes on the device count, those of the host copy do not"
+        assert torch.equal(model.state_dict()["0.weight"], values), "the bytes on the device count, those of the host copy do not"
     assert torch.equal(view, values[0]), "it shows the host copy, and so the present values again"
 
 
@@ -412,15 +409,6 @@ def by_a_checkpoint(manager: Manager, path: Path) -> None:
     with manager.phase("log_prob"):
         pass
     checkpoint.load(manager, path, only=["actor"])
-
-
-def placed(policy: Any = "colocated") -> tuple[nn.Module, torch.optim.Optimizer, Handle, Manager]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = make_manager(policy=policy)
-    handle = manager.register("actor", model, role="actor")
-    manager.register("actor.optimizer", optimizer)
-    return model, optimizer, handle, manager
 
 
 def versions(model: nn.Module) -> list[int]:

@@ -41,16 +41,13 @@ def test_a_handle_at_rest_is_off_the_device_and_otherwise_the_same() -> None:
     assert handle("engine", **now, **stays).at_rest() == handle("engine", **stays)
 
 
-def test_a_plan_keeps_its_own_copy_and_its_fields_cannot_be_written() -> None:
+def test_a_plan_keeps_its_own_copy_takes_names_of_states_and_cannot_be_written() -> None:
     targets = {"actor": GPU}
     plan = Plan(targets)
     targets["actor"] = OFF
     assert plan["actor"] is GPU
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.streamed = frozenset({"actor"})  # type: ignore[misc]
-
-
-def test_a_plan_takes_state_names_and_refuses_others() -> None:
     assert Plan({"actor": "TRAINING"})["actor"] is TRAIN  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="PARKED"):
         Plan({"actor": "PARKED"})  # type: ignore[dict-item]

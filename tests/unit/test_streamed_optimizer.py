@@ -327,68 +327,67 @@ def test_values_written_while_offloaded_are_reported_before_the_step(pair: Pair)
     pair.check()
 
 
-class TestFirstBuckets:
+def test_the_first_buckets_are_there_before_the_step_and_are_not_fetched_again(pair: Pair) -> None:
     """They come while the forward and backward pass leave the link idle, and are shown when the step begins."""
+    loaded, fetched = pair.handle.counters.loaded_bytes, list[int]()
+    with pair.manager.phase("train"):
+        early = pair.handle.prefetched_bytes
+        copy_all = pair.device.copy
 
-    def test_they_are_there_before_the_step_and_are_not_fetched_again(self, pair: Pair) -> None:
-        loaded, fetched = pair.handle.counters.loaded_bytes, list[int]()
-        with pair.manager.phase("train"):
-            early = pair.handle.prefetched_bytes
-            copy_all = pair.device.copy
+        def watched(copies: Any, to: str) -> None:
+            fetched.extend(each.nbytes for each in copies if to == "to_device")
+            copy_all(copies, to)
 
-            def watched(copies: Any, to: str) -> None:
-                fetched.extend(each.nbytes for each in copies if to == "to_device")
-                copy_all(copies, to)
-
-            pair.device.copy = watched
-            pair.step_both(1)
-            assert early >= 2 * BUCKET
-            assert pair.handle.counters.loaded_bytes - loaded - sum(fetched) == pair.handle.counters.prefetch_used_bytes == early
-            assert pair.handle.prefetched_bytes == 0  # nobody knows whether there is another step
-            pair.step_both(2)
-        pair.check()
+        pair.device.copy = watched
+        pair.step_both(1)
+        assert early >= 2 * BUCKET
+        assert pair.handle.counters.loaded_bytes - loaded - sum(fetched) == pair.handle.counters.prefetch_used_bytes == early
+        assert pair.handle.prefetched_bytes == 0  # nobody knows whether there is another step
+        pair.step_both(2)
+    pair.check()
 
 
-class TestMemory:
-    def test_a_phase_whose_window_does_not_fit_is_refused(self) -> None:
-        enough = Pair(adamw)
-        assert enough.handle.streamed is not None
-        needed = enough.actor.num_bytes + enough.handle.streamed.window_bytes
-        assert needed < enough.actor.num_bytes + enough.handle.num_bytes
-        small = Pair(adamw, budget_bytes=needed - 1)
-        with pytest.raises(placement.DeviceMemoryError, match="adam"), small.manager.phase("train"):
-            pass
-        Pair(adamw, budget_bytes=needed).step(0)
+def test_a_phase_whose_window_does_not_fit_is_refused() -> None:
+    enough = Pair(adamw)
+    assert enough.handle.streamed is not None
+    needed = enough.actor.num_bytes + enough.handle.streamed.window_bytes
+    assert needed < enough.actor.num_bytes + enough.handle.num_bytes
+    small = Pair(adamw, budget_bytes=needed - 1)
+    with pytest.raises(placement.DeviceMemoryError, match="adam"), small.manager.phase("train"):
+        pass
+    Pair(adamw, budget_bytes=needed).step(0)
 
-    def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(self, caplog: pytest.LogCaptureFixture, pair: Pair) -> None:
-        with pair.manager.phase("train"):
-            pair.step_both(1)  # the first buckets of this one have come before it
-            for net, _ in pair.both():
-                net(words(2)).backward()
-            free = pair.device.memory().free_bytes
-            pair.device.outside_bytes = free - 4 * CHUNK  # the largest bucket, with two chunks that the one before has, too
-            for _, optimizer in pair.both():
-                optimizer.step()
-            pair.device.outside_bytes = 0
-            pair.actor.object.zero_grad()
-            pair.plain.zero_grad()
-        assert "streams bucket by bucket" in caplog.text
-        pair.check()
 
-    def test_a_device_without_room_for_a_bucket_stops_there(self, pair: Pair) -> None:
-        with pair.manager.phase("train"):
-            pair.step_both(1)
-            before = copy.deepcopy(pair.handle.state_dict())
-            pair.net(words(2)).backward()
-            pair.device.outside_bytes = pair.device.memory().free_bytes
-            with pytest.raises(placement.DeviceMemoryError) as caught:
-                pair.optimizer.step()
-            assert "streamed_bucket_bytes" in caught.value.__notes__[0]
-            pair.device.outside_bytes = 0
-            assert_same(pair.handle.state_dict(), before)
-            pair.net.zero_grad()
-        pair.step(1)
-        pair.check()
+def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(caplog: pytest.LogCaptureFixture, pair: Pair) -> None:
+    with pair.manager.phase("train"):
+        pair.step_both(1)  # the first buckets of this one have come before it
+        for net, _ in pair.both():
+            net(words(2)).backward()
+        free = pair.device.memory().free_bytes
+        pair.device.outside_bytes = free - 4 * CHUNK  # the largest bucket, with two chunks that the one before has, too
+        for _, optimizer in pair.both():
+            optimizer.step()
+        pair.device.outside_bytes = 0
+        pair.actor.object.zero_grad()
+        pair.plain.zero_grad()
+    assert "streams bucket by bucket" in caplog.text
+    pair.check()
+
+
+def test_a_device_without_room_for_a_bucket_stops_there(pair: Pair) -> None:
+    with pair.manager.phase("train"):
+        pair.step_both(1)
+        before = copy.deepcopy(pair.handle.state_dict())
+        pair.net(words(2)).backward()
+        pair.device.outside_bytes = pair.device.memory().free_bytes
+        with pytest.raises(placement.DeviceMemoryError) as caught:
+            pair.optimizer.step()
+        assert "streamed_bucket_bytes" in caught.value.__notes__[0]
+        pair.device.outside_bytes = 0
+        assert_same(pair.handle.state_dict(), before)
+        pair.net.zero_grad()
+    pair.step(1)
+    pair.check()
 
 
 class Wrapper:
@@ -409,82 +408,94 @@ class Clipping(torch.optim.AdamW):
         return super().step(closure)
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("make", "reason"),
-        [
-            (of(torch.optim.LBFGS), r"LBFGS is not known to treat each parameter by itself .*AdamW"),
-            (of(Clipping), r"Clipping is not known to treat each parameter by itself"),
-            (of(torch.optim.AdamW, differentiable=True), r"differentiable=True"),
-            (lambda net: Wrapper(adamw(net)), r"Wrapper steps other optimizers by code of its own"),
-        ],
-        ids=["LBFGS", "own step", "differentiable", "wrapper"],
-    )
-    def test_a_plan_that_streams_a_step_that_cannot_be_streamed(self, make: Callable[[nn.Module], Any], reason: str) -> None:
-        net = Net()
-        optimizer = make(net)
-        manager, handle = registered(net, optimizer)
-        with pytest.raises(PolicyError, match=rf"streams the state of 'adam'.*{reason}.*optimizer_in='train'"), manager.phase("train"):
-            pass
-        assert handle.state is OFF
-        manager.close()
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (of(torch.optim.LBFGS), r"LBFGS is not known to treat each parameter by itself .*AdamW"),
+        (of(Clipping), r"Clipping is not known to treat each parameter by itself"),
+        (of(torch.optim.AdamW, differentiable=True), r"differentiable=True"),
+        (lambda net: Wrapper(adamw(net)), r"Wrapper steps other optimizers by code of its own"),
+    ],
+    ids=["LBFGS", "own step", "differentiable", "wrapper"],
+)
+def test_a_plan_that_streams_a_step_that_cannot_be_streamed_is_refused(make: Callable[[nn.Module], Any], reason: str) -> None:
+    net = Net()
+    optimizer = make(net)
+    manager, handle = registered(net, optimizer)
+    with pytest.raises(PolicyError, match=rf"streams the state of 'adam'.*{reason}.*optimizer_in='train'"), manager.phase("train"):
+        pass
+    assert handle.state is OFF
+    manager.close()
 
-    def test_a_step_that_comes_around_the_method(self) -> None:
-        pair = Pair(adamw)
-        early = pair.optimizer.step
-        pair.step(0)
-        with pair.manager.phase("train"):
-            pair.net(words(1)).backward()
-            with pytest.raises(NotResidentError, match=r"came around the method.*optimizer_in='train'"):
-                early()
-            pair.net.zero_grad()
-        pair.check()
 
-    @pytest.mark.parametrize("how", ["sparse", "twice"])
-    @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-    def test_gradients_and_groups_of_which_no_part_can_be_stepped(self, how: str) -> None:
-        """Torch steps a parameter that stands twice twice: moments of several buckets would leave between the two."""
-        net = nn.Embedding(CHUNK, 1, sparse=how == "sparse")
-        optimizer = torch.optim.SGD([net.weight] * (2 if how == "twice" else 1), lr=0.1, momentum=0.9)
-        before = net.weight.detach().clone()
-        manager, _ = registered(net, optimizer)
-        said = {"sparse": "sparse gradients", "twice": r"a parameter stands twice in its groups.*optimizer_in='train'"}
-        with manager.phase("train"):
-            net(torch.tensor([1, 2])).sum().backward()
-            with pytest.raises(PhaseError, match=said[how]):
-                optimizer.step()
-            optimizer.zero_grad()
-        assert_same(net.state_dict()["weight"], before)
-        manager.close()
-
-    @pytest.mark.parametrize(("policy", "how"), [("streamed", "by name"), ("train", "by position"), ("streamed", "a hook")])
-    def test_a_closure_or_a_hook_that_leaves_the_phase(self, policy: Any, how: str) -> None:
-        pair = Pair(adamw, policy=Colocated(policy))
-        pair.step(0)
-        hold = pair.manager.hold("train")
+def test_a_step_that_comes_around_the_method_is_refused() -> None:
+    pair = Pair(adamw)
+    early = pair.optimizer.step
+    pair.step(0)
+    with pair.manager.phase("train"):
         pair.net(words(1)).backward()
-        called: list[object] = []
-
-        def leave(*arguments: object) -> None:
-            called.append(arguments)
-            hold.release()
-
-        if how == "a hook":
-            pair.optimizer.register_step_pre_hook(leave)
-            with pytest.raises(PhaseError, match=r"a closure or a hook of the step has left the phase. Nothing was stepped"):
-                pair.optimizer.step()
-        else:
-            with pytest.raises(NotResidentError, match=r"cannot be stepped"):
-                pair.optimizer.step(closure=leave) if how == "by name" else pair.optimizer.step(leave)  # type: ignore[arg-type]
-        assert len(called) == 1
+        with pytest.raises(NotResidentError, match=r"came around the method.*optimizer_in='train'"):
+            early()
         pair.net.zero_grad()
-        pair.check()
+    pair.check()
 
-    def test_a_method_that_was_replaced(self) -> None:
-        pair = Pair(adamw)
-        pair.optimizer.step = lambda *_: None  # type: ignore[method-assign]
-        with pytest.raises(PhaseError, match=r"has replaced its step\(\) by '.*lambda"), pair.manager.phase("train"):
-            pass
-        del pair.optimizer.step
-        pair.step(0)
-        pair.check()
+
+def test_sparse_gradients_are_refused() -> None:
+    net = nn.Embedding(16, 8, sparse=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    manager, _ = registered(net, optimizer)
+    with manager.phase("train"):
+        net(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(PhaseError, match=r"sparse gradients"):
+            optimizer.step()
+        net.zero_grad()
+    manager.close()
+
+
+def test_a_parameter_that_stands_twice_is_refused() -> None:
+    """Torch warns, and steps it twice. Where it has moments of several buckets its state would leave between the two."""
+    net = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(CHUNK))])
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.AdamW([net[0], net[1], net[1]], foreach=False)
+    manager, _ = registered(net, optimizer)
+    with manager.phase("train"):
+        net[0].grad, net[1].grad = torch.ones(8), torch.ones(CHUNK)
+        with pytest.raises(PhaseError, match=r"a parameter stands twice in its groups.*optimizer_in='train'"):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert not any(value.any() for value in net.state_dict().values())
+    manager.close()
+
+
+@pytest.mark.parametrize(("policy", "how"), [("streamed", "by name"), ("train", "by position"), ("streamed", "a hook")])
+def test_a_closure_or_a_hook_that_leaves_the_phase_steps_nothing(policy: Any, how: str) -> None:
+    pair = Pair(adamw, policy=Colocated(policy))
+    pair.step(0)
+    hold = pair.manager.hold("train")
+    pair.net(words(1)).backward()
+    called: list[object] = []
+
+    def leave(*arguments: object) -> None:
+        called.append(arguments)
+        hold.release()
+
+    if how == "a hook":
+        pair.optimizer.register_step_pre_hook(leave)
+        with pytest.raises(PhaseError, match=r"a closure or a hook of the step has left the phase. Nothing was stepped"):
+            pair.optimizer.step()
+    else:
+        with pytest.raises(NotResidentError, match=r"cannot be stepped"):
+            pair.optimizer.step(closure=leave) if how == "by name" else pair.optimizer.step(leave)  # type: ignore[arg-type]
+    assert len(called) == 1
+    pair.net.zero_grad()
+    pair.check()
+
+
+def test_a_step_method_that_was_replaced_is_refused() -> None:
+    pair = Pair(adamw)
+    pair.optimizer.step = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(PhaseError, match=r"has replaced its step\(\) by '.*lambda"), pair.manager.phase("train"):
+        pass
+    del pair.optimizer.step
+    pair.step(0)
+    pair.check()

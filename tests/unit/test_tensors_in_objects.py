@@ -35,25 +35,32 @@ class Held:
 class Slotted:
     __slots__ = ("keys",)
 
-    def __init__(self, keys: torch.Tensor) -> None:
+    def __init__(self, keys: Any) -> None:
         self.keys = keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    keys: torch.Tensor
+    keys: Any
 
 
 def _ones() -> torch.Tensor:
     return torch.ones(300)
 
 
+Pair = namedtuple("Pair", ["left", "right"])
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list of objects": lambda tensor: [Held(matrix=tensor)],
+    "slots": lambda tensor: Slotted({"m": [tensor]}),
+    "frozen": lambda tensor: Frozen((tensor, 3)),
+    "deque": lambda tensor: deque([tensor], maxlen=2),
+    "named tuple": lambda tensor: Pair(Held(matrix=tensor), 0),
+}
+"""They hold one tensor."""
 FORMS: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(lambda hold: hold(_ones()), hold) for name, hold in HOLDERS.items()},
     "layers": lambda: Held(layers=[Held(keys=_ones(), values=_ones()), Held(keys=_ones())], length=3),
     "cross": lambda: Held(own=Held(layers=[Held(keys=_ones())]), cross=Held(layers=[Held(keys=_ones())])),
-    "dataclass": lambda: Frozen(_ones()),
-    "slots": lambda: Slotted(_ones()),
-    "deque": lambda: deque([_ones()]),
     "mask": lambda: create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu"),
     "inference": torch.inference_mode()(lambda: Held(keys=_ones())),
 }
@@ -192,32 +199,17 @@ def test_what_autocast_has_cast_goes_with_the_weights(nested: bool, grad: bool) 
     assert_nothing_resident(manager)
 
 
-Pair = namedtuple("Pair", ["left", "right"])
-
-
-def held(tensor: torch.Tensor, form: str) -> Any:
-    forms = {
-        "object": Held(matrix=tensor),
-        "list of objects": [Held(matrix=tensor)],
-        "slots": Slotted({"m": [tensor]}),
-        "frozen": Frozen((tensor, 3)),
-        "deque": deque([tensor], maxlen=2),
-        "named tuple": Pair(Held(matrix=tensor), 0),
-    }
-    return forms[form]
-
-
 class HeldState(torch.optim.SGD):
     """Keeps a mean of squared gradients in objects in its state."""
 
-    def __init__(self, parameters: Any, form: str = "object") -> None:
+    def __init__(self, parameters: Any, form: str = "slots") -> None:
         super().__init__(parameters, lr=0.1)
         self.form = form
 
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             entry = self.state[p]
-            entry.setdefault("factor", held(torch.zeros_like(p), self.form))
+            entry.setdefault("factor", HOLDERS[self.form](torch.zeros_like(p)))
             (mean,) = (tensor for _, tensor in nested_tensors(entry["factor"], "", levels=1))
             mean.lerp_(p.grad.square(), 0.1)
             p.data.sub_(p.grad / (mean.sqrt() + 1e-3), alpha=1e-3)
@@ -226,7 +218,7 @@ class HeldState(torch.optim.SGD):
         return [tensor for _, tensor in nested_tensors([*self.state.values()], "", levels=4)]
 
 
-@pytest.mark.parametrize("form", ["list of objects", "slots", "frozen", "deque", "named tuple"])
+@pytest.mark.parametrize("form", HOLDERS)
 def test_tensors_in_objects_move_and_are_saved(form: str, tmp_path: Path) -> None:
     def made(model: nn.Module) -> HeldState:
         return HeldState(model.parameters(), form)

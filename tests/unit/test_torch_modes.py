@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,10 +94,6 @@ MODES: dict[str, Inside[Any]] = {
 every_mode = pytest.mark.parametrize("inside", MODES.values(), ids=MODES.keys())
 
 
-def here(call: Callable[[], Result]) -> Result:
-    return call()
-
-
 class Life:
     """A worker whose every call of placement is made in a mode, and whose computing is done outside of it."""
 
@@ -177,7 +173,7 @@ class Life:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     """What is seen outside of every mode, and the checkpoint that is saved on the way."""
     folder = tmp_path_factory.mktemp("plain")
-    return Life(here, folder, "colocated").seen, folder / "saved"
+    return Life(under(nullcontext), folder, "colocated").seen, folder / "saved"
 
 
 @pytest.mark.parametrize(

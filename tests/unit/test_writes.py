@@ -29,16 +29,15 @@ def compared() -> SimulatedDevice:
 class Program:
     """A model with buffers, its optimizer, and one step of training, whose gradients are kept."""
 
-    def __init__(self, device: SimulatedDevice | None = None, dtype: torch.dtype = torch.float32, **keywords: Any) -> None:
+    def __init__(self, device: SimulatedDevice | None = None, **keywords: Any) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)).to(dtype)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8))
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.manager = make_manager(device=device or SimulatedDevice(CAPACITY), **keywords)
         self.actor = self.manager.register("actor", self.model, role="actor")
         self.optimizer = self.manager.register("actor.optimizer", self.adam)
-        self.other = torch.nn.Linear(64, 64).to(dtype)
+        self.other = torch.nn.Linear(64, 64)
         self.manager.register("ref", self.other, role="reward")
-        self.dtype = dtype
 
     def tensors(self) -> Tensors:
         found = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -52,7 +51,7 @@ class Program:
 
     def learn(self) -> Tensors:
         self.adam.zero_grad()
-        self.model(batch().to(self.dtype)).square().mean().backward()
+        self.model(batch()).square().mean().backward()
         self.adam.step()
         return self.values()
 
