@@ -266,10 +266,6 @@ def test_writing_into_the_optimizers_state_dict_leaves_the_weights(job: Job, tak
     job.check()
 
 
-def optimizer_alone(view: placement.View) -> placement.Plan:
-    return view.total_plan({"actor.optimizer": placement.State.GPU_RESIDENT})
-
-
 def test_weights_that_leave_after_their_masters() -> None:
     job = Job(policy=Colocated(optimizer_in="optimizer_step"))
     for seed in range(2):
@@ -400,7 +396,7 @@ def test_no_host_memory_for_a_copy_of_their_own(job: Job, monkeypatch: pytest.Mo
 
 
 def test_masters_that_are_loaded_without_the_weights_and_no_host_memory_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(policy=Scripted(eval=optimizer_alone))
+    job = Job(policy=Scripted(eval=lambda view: view.total_plan({"actor.optimizer": placement.State.GPU_RESIDENT})))
     job.train()
     with monkeypatch.context() as patched:
         patched.setattr("placement.devices.host.slab.available_bytes", lambda: 0)
