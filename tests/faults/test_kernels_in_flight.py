@@ -162,14 +162,6 @@ def test_what_another_thread_reads_of_a_state_dict_has_run_before_the_memory_goe
     assert worker.actor.resident_bytes == 0
 
 
-def close(worker: Worker) -> None:
-    worker.manager.close()
-
-
-def close_on_the_device(worker: Worker) -> None:
-    worker.manager.close(on_device=("actor", "actor.optimizer"))
-
-
 def unregister(worker: Worker) -> None:
     for name in ("actor.optimizer", "actor", "critic.optimizer", "critic", "ref"):
         worker.manager.unregister(name)
@@ -188,8 +180,15 @@ def register_in_their_place(worker: Worker) -> None:
     worker.manager.close()
 
 
-@pytest.mark.parametrize("end", [close, close_on_the_device, unregister, drop_the_manager, register_in_their_place])
-def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(end: Callable[[Worker], None]) -> None:
+ENDS: dict[str, Callable[[Worker], None]] = {
+    "close": lambda worker: worker.manager.close(),
+    "close on the device": lambda worker: worker.manager.close(on_device=("actor", "actor.optimizer")),
+    **{each.__name__: each for each in (unregister, drop_the_manager, register_in_their_place)},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(end: str) -> None:
     worker = worker_with(Resident())
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
@@ -199,7 +198,7 @@ def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_g
     wanted = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     for _ in range(3):
         worker.net(torch.ones(1, 64))  # kernels that still read the weights
-    end(worker)
+    ENDS[end](worker)
     assert_same({name: part.state_dict() for name, part in parts.items()}, wanted)
 
 
