@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -355,22 +356,29 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     assert {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)} == less
 
 
-def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
+@contextlib.contextmanager
+def mesh_of(num_ranks: int, name: str) -> Iterator[Any]:
+    """A mesh of ranks of which there is only the first."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(name,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
+    from torch.distributed.fsdp import fully_shard
 
     made = transformers.AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
     told = parts_of(made, Layout(shards=7, gpus_per_node=7))
-    torch.distributed.init_process_group("fake", rank=0, world_size=7, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (7,))
+    with mesh_of(7, "dp") as mesh:
         for layer in made.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(made, mesh=mesh)
         has = [parameter.to_local().untyped_storage().nbytes() for parameter in made.parameters()]
-    finally:
-        torch.distributed.destroy_process_group()
     assert [part.nbytes for part in told if part.parameters] == has
 
 
@@ -384,9 +392,7 @@ def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
 )
 def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) -> None:
     """Dense models and fused experts."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ours = pytest.importorskip("transformers.distributed.tensor_parallel")
     distributed = pytest.importorskip("transformers.distributed.configuration_utils")
@@ -395,12 +401,9 @@ def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) 
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     told = [each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters]
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with mesh_of(2, "tp") as mesh:
         plan, _, _ = made._resolve_parallel_plans(distributed.DistributedConfig(tp_size=2))
         with torch.device("meta"):
-            ours.apply_tensor_parallelism(made, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+            ours.apply_tensor_parallelism(made, mesh, plan)
         has = [each.to_local().shape if isinstance(each, DTensor) else each.shape for each in made.parameters()]
-    finally:
-        torch.distributed.destroy_process_group()
     assert told == has
