@@ -40,12 +40,6 @@ def worker_with(policy: placement.Policy, chunks: int = 400) -> Worker:
     return Worker(policy=policy, device=device, budget_bytes=chunks * CHUNK)
 
 
-def device_of(worker: Worker) -> KernelDevice:
-    device = worker.manager.device
-    assert isinstance(device, KernelDevice)
-    return device
-
-
 def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
     """The device of these tests: it tells a missing wait, and knows what waits."""
     device = KernelDevice(16 * CHUNK, chunk_bytes=CHUNK)
@@ -235,7 +229,9 @@ def test_random_programs(steps: list[tuple[str, str]], chunks: int, policy: Call
                 compute(worker)
         except ZeroDivisionError:
             pass
-    assert device_of(worker).num_kernels or all(name == "checkpoint" for name, _ in steps)
+    device = worker.manager.device
+    assert isinstance(device, KernelDevice)
+    assert device.num_kernels or all(name == "checkpoint" for name, _ in steps)
     worker.manager.close()
     assert_same(worker.net.state_dict(), plain)
 
