@@ -12,10 +12,10 @@ from placement.cli import COMMANDS, main
 
 
 def test_help_lists_every_command_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"placement {placement.__version__}\n"
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     text = capsys.readouterr().out
     assert all(name in text and summary in " ".join(text.split()) for name, summary in COMMANDS.items())
