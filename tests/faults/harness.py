@@ -19,12 +19,14 @@ from torch import nn
 import placement
 from placement.engines.base import TorchEngine
 from placement.tensors.plain import nested_tensors
-from placement.testing import Faults, SimulatedDevice
+from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.support.seeds import seed
 
 PAGE = 4096
+FAULTS = (placement.DeviceMemoryError, placement.HostMemoryError, InjectedFault)
+"""What comes out where a call of the device fails."""
 CAPACITY_BYTES = 104 * 1024
-"""What the largest phase (train, with its gradients) needs, and not a page more; see `test_capacity_is_tight`."""
+"""What the largest phase (train, with its gradients) needs, and not a page more."""
 
 
 class Actor(nn.Module):

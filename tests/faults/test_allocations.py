@@ -16,16 +16,15 @@ import torch
 from torch import nn
 
 import placement
-from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.core.errors import HostMemoryError
 from placement.core.states import State
 from placement.devices.memory import Copy, Direction
 from placement.planning.prefetcher import BURST_CHUNKS
-from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import PAGE, FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import FAULTS, PAGE, FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes
 from tests.support.early import Foresight
 from tests.support.threads import until
 
-FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
 
 
@@ -215,37 +214,33 @@ class Gate(Faults):
 BURSTS = 6
 
 
-@pytest.fixture
-def gated() -> tuple[placement.Manager, Gate, torch.nn.Module]:
+def with_critic(device: Gate) -> tuple[placement.Manager, torch.nn.Module]:
     """A critic of six bursts that arrives early in `log_prob`: two are started at once, and a thread starts the others, one at a time."""
-    device = Gate(4 << 20)
     manager = placement.Manager(device=device, policy=Foresight())
     critic = torch.nn.Linear(BURSTS * BURST_CHUNKS * PAGE // 4, 1, bias=False)
     torch.nn.init.constant_(critic.weight, 3)
     manager.register("critic", critic, role="critic")
-    return manager, device, critic
+    return manager, critic
 
 
-def early_bytes(manager: placement.Manager) -> int:
-    return manager.snapshot().handles[0].prefetched_bytes
-
-
-def loads(manager: placement.Manager) -> list[tuple[int, int]]:
-    return [(each.nbytes, each.prefetched_bytes) for each in manager.journal if each.trigger == "load"]
+def load_of_critic(manager: placement.Manager) -> tuple[int, int]:
+    """The bytes that it copied, and those that had arrived early."""
+    (load,) = [each for each in manager.journal if (each.handle, each.trigger) == ("critic", "load")]
+    return load.nbytes, load.prefetched_bytes
 
 
 @pytest.mark.parametrize("bursts", [0, 1, 4])
-def test_a_load_copies_what_the_thread_had_not_started(bursts: int, gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
-    manager, device, critic = gated
+def test_a_load_copies_what_the_thread_had_not_started(bursts: int) -> None:
+    manager, critic = with_critic(device := Gate(4 << 20))
     with manager.phase("log_prob") as step:
-        assert early_bytes(manager) == BURSTS * BURST_CHUNKS * PAGE  # the memory is there at once
+        assert manager.snapshot().handles[0].prefetched_bytes == BURSTS * BURST_CHUNKS * PAGE  # the memory is there at once
         for _ in range(bursts):
             device.let.release()
         device.wait_until_started(bursts)
         if bursts < BURSTS - 2:
             threading.Timer(0.05, device.let.release).start()  # the burst that the thread has taken, while the switch waits for it
         step.switch("values")
-        copied, early = loads(manager)[0]
+        copied, early = load_of_critic(manager)
         assert copied + early == BURSTS * BURST_CHUNKS * PAGE
         assert early in {min(BURSTS, started) * BURST_CHUNKS * PAGE for started in (2 + bursts, 3 + bursts)}
         assert bool((critic.weight == 3).all())
@@ -267,13 +262,12 @@ def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_st
     device = Working(4 << 20)
     clock = time.monotonic
     monkeypatch.setattr("time.monotonic", lambda: clock() + 3600 * device.hours)
-    manager = placement.Manager(device=device, policy=Foresight())
-    ref, critic = (torch.nn.Linear(count * PAGE // 4, 1, bias=False) for count in (1, BURSTS * BURST_CHUNKS))
+    manager, _ = with_critic(device)
+    ref = torch.nn.Linear(PAGE // 4, 1, bias=False)
     manager.register("ref", ref, role="ref")
-    manager.register("critic", critic, role="critic")
     with manager.phase("ref_log_prob") as step:
         step.switch("values")  # the reference leaves
-        assert [each for each in loads(manager) if sum(each) > PAGE] == [(0, BURSTS * BURST_CHUNKS * PAGE)]
+        assert load_of_critic(manager) == (0, BURSTS * BURST_CHUNKS * PAGE)
     assert device.hours == 2
     assert sum(manager.snapshot().phase_stall_seconds.values()) < 3600
     assert_nothing_resident(manager)

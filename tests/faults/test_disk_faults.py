@@ -65,9 +65,9 @@ _preadv = os.preadv
 
 
 class Failing:
-    """A function or a method that fails at one of its calls, or from there on. Several threads call it."""
+    """A function or a method that does something else at one of its calls, or from there on. Several threads call it."""
 
-    def __init__(self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[[], Any]) -> None:
+    def __init__(self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[..., Any]) -> None:
         self._real, self._at, self._forever, self._fail = real, at, forever, fail
         self._lock = threading.Lock()
         self.calls = 0
@@ -83,31 +83,31 @@ class Failing:
             self.calls += 1
             fails = self.calls == self._at or (self._forever and self.calls > self._at)
             self.fired += fails
-        return self._fail() if fails else self._real(*arguments)
+        return (self._fail if fails else self._real)(*arguments)
 
 
-def raises(number: int) -> Callable[[], Any]:
-    def fail() -> Any:
+def raises(number: int) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
     return fail
 
 
-def has_no_room() -> bool:
+def has_no_room(*_: Any) -> bool:
     raise placement.HostMemoryError("no room")
 
 
-def refuses() -> int:
+def refuses(*_: Any) -> int:
     ctypes.set_errno(errno.ENOSPC)
     return -1
 
 
-OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+OPERATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "write": (os, "pwritev", raises(errno.EIO)),
     "sync": (os, "fdatasync", raises(errno.EIO)),
     "allocate": (disk_file.libc, "fallocate", refuses),
     "open": (disk, "DiskFile", raises(errno.EMFILE)),
-    "release": (Slab, "_drop", lambda: False),
+    "release": (Slab, "_drop", lambda _: False),
     "memory": (Slab, "renew", has_no_room),
     "read": (os, "preadv", raises(errno.EIO)),
 }
@@ -166,33 +166,24 @@ def test_every_call_failed(
 # --- Ctrl-C
 
 
-class Interrupting:
-    """A function before one of whose calls, on whatever thread, Ctrl-C is pressed."""
-
-    def __init__(self, real: Callable[..., Any], at: int) -> None:
-        self._real, self._at = real, at
-        self.calls = 0
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.calls += 1
-        if self.calls == self._at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return self._real(*arguments)
-
-
 @pytest.mark.parametrize("call", ["preadv", "fdatasync"])
 def test_ctrl_c_while_somebody_waits_for_the_disk_leaves_values_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     worker = worker_in(tmp_path)
     a_few_phases(worker)
-    interrupted = 0
+    interrupted, real = 0, getattr(os, call)
+
+    def press(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
     for point in range(1, 12):
         with worker.manager.phase("rollout"):
             settle(worker.manager)
         settle(worker.manager)
         with monkeypatch.context() as patched:
-            patched.setattr(os, call, Interrupting(getattr(os, call), point))
+            patched.setattr(os, call, Failing(real, point, False, press))
             try:
                 with worker.manager.phase("train"):
                     worker.manager.handles["rollout"].object.module.state_dict()

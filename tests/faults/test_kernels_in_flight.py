@@ -40,12 +40,6 @@ def worker_with(policy: placement.Policy, chunks: int = 400) -> Worker:
     return Worker(policy=policy, device=device, budget_bytes=chunks * CHUNK)
 
 
-def device_of(worker: Worker) -> KernelDevice:
-    device = worker.manager.device
-    assert isinstance(device, KernelDevice)
-    return device
-
-
 def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
     """The device of these tests: it tells a missing wait, and knows what waits."""
     device = KernelDevice(16 * CHUNK, chunk_bytes=CHUNK)
@@ -162,14 +156,6 @@ def test_what_another_thread_reads_of_a_state_dict_has_run_before_the_memory_goe
     assert worker.actor.resident_bytes == 0
 
 
-def close(worker: Worker) -> None:
-    worker.manager.close()
-
-
-def close_on_the_device(worker: Worker) -> None:
-    worker.manager.close(on_device=("actor", "actor.optimizer"))
-
-
 def unregister(worker: Worker) -> None:
     for name in ("actor.optimizer", "actor", "critic.optimizer", "critic", "ref"):
         worker.manager.unregister(name)
@@ -188,8 +174,15 @@ def register_in_their_place(worker: Worker) -> None:
     worker.manager.close()
 
 
-@pytest.mark.parametrize("end", [close, close_on_the_device, unregister, drop_the_manager, register_in_their_place])
-def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(end: Callable[[Worker], None]) -> None:
+ENDS: dict[str, Callable[[Worker], None]] = {
+    "close": lambda worker: worker.manager.close(),
+    "close on the device": lambda worker: worker.manager.close(on_device=("actor", "actor.optimizer")),
+    **{each.__name__: each for each in (unregister, drop_the_manager, register_in_their_place)},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(end: str) -> None:
     worker = worker_with(Resident())
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
@@ -199,7 +192,7 @@ def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_g
     wanted = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     for _ in range(3):
         worker.net(torch.ones(1, 64))  # kernels that still read the weights
-    end(worker)
+    ENDS[end](worker)
     assert_same({name: part.state_dict() for name, part in parts.items()}, wanted)
 
 
@@ -236,7 +229,9 @@ def test_random_programs(steps: list[tuple[str, str]], chunks: int, policy: Call
                 compute(worker)
         except ZeroDivisionError:
             pass
-    assert device_of(worker).num_kernels or all(name == "checkpoint" for name, _ in steps)
+    device = worker.manager.device
+    assert isinstance(device, KernelDevice)
+    assert device.num_kernels or all(name == "checkpoint" for name, _ in steps)
     worker.manager.close()
     assert_same(worker.net.state_dict(), plain)
 

@@ -48,32 +48,21 @@ class Phases(Values):
     def enter_with(self, name: str, only: frozenset[int] | None, fault: Fault) -> None:
         self.armed = fault
         names = self.names(only)
-        self.open(name, names, self.manager.phase(name, only=names))
+        phase = self.manager.phase(name, only=names)
+        self.open(name, names, phase, phase.__enter__)
 
     @precondition(lambda self: len(self.levels) < 4)
-    @rule(name=PHASES, only=ONLY, elsewhere=st.booleans(), fault=FAULTS)
-    def enter_plain(self, name: str, only: frozenset[int] | None, elsewhere: bool, fault: Fault) -> None:
-        self.armed = fault
+    @rule(name=PHASES, only=ONLY, holds=st.booleans(), elsewhere=st.booleans(), fault=FAULTS)
+    def enter_plain(self, name: str, only: frozenset[int] | None, holds: bool, elsewhere: bool, fault: Fault) -> None:
         names = self.names(only)
-        mine = any(level.belongs_to_a_thread for level in self.levels)
-        if elsewhere and mine:
-            self.armed = None
-            with pytest.raises(PhaseError, match="holds phase"):
-                in_a_thread(lambda: self.manager.enter(name, only=names))
-        else:
-            self.open(name, names, None, in_a_thread if elsewhere else lambda call: call())
-
-    @precondition(lambda self: len(self.levels) < 4)
-    @rule(name=PHASES, only=ONLY, elsewhere=st.booleans(), fault=FAULTS)
-    def hold(self, name: str, only: frozenset[int] | None, elsewhere: bool, fault: Fault) -> None:
-        self.armed = fault
-        names = self.names(only)
+        call = functools.partial(self.manager.hold if holds else self.manager.enter, name, only=names)
         if elsewhere and any(level.belongs_to_a_thread for level in self.levels):
             self.armed = None
             with pytest.raises(PhaseError, match="holds phase"):
-                in_a_thread(lambda: self.manager.hold(name, only=names))
+                in_a_thread(call)
         else:
-            self.open_hold(name, names)
+            self.armed = fault
+            self.open(name, names, None, functools.partial(in_a_thread, call) if elsewhere and not holds else call)
 
     @precondition(lambda self: self.levels)
     @rule(name=PHASES, only=ONLY, fault=FAULTS)

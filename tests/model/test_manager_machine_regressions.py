@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import traceback
 from typing import Any
@@ -13,9 +14,8 @@ from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, State,
 from placement.policies import Cyclic
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.model.architectures import Plain, backward
-from tests.model.shadow import raw
 from tests.support.early import Early, wait_for_copies
-from tests.support.worker import Turns
+from tests.support.worker import Turns, assert_same
 
 
 def everybody(_: str) -> bool:
@@ -171,14 +171,10 @@ def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeyp
     assert manager.snapshot().expired_keeps == 1
 
 
-def _bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: raw(tensor) for name, tensor in tensors.items()}
-
-
 def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> None:
     """It is told of every write, and no handle stays behind for it."""
     nets = {name: Plain() for name in ("a", "b", "c")}
-    before = {name: _bytes(net.state_dict()) for name, net in nets.items()}
+    before = copy.deepcopy({name: dict(net.state_dict()) for name, net in nets.items()})
     manager, _ = manager_on(policy=Turns(idle=everybody))
     for name, net in nets.items():
         manager.register(name, net)
@@ -192,7 +188,7 @@ def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> No
     told = "".join(traceback.format_exception(raised.value))
     assert all(f"'{name}'" in told for name in ("a", "b"))
     assert {handle.state for handle in manager.handles.values()} == {State.GPU_RESIDENT}
-    assert {name: _bytes(net.state_dict()) for name, net in nets.items()} == before
+    assert_same({name: dict(net.state_dict()) for name, net in nets.items()}, before)
     manager.close()
 
 
@@ -226,7 +222,7 @@ def test_gradients_of_a_readonly_module_may_change() -> None:
 
 def test_a_handle_with_early_chunks_stays_registered_where_the_device_fails() -> None:
     net = Plain()
-    before = _bytes(net.state_dict())
+    before = copy.deepcopy(dict(net.state_dict()))
     manager, device = manager_on(policy=Early({"values": {"actor": 1 << 40}}))
     actor = manager.register("actor", net, role="actor")
     with manager.phase("values"):
@@ -240,5 +236,5 @@ def test_a_handle_with_early_chunks_stays_registered_where_the_device_fails() ->
         assert actor.prefetched_bytes
         manager.unregister(actor)
         assert device.memory().chunk_bytes == 0
-    assert _bytes(net.state_dict()) == before
+    assert_same(dict(net.state_dict()), before)
     manager.close()

@@ -34,10 +34,6 @@ def is_optimizer(shadow: Shadow) -> bool:
     return isinstance(shadow.object, torch.optim.Optimizer)
 
 
-def has_owner(shadow: Shadow) -> bool:
-    return shadow.optimizer_of is not None
-
-
 def has_state_dict(shadow: Shadow) -> bool:
     return (is_module(shadow) or is_optimizer(shadow)) and not shadow.is_tainted
 
@@ -95,7 +91,7 @@ class Values(World):
         backward(shadow.object, seed)
         shadow.learn()
 
-    @about(is_optimizer, trains, has_owner, seed=ANY)
+    @about(is_optimizer, trains, lambda each: each.optimizer_of is not None, seed=ANY)
     def step(self, shadow: Shadow, seed: int) -> None:
         owner = shadow.optimizer_of
         assert owner is not None

@@ -137,25 +137,11 @@ class World(RuleBasedStateMachine):
         finally:
             self.device.clear()
 
-    def open(
-        self,
-        name: str,
-        only: frozenset[str] | None,
-        phase: PhaseContext | None,
-        run: Callable[[Callable[[], object]], None] = lambda call: call(),
-    ) -> None:
-        call = phase.__enter__ if phase is not None else lambda: self.manager.enter(name, only=only)
-        if self.transition(lambda: run(call)):
-            self.levels.append(Level(name, only, self.limited(name, only), phase))
-            self.carried = set()
-            self.base = self.levels[-1].plan
-        else:
-            self.base = self.enclosing()
-
-    def open_hold(self, name: str, only: frozenset[str] | None) -> None:
-        holds: list[Hold] = []
-        if self.transition(lambda: holds.append(self.manager.hold(name, only=only))):
-            self.levels.append(Level(name, only, self.limited(name, only), None, hold=holds[0]))
+    def open(self, name: str, only: frozenset[str] | None, phase: PhaseContext | None, call: Callable[[], object]) -> None:
+        opened: list[object] = []
+        if self.transition(lambda: opened.append(call())):
+            hold = opened[0] if isinstance(opened[0], Hold) else None
+            self.levels.append(Level(name, only, self.limited(name, only), phase, hold=hold))
             self.carried = set()
             self.base = self.levels[-1].plan
         else:

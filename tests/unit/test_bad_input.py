@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[Callable[[Worker], Any], str]] = {
     "a part of one": (lambda worker: worker.net[0], r"'weight' of 'more' lies in a storage that belongs to 'actor' already"),
     "a shared parameter": (sharing, "belongs to 'actor' already"),
     "a view for a buffer": (viewing, "'view' of 'more' lies in a storage that belongs to 'actor'"),
-    "meta": (lambda _: torch.nn.Linear(4, 4, device="meta"), "meta device"),
     "meta in part": (lambda _: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta")), "meta device"),
     "a lazy layer": (lambda _: torch.nn.LazyLinear(4), "no shape yet"),
     **{

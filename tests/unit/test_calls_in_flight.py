@@ -17,8 +17,7 @@ from torch import nn
 
 from placement import Manager, NotResidentError, PhaseError, TorchEngine
 from placement.core.call_guard import CallGuard, _stacks_of_others
-from placement.testing import SimulatedDevice
-from tests.support.worker import CAPACITY
+from tests.support.worker import make_manager
 
 X = torch.ones(2, 4)
 
@@ -91,10 +90,6 @@ class InThread:
         self.gate.opened.set()
         self.thread.join(60)
         return self.result
-
-
-def make_manager(**settings: Any) -> Manager:
-    return Manager(device=SimulatedDevice(capacity_bytes=CAPACITY, chunk_bytes=4096), **settings)
 
 
 @pytest.fixture

@@ -315,7 +315,7 @@ class Words:
         self.device: torch.Tensor | None = self.host.clone()
 
     def record_event(self) -> Any:
-        return SimpleNamespace(synchronize=lambda: self.host.copy_(written(self)))
+        return SimpleNamespace(synchronize=lambda: self.host.copy_(self.device))
 
 
 @pytest.fixture
@@ -329,11 +329,6 @@ def numbers(count: int, seed: int) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def written(words: Words) -> torch.Tensor:
-    assert words.device is not None
-    return words.device
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_answers_are_right_in_any_order_while_their_memory_is_used_again(words: Words, dtype: torch.dtype) -> None:
     answers, draw = Answers(words, dtype), random.Random(0)  # type: ignore[arg-type]
@@ -345,33 +340,20 @@ def test_answers_are_right_in_any_order_while_their_memory_is_used_again(words: 
         draw.shuffle(waiting)
         while len(waiting) > draw.randrange(60):
             values, read = waiting.pop()
+            if draw.random() < 0.1:
+                continue  # nobody reads it, and it leaves its place
             answer = read()
             assert answer.equal(values)
             read_again.append((values, answer))
     assert all(answer.equal(values) for values, answer in read_again), "an answer that was read belongs to the caller"
 
 
-def test_an_answer_that_nobody_reads_leaves_its_place(words: Words) -> None:
-    answers = Answers(words, torch.int64)  # type: ignore[arg-type]
-    for seed in range(3):
-        answers.ask(numbers(NUM, seed))
-    values = numbers(7, 99)
-    assert answers.ask(values)().equal(values)
-    assert written(words)[:7].equal(values)
-
-
-@pytest.mark.parametrize("count", [0, NUM + 1])
-def test_what_does_not_fit_goes_another_way(words: Words, count: int) -> None:
+@pytest.mark.parametrize(("count", "can_be_written"), [(0, True), (NUM + 1, True), (114, False)])
+def test_what_does_not_fit_or_cannot_be_written_goes_another_way(words: Words, count: int, can_be_written: bool) -> None:
+    words.device = words.device if can_be_written else None
     answers, values = Answers(words, torch.int64), numbers(count, 0)  # type: ignore[arg-type]
     assert answers.ask(values)().equal(values)
-    assert not written(words).any()
+    assert words.device is None or not words.device.any()
     full = numbers(NUM, 99)
     assert answers.ask(full)().equal(full)
-    assert words.host.equal(full), "all of the memory is there"
-
-
-def test_memory_that_kernels_cannot_write_is_not_used(words: Words) -> None:
-    words.device = None
-    answers, values = Answers(words, torch.int64), numbers(114, 0)  # type: ignore[arg-type]
-    assert answers.ask(values)().equal(values)
-    assert not words.host.any()
+    assert words.host.equal(full) is can_be_written, "all of the memory is there"

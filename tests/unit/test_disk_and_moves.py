@@ -65,12 +65,8 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
 # --- streamed steps
 
 
-def streamed(folder: Path) -> Pair:
-    return Pair(adamw, host_limit_bytes=ROOM, disk_directory=folder)
-
-
 def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(tmp_path: Path) -> None:
-    pair = streamed(tmp_path)
+    pair = Pair(adamw, host_limit_bytes=ROOM, disk_directory=tmp_path)
     pair.step(0)
     with pair.manager.phase("train"):
         (spill,) = send_to_disk(pair.manager, "adam")

@@ -146,8 +146,8 @@ def resident_bytes(slab: Slab) -> int:
     return PAGE * sum(each & 1 for each in pages)
 
 
-def test_the_pages_are_really_freed_and_come_back_at_the_same_addresses() -> None:
-    slab = slab_of(MIB)
+def test_the_pages_are_there_untouched_are_really_freed_and_come_back_at_the_same_addresses() -> None:
+    slab = Slab(MIB)
     view = slab.view(8, 8)
     assert resident_bytes(slab) == slab.nbytes == slab.held_bytes
     slab.release()

@@ -21,6 +21,7 @@ from placement.devices.host import disk_file
 from placement.testing import SimulatedDevice
 from tests.support.disk import damage, send_to_disk, settle
 from tests.support.threads import until
+from tests.support.worker import assert_same
 
 PAGE = 4096
 CHUNK = 8 * PAGE
@@ -80,10 +81,8 @@ class Worker:
 
     def check_values(self) -> None:
         for name, twin in (("actor", self.twin), ("ref", model(1)), ("critic", model(2))):
-            shown = self.handles[name].state_dict()
-            assert all(torch.equal(shown[key], value) for key, value in twin.state_dict().items()), name
-        for key, state in self.adam.state_dict()["state"].items():
-            assert all(torch.equal(value, self.twin_adam.state_dict()["state"][key][name]) for name, value in state.items())
+            assert_same(dict(self.handles[name].state_dict()), dict(twin.state_dict()))
+        assert_same(self.adam.state_dict()["state"], self.twin_adam.state_dict()["state"])
 
 
 @pytest.fixture(autouse=True)
@@ -293,7 +292,7 @@ def test_what_stays_on_the_device_gives_its_host_copy_back() -> None:
     worker.check_values()  # a state dict reads the device
     assert worker.sizes()["actor"] == 0
     worker.manager.close()
-    assert all(torch.equal(value, worker.twin.state_dict()[key]) for key, value in worker.models["actor"].state_dict().items())
+    assert_same(dict(worker.models["actor"].state_dict()), dict(worker.twin.state_dict()))
 
 
 def test_who_needs_it_all_at_once_waits_for_it_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from placement import Plan, View
+from placement import Plan
 from placement.cli import main
 from placement.cli.plan import explain
 from placement.core.states import PHASES, State
 from placement.policies import Colocated
+from tests.support.worker import Scripted
 
 
 def line_of(text: str, phase: str) -> str:
@@ -70,26 +71,14 @@ def test_a_users_phase_gets_a_row() -> None:
     assert "own phases: distill" in text
 
 
-class Failing(Colocated):
-    def plan(self, view: View) -> Plan:
-        if view.phase == "reward":
-            raise KeyError("judge")
-        return super().plan(view)
-
-
 def test_a_policy_that_gives_no_plan_is_shown_where() -> None:
-    status, text = explain(Failing)
+    status, text = explain(Scripted(reward=KeyError("judge")))
     assert status == 1
     assert "\nreward: no plan: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')\n" in text
 
 
-class Greedy(Colocated):
-    def plan(self, view: View) -> Plan:
-        return Plan(dict.fromkeys(view.handles, State.GPU_RESIDENT)) if view.phase == "idle" else super().plan(view)
-
-
 def test_a_policy_whose_idle_plan_does_not_fit_is_shown() -> None:
-    status, text = explain(Greedy)
+    status, text = explain(Scripted(idle=lambda view: Plan(dict.fromkeys(view.handles, State.GPU_RESIDENT))))
     assert status == 1
     assert "\nidle: does not fit once all is registered: 12.8 GiB too many\n" in text
     assert row(text, "rollout")[:7] == ["-"] * 6 + ["gpu"]

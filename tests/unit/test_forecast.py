@@ -354,25 +354,17 @@ def test_what_a_node_has_too_little_of_is_told() -> None:
     assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
 
 
-# --- steps that stream their state
+def test_a_first_streamed_step_only_sends_and_later_ones_go_both_ways() -> None:
+    layers, device = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
 
-STREAMED: dict[str, Any] = {"policy": "colocated('streamed')", "cycle": ["log_prob", "train"]}
+    def streamed(cycle: tuple[str, ...] = ("log_prob", "train"), **keywords: Any) -> placement.Forecast:
+        handles = {"actor": Model(layers, optimizer="adamw")}
+        return placement.forecast(handles, policy="colocated('streamed')", cycle=cycle, device=device, **keywords)
 
-
-def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
-
-
-def streamed(**keywords: Any) -> placement.Forecast:
-    device = SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
-    return placement.forecast({"actor": Model(layers(), optimizer="adamw")}, **{"device": device, **STREAMED, **keywords})
-
-
-def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
     state_bytes = streamed().phase("train").streamed_bytes // 2
     told = streamed(steps={"train": 3})
     assert told.phase("train").streamed_bytes == 6 * state_bytes
     assert sum(phase.streamed_bytes for phase in told.first_phases) == 5 * state_bytes
     assert streamed(steps={"train": 0}).phase("train").streamed_bytes == 0
-    told = streamed(cycle=["log_prob", "train", "optimizer_step"])  # in the phase that is nested, where there is one
+    told = streamed(("log_prob", "train", "optimizer_step"))  # in the phase that is nested, where there is one
     assert [told.phase(name).streamed_bytes for name in ("train", "optimizer_step")] == [0, 2 * state_bytes]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
 RATE = 1e8
-CHUNK_BYTES = 64 << 10
 DECODER = {"vocab_size": 768, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 QWEN2 = transformers.Qwen2Config(**DECODER, num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
 LLAMA = transformers.LlamaConfig(**DECODER, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
@@ -45,7 +46,7 @@ PPO = {"actor": "adamw", "critic": "adamw", "ref": None, "reward": None}
 class Case:
     config: Any = None
     """None: a model of 2 MiB. Then AdamW has 4 MiB."""
-    policy: str = "colocated"
+    policy: Any = "colocated"
     cycle: Sequence[str] = CYCLES["grpo"]
     budget: int = 1 << 30
     roles: Mapping[str, str | None] = field(default_factory=lambda: GRPO)
@@ -54,10 +55,17 @@ class Case:
     engine: Mapping[str, int] | None = None
     limit: float | None = None
     """Of host memory, in MiB."""
+    dtype: torch.dtype = torch.bfloat16
+    chunk_bytes: int = 64 << 10
+    sleeps: Mapping[str, float] = field(default_factory=dict)
+    """The seconds of the work in some phases."""
 
     @property
     def limit_bytes(self) -> int | None:
         return None if self.limit is None else int(self.limit * MIB)
+
+    def device(self, rate: float | None = None) -> SimulatedDevice:
+        return SimulatedDevice(1 << 30, chunk_bytes=self.chunk_bytes, bandwidth_bytes_per_second=rate)
 
 
 LLAMA_PPO: dict[str, Any] = {"config": LLAMA, "cycle": CYCLES["ppo"], "roles": {**PPO, "critic": "sgd-momentum"}}
@@ -172,13 +180,14 @@ def model(case: Case, role: str) -> torch.nn.Module:
     auto = transformers.AutoModelForCausalLM
     if role in ("critic", "reward"):
         case.config.num_labels, auto = 1, transformers.AutoModelForTokenClassification
-    made = auto.from_config(case.config, dtype=torch.bfloat16)
+    made = auto.from_config(case.config, dtype=case.dtype)
     assert isinstance(made, torch.nn.Module)
     return made
 
 
-def measure(case: Case, device: SimulatedDevice, folder: Path, cycles: int = 3) -> tuple[list[list[MeasuredPhase]], int]:
+def measure(case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None = None) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
+    device = case.device(None if clock is None else RATE)
     limits = {} if case.limit_bytes is None else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
     manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget, **limits)
     models: list[torch.nn.Module] = []  # kept alive
@@ -198,7 +207,11 @@ def measure(case: Case, device: SimulatedDevice, folder: Path, cycles: int = 3) 
             for made, optimizer in trained:
                 train(made, optimizer, keeps_gradients=case.keeps_gradients)
 
-        found = steps(manager, case.cycle, {"optimizer_step" if "optimizer_step" in case.cycle else "train": work}, cycles)
+        works: dict[str, Callable[[], object]] = {"optimizer_step" if "optimizer_step" in case.cycle else "train": work}
+        for phase, seconds in case.sleeps.items():
+            assert clock is not None
+            works[phase] = functools.partial(clock.sleep, seconds)
+        found = steps(manager, case.cycle, works, cycles)
         return found, manager.snapshot().peak_bytes
     finally:
         while manager.phase_name != "idle":
@@ -215,7 +228,7 @@ def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> place
         role: Model(
             source if case.config is None else folder,
             optimizer=name,
-            dtype=None if case.config is None else torch.bfloat16,
+            dtype=None if case.config is None else case.dtype,
             readonly=name is None,
             gradients="kept" if case.keeps_gradients and name else "cleared",
         )
@@ -230,8 +243,9 @@ def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> place
         cycle=case.cycle,
         budget_bytes=case.budget,
         host_limit_bytes=case.limit_bytes,
-        device=SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES),
+        device=case.device(),
         link=RATE,
+        work_seconds=case.sleeps,
     )
 
 
@@ -239,10 +253,7 @@ def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> place
 def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     told = forecast(case, tmp_path)
-    if case.limit is None:
-        LinkClock(monkeypatch)
-    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE if case.limit is None else None)
-    cycles, peak = measure(case, device, tmp_path, 3 if case.limit is None else 8)
+    cycles, peak = measure(case, tmp_path, 3, LinkClock(monkeypatch)) if case.limit is None else measure(case, tmp_path, 8)
     assert told.fits
     assert told.peak_bytes == peak
     compared = [(cycles[-1], told.phases)]
@@ -267,7 +278,7 @@ def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monk
 def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: Mapping[str, str | None], tmp_path: Path) -> None:
     case, refused = Case(limit=limit, roles=roles, cycle=("log_prob",)), ""
     try:
-        measure(case, SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), tmp_path, cycles=0)
+        measure(case, tmp_path, cycles=0)
     except placement.HostMemoryError as error:
         refused = str(error).partition("\n")[0]
     told = forecast(case, tmp_path)
@@ -289,7 +300,7 @@ def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(caplog:
     """Only this rank's part of it counts towards the limit."""
     with torch.device("meta"):
         handles = {"actor": Model(net(), optimizer="sgd"), "ref": Model(net(), readonly=True, replicated=True)}
-    layout, device = Layout(data_parallel=4), SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
+    layout, device = Layout(data_parallel=4), Case().device()
 
     def told(limit_bytes: int) -> placement.Forecast:
         return placement.forecast(handles, layout=layout, cycle=["log_prob", "train"], host_limit_bytes=limit_bytes, device=device)
@@ -305,12 +316,11 @@ def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(caplog:
 
 def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     case = Case(QWEN2, budget=1_000_000)
-    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
     told = forecast(case, tmp_path)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
     with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)") as caught:
-        measure(case, device, tmp_path)
+        measure(case, tmp_path)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
@@ -332,47 +342,43 @@ def aside(*phases: str) -> Early:
 def test_bytes_that_move_under_the_work_stall_nobody(
     seconds: float, policy: Colocated, phase: str, less: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, chunk_bytes = QWEN2, 512 << 10
-    config.save_pretrained(tmp_path)
-    handles = {"actor": Model(tmp_path, optimizer="adamw", dtype="fp32"), "ref": Model(tmp_path, readonly=True, dtype="fp32")}
-    clock = LinkClock(monkeypatch)
-    device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, bandwidth_bytes_per_second=RATE)
-    told = placement.forecast(handles, policy=policy, budget_bytes=1 << 30, device=device, link=RATE, work_seconds={phase: seconds})
-    manager = placement.Manager(device=device, policy=policy, budget_bytes=1 << 30)
-    actor, ref = (transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
-    optimizer = torch.optim.AdamW(actor.parameters())
-    manager.register("actor", actor, role="actor")
-    manager.register("actor.optimizer", optimizer)
-    manager.register("ref", ref, role="ref", readonly=True)
-    measured = steps(manager, CYCLES["grpo"], {"train": lambda: train(actor, optimizer), phase: lambda: clock.sleep(seconds)})[-1]
-    manager.close()
+    case = Case(QWEN2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
+    told = forecast(case, tmp_path)
+    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
     for has, each in zip(measured, told.phases, strict=True):
         assert sum(has.handle_bytes.values()) == each.device_bytes, each.phase
         assert has.moved[0] == each.loaded_bytes, each.phase
         # The copies of whole chunks that have begun go on; the forecast cuts at a byte.
-        assert has.stall_seconds == pytest.approx(each.stall_seconds, rel=0.1, abs=chunk_bytes / RATE), each.phase
+        assert has.stall_seconds == pytest.approx(each.stall_seconds, rel=0.1, abs=case.chunk_bytes / RATE), each.phase
     assert told.fits
     stalls = {each.phase: each.stall_seconds for each in told.phases}
-    colocated = placement.forecast(handles, budget_bytes=1 << 30, device=device, link=RATE)
+    colocated = forecast(replace(case, policy="colocated", sleeps={}), tmp_path)
     assert {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)} == less
 
 
-def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
+@contextlib.contextmanager
+def mesh_of(num_ranks: int, name: str) -> Iterator[Any]:
+    """A mesh of ranks of which there is only the first."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(name,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
+    from torch.distributed.fsdp import fully_shard
 
     made = transformers.AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
     told = parts_of(made, Layout(shards=7, gpus_per_node=7))
-    torch.distributed.init_process_group("fake", rank=0, world_size=7, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (7,))
+    with mesh_of(7, "dp") as mesh:
         for layer in made.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(made, mesh=mesh)
         has = [parameter.to_local().untyped_storage().nbytes() for parameter in made.parameters()]
-    finally:
-        torch.distributed.destroy_process_group()
     assert [part.nbytes for part in told if part.parameters] == has
 
 
@@ -386,9 +392,7 @@ def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
 )
 def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) -> None:
     """Dense models and fused experts."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ours = pytest.importorskip("transformers.distributed.tensor_parallel")
     distributed = pytest.importorskip("transformers.distributed.configuration_utils")
@@ -397,12 +401,9 @@ def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) 
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     told = [each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters]
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with mesh_of(2, "tp") as mesh:
         plan, _, _ = made._resolve_parallel_plans(distributed.DistributedConfig(tp_size=2))
         with torch.device("meta"):
-            ours.apply_tensor_parallelism(made, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+            ours.apply_tensor_parallelism(made, mesh, plan)
         has = [each.to_local().shape if isinstance(each, DTensor) else each.shape for each in made.parameters()]
-    finally:
-        torch.distributed.destroy_process_group()
     assert told == has

@@ -178,20 +178,16 @@ def _forget_precision(accelerate: types.ModuleType) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-
 @pytest.mark.parametrize("patch", [_wrapped, _method, _accelerate_mixed_precision])
 @pytest.mark.parametrize("patched_in", ["before", "log_prob", "idle"])
 @pytest.mark.parametrize("undone_in", ["log_prob", "idle"])
 def test_a_forward_is_patched_and_put_back(patch: Patch, patched_in: str, undone_in: str) -> None:
-    x, plain, model = torch.ones(2, 4), _net(), _net()
+    x, plain = batch(), net()
+    model = copy.deepcopy(plain)
     undo_plain = patch(plain)
     patched = plain(x)
     undo_plain()
-    manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 26))
+    manager = make_manager()
     undo = patch(model) if patched_in == "before" else None
     handle = manager.register("actor", model, role="actor")
 

@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from placement import IntegrityError, Manager, State
+from placement import IntegrityError, State
 from placement.devices import base
-from placement.testing import SimulatedDevice
-
-CHUNK = 4096
-
+from tests.support.worker import assert_same, make_manager
 
 CAN_SWAP = base.can_swap()
 
@@ -69,7 +66,7 @@ CHANGES = [gets_a_kind_that_cannot_move, gets_an_inference_tensor, borrows_a_lay
 @pytest.mark.parametrize("how", ["close", "drop"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_immovable_tensors_keep_no_other_from_leaving(change: Change, how: str) -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    manager = make_manager()
     actor, critic, ref = net(), net(), net()
     expected = dict(zip("acr", (values(actor), values(critic), values(ref)), strict=True))
     for name, model in (("actor", actor), ("critic", critic), ("ref", ref)):
@@ -85,7 +82,7 @@ def test_immovable_tensors_keep_no_other_from_leaving(change: Change, how: str) 
     gc.collect()
     for name, model in (("a", actor), ("c", critic), ("r", ref)):
         moved = [each for each in values(model) if each.numel() != 300]
-        assert all(torch.equal(*pair) for pair in zip(moved, expected[name], strict=True)), name
+        assert_same(moved, expected[name])
 
 
 LETS_GO = {
@@ -99,7 +96,7 @@ LETS_GO = {
 @pytest.mark.parametrize("how", LETS_GO)
 @pytest.mark.parametrize("policy", ["colocated", "resident"])
 def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, how: str) -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), policy=policy)
+    manager = make_manager(policy=policy)
     model = net()
     expected = values(model[1])
     manager.register("actor", model, role="actor")
@@ -110,14 +107,14 @@ def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, h
     LETS_GO[how](manager)
     del manager
     gc.collect()
-    assert all(torch.equal(*pair) for pair in zip(values(head), expected, strict=True))
+    assert_same(values(head), expected)
     assert torch.equal(row, expected[0][3])
     row.zero_()
     assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
 
 
 def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    manager = make_manager()
     models = {name: net() for name in ("actor", "critic", "ref")}
     expected = {name: values(model) for name, model in models.items()}
     for name, model in models.items():
@@ -132,11 +129,11 @@ def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatc
     monkeypatch.undo()
     manager.close()
     for name, model in models.items():
-        assert all(torch.equal(*pair) for pair in zip(values(model), expected[name], strict=True))
+        assert_same(values(model), expected[name])
 
 
 def test_gradients_that_were_zeroed_or_written_while_offloaded_come_back_zero_on_the_device_or_are_told_once() -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    manager = make_manager()
     model = net()
     handle = manager.register("actor", model, role="actor")
     with manager.phase("log_prob"):
@@ -203,7 +200,7 @@ def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
 ) -> None:
     if way == "named":  # only when it leaves
         monkeypatch.setattr(base, "can_swap", lambda: CAN_SWAP)
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    manager = make_manager()
     model = Odd()
     manager.register("actor", model, role="actor")
     with manager.phase("log_prob"):
@@ -217,22 +214,17 @@ def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
     del manager
     gc.collect()
     assert torch.equal(plain(kept), expected)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), own, strict=True))
-
-
-def a_view_that_torch_gives_no_answers_about() -> torch.Tensor:
-    whole = torch.ones(64, requires_grad=True) * 3
-    first, _ = whole.chunk(2)
-    with torch.no_grad():
-        whole.mul_(2)
-    with pytest.raises(RuntimeError, match="is a view and its base"):
-        _ = first.is_leaf
-    return first
+    assert_same([*model.parameters()], own)
 
 
 def test_a_view_that_torch_gives_no_answers_about_keeps_no_object_from_being_let_go() -> None:
-    somewhere = a_view_that_torch_gives_no_answers_about()
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    whole = torch.ones(64, requires_grad=True) * 3
+    somewhere, _ = whole.chunk(2)
+    with torch.no_grad():
+        whole.mul_(2)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        _ = somewhere.is_leaf
+    manager = make_manager()
     model = Odd()
     expected = model.weight.detach().clone()
     manager.register("actor", model, role="actor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from pathlib import Path
 
@@ -19,14 +18,6 @@ from tests.support.programs import Programs
 def mapped(address: int) -> bool:
     spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
-
-
-def test_memory_is_there_before_it_is_touched() -> None:
-    pages = (1 << 20) // PAGE
-    slab = Slab(1 << 20)
-    present = (ctypes.c_ubyte * pages)()
-    assert host.libc.mincore(ctypes.c_void_p(slab.address), ctypes.c_size_t(1 << 20), present) == 0
-    assert sum(byte & 1 for byte in present) == pages
 
 
 def test_a_kernel_without_populate_is_served_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,20 +29,6 @@ from placement.testing import assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net, trained
 
 
-def _share(model: nn.Module) -> None:
-    model.share_memory()
-
-
-def _send(model: nn.Module) -> None:
-    """What a queue of torch.multiprocessing does to what is put into it."""
-    for parameter in model.parameters():
-        multiprocessing.reduction.ForkingPickler.dumps(parameter.detach())
-
-
-def _share_one_storage(model: nn.Module) -> None:
-    next(model.parameters()).untyped_storage().share_memory_()
-
-
 def _enlarge(model: nn.Module) -> None:
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
@@ -51,7 +37,11 @@ def _enlarge(model: nn.Module) -> None:
         storage.resize_(2 * nbytes)
 
 
-WAYS = [_share, _share_one_storage]
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "share": lambda model: model.share_memory(),
+    "share one storage": lambda model: next(model.parameters()).untyped_storage().share_memory_(),
+    "enlarge": _enlarge,
+}
 
 
 def _addresses(worker: Worker) -> list[int]:
@@ -70,13 +60,14 @@ def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> W
     return made
 
 
-@pytest.mark.parametrize("move", [*WAYS, _enlarge])
-def test_storages_moved_while_offloaded_come_back(worker: Worker, move: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("way", MOVES)
+def test_storages_moved_while_offloaded_come_back(worker: Worker, way: str) -> None:
+    move = MOVES[way]
     wanted, addresses = copy.deepcopy(worker.net.state_dict()), _addresses(worker)
     forms = [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()]
     for _ in range(2):
         move(worker.net)
-        if move is not _enlarge:  # a state dict needs the bytes that belong to the tensors
+        if way != "enlarge":  # a state dict needs the bytes that belong to the tensors
             assert_same(dict(worker.net.state_dict()), dict(wanted))
         assert not worker.manager.audit().ok
         with pytest.raises(IntegrityError) as caught, worker.manager.phase("log_prob"):
@@ -96,13 +87,13 @@ def test_storages_moved_while_offloaded_come_back(worker: Worker, move: Callable
     assert_same(dict(worker.net.state_dict()), dict(wanted))
 
 
-@pytest.mark.parametrize("move", WAYS)
-def test_storages_moved_on_the_device_keep_their_newest_values(worker: Worker, move: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("way", ["share", "share one storage"])
+def test_storages_moved_on_the_device_keep_their_newest_values(worker: Worker, way: str) -> None:
     """What is written after it was moved is written there alone, and counts."""
     for _ in range(2):
         worker.manager.enter("train")
         learn(worker.net, worker.adam, 1)
-        move(worker.net)
+        MOVES[way](worker.net)
         learn(worker.net, worker.adam, 2)
         with torch.no_grad():
             worker.net[0].weight.add_(1)
@@ -156,14 +147,6 @@ def test_quantisation_aware_training() -> None:
 # --- what was put in place of tensors that share their storages
 
 
-def _apply_clone(model: nn.Module) -> None:
-    model._apply(lambda tensor: tensor.clone())
-
-
-def _apply_half(model: nn.Module) -> None:
-    model.half()
-
-
 def _one_flat(model: nn.Module) -> None:
     """All of them in one new storage, as something that flattens parameters does it."""
     parameters = list(model.parameters())
@@ -177,6 +160,17 @@ def _one_by_one(model: nn.Module) -> None:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 part._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+
+REPLACES: dict[str, Callable[[nn.Module], object]] = {
+    "clone": lambda model: model._apply(lambda tensor: tensor.clone()),
+    "half": lambda model: model.half(),
+    "one flat": _one_flat,
+    "one by one": _one_by_one,
+    "share": MOVES["share"],
+    # What a queue of torch.multiprocessing does to what is put into it:
+    "send": lambda model: [multiprocessing.reduction.ForkingPickler.dumps(each.detach()) for each in model.parameters()],
+}
 
 
 class Cut(nn.Module):
@@ -199,11 +193,9 @@ class Cut(nn.Module):
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-    ways=st.lists(st.sampled_from([_apply_clone, _apply_half, _one_flat, _one_by_one, _share, _send]), min_size=1, max_size=3),
+    ways=st.lists(st.sampled_from(sorted(REPLACES)), min_size=1, max_size=3),
 )
-def test_every_tensor_gets_its_own_form_back(
-    sizes: list[tuple[int, int]], dtype: torch.dtype, ways: list[Callable[[nn.Module], None]]
-) -> None:
+def test_every_tensor_gets_its_own_form_back(sizes: list[tuple[int, int]], dtype: torch.dtype, ways: list[str]) -> None:
     def forms() -> list[Any]:
         every = model.named_parameters(remove_duplicate=False)
         return [(name, each.dtype, each.size(), each.stride(), each.data_ptr()) for name, each in every]
@@ -214,14 +206,14 @@ def test_every_tensor_gets_its_own_form_back(
     manager.register("actor", model, role="actor")
     before = forms()
     for way in ways:
-        way(model)
+        REPLACES[way](model)
         with pytest.raises(IntegrityError, match=r"'actor' were (replaced|moved)"), manager.phase("log_prob"):
             pass
         assert forms() == before
         with manager.phase("log_prob"):
             assert_same(dict(model.state_dict()), dict(wanted))
         assert_nothing_resident(manager)
-    ways[0](model)
+    REPLACES[ways[0]](model)
     manager.close()
     assert_same(dict(model.state_dict()), dict(wanted))
 
