@@ -75,9 +75,10 @@ class Reconciler:
         self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
         self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
-    def make_plan(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
+    def make_plan(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int, bool]:
         """Make the plan for a phase. Call `measure` first. Every rank of a group does the same (`verb`). Builds lazies that the plan needs,
-        and raises writes into offloaded memory that were found before. Returns the plan, and what `check_fits` returns for it."""
+        and raises writes into offloaded memory that were found before. Returns the plan, what `check_fits` returns for it, and whether it
+        moves nothing."""
         name, handles = wanted.name, self._handles
         if self.vote is not None:
             action = f"{verb} {name}" if wanted.only is None else f"{verb} {name} only={','.join(sorted(wanted.only))}"
@@ -95,7 +96,8 @@ class Reconciler:
             self._journal.decisions["refuse"] += 1
             raise
         self._refuse_stale(name, plan)
-        decisions = [_decision(handle, plan) for handle in handles.values()]
+        moves_nothing = is_there(handles, plan)
+        decisions = ["keep"] * len(handles) if moves_nothing else [_decision(handle, plan) for handle in handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
@@ -108,27 +110,29 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        return plan, room_bytes
+        return plan, room_bytes, moves_nothing
 
     def carry_out_within(self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open."""
         self.measure()
         if self.prefetcher.has_any:
             self.prefetcher.pause()
-        self.carry_out(name, plan, check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name)), agree)
+        room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
+        self.carry_out(name, plan, room_bytes, is_there(self._handles, plan), agree)
 
-    def carry_out(self, name: str, plan: Plan, room_bytes: int, agree: Agree | None) -> None:
-        """Move every handle where the plan wants it, all or nothing. Where all are there, only a group (`agree`) is asked.
+    def carry_out(self, name: str, plan: Plan, room_bytes: int, moves_nothing: bool, agree: Agree | None) -> None:
+        """Move every handle where the plan wants it, all or nothing. If all are there (`moves_nothing`), only a group (`agree`) is asked.
         `room_bytes`: see `check_fits`."""
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
+            moves_nothing = is_there(self._handles, plan)  # a wait for other processes takes all handles off the device
         if self.disk_tier is not None:
             self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
         go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
-            if agree is None and is_there(self._handles, plan):
+            if moves_nothing and agree is None:
                 self._mover.end_without_moves(self._handles, ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)

@@ -273,14 +273,14 @@ def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_st
     assert_nothing_resident(manager)
 
 
-def test_a_copy_that_fails_in_the_thread_is_made_by_the_load(gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
-    manager, device, critic = gated
+def test_a_copy_that_fails_in_the_thread_is_made_by_the_load() -> None:
+    manager, critic = with_critic(device := Gate(4 << 20))
     with manager.phase("log_prob") as step:
         device.fail("copy")
         device.let.release()
         device.wait_until_started(1)
         step.switch("values")
         assert device.fired == 1
-        assert loads(manager) == [((BURSTS - 2) * BURST_CHUNKS * PAGE, 2 * BURST_CHUNKS * PAGE)]
+        assert load_of_critic(manager) == ((BURSTS - 2) * BURST_CHUNKS * PAGE, 2 * BURST_CHUNKS * PAGE)
         assert bool((critic.weight == 3).all())
     assert_nothing_resident(manager)
