@@ -108,7 +108,7 @@ def test_a_switch_of_two_handles_that_stay_costs_the_same_for_many_tensors_as_fo
     for size in SIZES:
         trained = Trained(size)
         with trained.manager.phase("log_prob") as phase:
-            for _ in range(4):  # state is made, phases repeat
+            for _ in range(3):  # state is made, phases repeat
                 with Cost() as begin:
                     phase.switch("train")
                 trained.train()
