@@ -155,9 +155,10 @@ class CallGuard:
             )
         pending = _threads_that_call(self._is_one) if self._parts else set()
         for _ in looks(since_seconds + self._deadline_seconds - time.monotonic(), _GLANCE_SECONDS, _GLANCE_SECONDS):
+            if pending:
+                pending &= _threads_that_call(self._is_one)  # one that was seen outside has ended the call that was meant
             if not pending or not threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
                 return
-            pending &= _threads_that_call(self._is_one)  # one that was seen outside has ended the call that was meant
         names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
         raise PhaseError(
             f"{self._name!r} is still being called in thread {', '.join(names) or pending} after "

@@ -8,7 +8,7 @@ storage, and gathers from it. So placement moves the storage, and does not repla
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ class ExpertWeight(Weight):
     def problem(self) -> str | None:
         return self._part.problem
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         return self._part.targets(reader, dtype)
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:

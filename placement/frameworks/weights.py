@@ -89,8 +89,8 @@ class Weight(abc.ABC):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The plain tensors of this rank that `whole` reads, and memory on the device for their values, so that these can come before.
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+        """The plain tensors of this rank that `whole` reads, and what takes memory for their values, so that these can come before.
 
         None where a kind of weight does not say: then `whole` reads them itself.
         """
@@ -124,7 +124,7 @@ class LocalWeight(Weight):
             return None
         return f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes; for LoRA, adapters='separate' leaves it out"
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         yield from parts_read(reader, self._tensor, dtype)
 
     def part(self) -> Part | None:
@@ -167,12 +167,12 @@ class ShardedWeight(Weight):
         is_sum = any(placement.is_partial() for placement in self._tensor.placements)
         return self.dtype if is_sum else dtype
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         local = self._tensor._local_tensor
         if self._even_rows() is None:
             yield from parts_read(reader, local, self._read_as(dtype))
         else:
-            yield local, self._own_rows(reader, dtype)
+            yield local, functools.partial(self._own_rows, reader, dtype)
 
     def _own_rows(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """New memory for this rank's rows, inside that for all rows, into which the other ranks' are gathered."""
@@ -209,7 +209,8 @@ class ShardedWeight(Weight):
         local = self._tensor._local_tensor
         read = reader.read(local, dtype) if id(local) in reader.fetched else reader.fill(self._own_rows(reader, dtype), local.detach())
         full, self._all_rows = self._all_rows, None
-        assert full is not None
+        if full is None or full.dtype is not dtype:  # the same rows were fetched for another weight
+            full = torch.empty(self.shape, dtype=dtype, device=reader.device)
         rows = _own(full, group)
         if read.data_ptr() != rows.data_ptr():  # the same weight was fetched for another name
             rows.copy_(read)
@@ -250,9 +251,9 @@ def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torc
     return rewrapped(wrapper, lambda part: reader.read(part, part.dtype))
 
 
-def parts_read(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The plain tensors that `read_parts` reads, and memory for their values."""
-    return ((part, reader.target(part, dtype if part is tensor else part.dtype)) for _, part in parts_of(tensor, ""))
+def parts_read(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    """The plain tensors that `read_parts` reads, and functions that take memory for their values."""
+    return ((part, functools.partial(reader.target, part, dtype if part is tensor else part.dtype)) for _, part in parts_of(tensor, ""))
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:
@@ -296,7 +297,7 @@ class ComputedWeight(Weight):
     def problem(self) -> str | None:
         return next((problem for weight in self._computation.inputs() if (problem := weight.problem) is not None), None)
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         for weight in self._computation.inputs():
             yield from weight.targets(reader, weight.dtype)
 

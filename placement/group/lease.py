@@ -108,8 +108,8 @@ class Lease:
         if nbytes > self.capacity_bytes:
             raise DeviceMemoryError(f"{what} needs {nbytes:,} bytes of {self.gpu}, but all its processes share {self.capacity_bytes:,}")
         began = time.monotonic()
-        self._own = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": began})
         try:
+            self._own = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": began})
             for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
                 if self._attempt(nbytes, is_free):
                     return

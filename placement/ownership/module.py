@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import deque
@@ -61,6 +60,7 @@ class ModuleAdapter(Adapter):
         self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
         self.root: Callable[[], torch.nn.Module | None] = reference(inner)  # None once the module is gone
         self._shown: dict[int, torch.Tensor] = {}
+        self._kinds: dict[type, int] = {}
         self._steady: Steady | None = None
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
@@ -218,8 +218,8 @@ class ModuleAdapter(Adapter):
         if next(attributes, ("", None))[0] != MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
         for name, value in attributes:
-            cls: Any = type(value)
-            kind = _kind_of(cls)
+            if (kind := self._kinds.get(type(value))) is None:
+                kind = self._kinds[type(value)] = _kind_of(type(value))
             if kind == _NO_TENSOR or name in MODULE_FIELDS:
                 continue
             if kind == _TENSOR:
@@ -302,7 +302,6 @@ def _form_of(tensor: torch.Tensor) -> str:
     return "nested" if tensor.is_nested else str(tensor.layout) if tensor.layout is not torch.strided else type(tensor).__qualname__
 
 
-@functools.cache
 def _kind_of(cls: Any) -> int:
     if issubclass(cls, torch.Tensor):
         return _TENSOR

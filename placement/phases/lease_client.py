@@ -46,7 +46,7 @@ class LeaseClient:
             elif not self._grow(name, plan):
                 raise DeviceMemoryError(f"back to phase {name!r}: other processes have the memory of {', '.join(coming)}")
         except Exception as refused:
-            for each in coming:
+            for each in self._coming(plan):  # giving way has taken more off the device
                 there = self._handles[each].storage.resident_tags & wanted_tags(self._handles[each], plan)
                 state = plan[each] if there else State.CPU_OFFLOADED
                 plan = plan.without(each).also(each, state, there or None)

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -247,8 +248,11 @@ class PhaseStack:
         if (written := self.reconciler.writes.take()) is not None:
             raise written
         plan = self.phases.base_plan()
-        for name in names:
-            plan = plan.without(self.known(name).name).also(name, State.GPU_RESIDENT)  # whole, and not published from the host copy
+        named = {self.known(name).name for name in names}
+        parts = {name: tags for name, tags in plan.parts.items() if name not in named}
+        plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
+        for name in named:
+            plan = plan.also(name, State.GPU_RESIDENT)
         self.reconciler.carry_out_within(self.phases.name, plan)
 
     def forget(self, handle: Handle) -> None:

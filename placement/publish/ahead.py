@@ -64,10 +64,10 @@ class ReadAhead:
                 break
             self._wanted.popleft()
             nbytes += size
-            for source, target in weight.targets(self._reader, dtype):
+            for source, take in weight.targets(self._reader, dtype):
                 if id(source) not in self._seen:
                     self._seen.add(id(source))
-                    group.append((source, target))
+                    group.append((source, take()))
         self._groups.append(nbytes)
         return group
 

@@ -89,7 +89,7 @@ def writable(root: torch.nn.Module, frameworks: Sequence[Framework]) -> dict[str
     bare = skeleton.copy(root)
     places = dict(named_places(bare))
     if _has_adapters(root):
-        with suppress(ValueError):  # with several active adapters there are no published names for adapters alone
+        with suppress(ValueError, AttributeError):  # several active adapters, or a mixed model: adapters alone have no published names
             places.update(lora.separate(skeleton, bare))
         places.update(named_places(lora.Unload(skeleton, "base").of(bare)))
     found = {name: weight_of(buffer) for name, buffer in root.named_buffers(remove_duplicate=False)}

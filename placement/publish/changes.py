@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from placement.frameworks.weights import Part, Reader, Weight
+from placement.frameworks.weights import LocalWeight, Part, Reader, Weight
 from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
 from placement.storage.changes import BITS, ChangeRecord, RecordedPiece
@@ -142,7 +142,8 @@ class Publication:
         old = Reader(device, self._storage.read_host)
         new = Reader(device, None if self._storage.on_device else self._storage.read_host)
         waiting = deque(zip(self._weights, self.published.forms, self._parts, self._bases, strict=True))
-        compared = [(weight, weight.dtype) for (_, weight, _), _, _, basis in waiting if basis is not None and basis.is_compared]
+        bases = [(part, basis) for _, _, part, basis in waiting if part is not None]
+        compared = [(LocalWeight(part.tensor), part.tensor.dtype) for part, basis in bases if basis is not None and basis.is_compared]
         ahead = ReadAhead(old, compared, bucket_bytes)
         bucket = Changes(base, self.published.version)
         try:
@@ -152,8 +153,8 @@ class Publication:
                     if basis is not None and basis.is_compared:
                         ahead.fetch()
                     change = self._change(form, weight, part, basis, old, new)
-                    if basis is not None and basis.is_compared:
-                        ahead.used(weight.shape.numel() * weight.dtype.itemsize)
+                    if part is not None and basis is not None and basis.is_compared:
+                        ahead.used(part.tensor.nbytes)
                 if bucket and bucket.nbytes + change.nbytes > bucket_bytes:
                     yield bucket
                     bucket.clear()

@@ -29,7 +29,15 @@ def _is_layer(module: object) -> bool:
 
 def has_adapters(module: object) -> bool:
     """Whether a module is one of PEFT's: a model, a layer with adapters, or a wrapper that holds a trained replacement."""
-    return _is_layer(module) or _is_saved(module) or is_a(module, "peft.peft_model", "PeftModel")
+    return _is_layer(module) or _is_saved(module) or _is_model(module) or _is_around(module)
+
+
+def _is_model(module: object) -> bool:
+    return is_a(module, "peft.peft_model", "PeftModel") or is_a(module, "peft.mixed_model", "PeftMixedModel")
+
+
+def _is_around(module: object) -> bool:
+    return any(is_a(module, f"peft.tuners.{place}", name) for place, name in _AROUND)
 
 
 def _is_saved(module: object) -> bool:
@@ -102,12 +110,12 @@ class Unload:
     def _without_models(self, module: torch.nn.Module) -> torch.nn.Module:
         part: Any = module
         while True:
-            if is_a(part, "peft.peft_model", "PeftModel") or is_a(part, "peft.mixed_model", "PeftMixedModel"):
+            if _is_model(part):
                 prompts = [each for each in part.peft_config.values() if each.is_prompt_learning or each.peft_type == "ADAPTION_PROMPT"]
                 if self._adapters == "merged" and prompts:
                     raise ValueError("adapters='merged': learned prompts cannot be merged into weights; publish adapters='base'")
                 part = part._modules["base_model"]
-            elif any(is_a(part, f"peft.tuners.{module}", name) for module, name in _AROUND):
+            elif _is_around(part):
                 part = part._modules["lora_model" if "lora_model" in part._modules else "model"]  # the first in X-LoRA
             else:
                 found: torch.nn.Module = part

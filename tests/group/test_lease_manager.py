@@ -147,6 +147,24 @@ def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: GpuSharer
     assert_nothing_resident(worker.manager)
 
 
+def test_a_way_back_that_gave_way_in_vain_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had on the device before it gave way does not come back either: another process has leased that memory meanwhile."""
+    device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    phases = {"both": ("actor", "ref"), "one": ("actor",)}
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), lease_deadline_seconds=0.3, phases=phases)
+    models = [nn.Linear(32 * CHUNK // 1024, 256) for _ in range(2)]
+    for name, model in zip(("actor", "ref"), models, strict=True):
+        manager.register(name, model, role=name)
+    taken, refusal = other(tmp_path), Lease._refusal
+    monkeypatch.setattr(Lease, "_refusal", lambda *given: (taken.settle(CAPACITY * 9 // 10), refusal(*given))[1])
+    with manager.phase("both"):
+        with pytest.raises(PlacementError), manager.phase("one", only=["ref", "actor"]):
+            taken.settle(CAPACITY * 6 // 10)
+        assert [handle.state for handle in manager.handles.values()] == [OFF, OFF]
+    taken.close()
+    manager.close()
+
+
 def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Path) -> None:
     worker = GpuSharer(str(tmp_path))
     lease = other(tmp_path)

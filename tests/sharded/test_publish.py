@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections import deque
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from placement import EngineError, GroupError, Manager, PhaseError, RegistrationError, TorchEngine
+from placement.frameworks.weights import Reader, weight_of
 from placement.group import StoreGroup
 from placement.publish import VllmWeightSource
+from placement.publish.ahead import ReadAhead, plainly
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.test_vllm_source import Source033, stand_in
 from tests.sharded import one_of_each
@@ -74,6 +77,40 @@ def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used_and_an_early
         del bucket
         assert live.now == 0
     assert_nothing_resident(manager)
+
+
+def _even_rows() -> Any:
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(8))
+    return BUILDS["fsdp2"](module)
+
+
+@on_ranks("two_ranks")
+def test_rows_that_are_published_under_two_names_have_the_dtype_of_each() -> None:
+    weight = next(iter(_even_rows().parameters()))
+    wanted = [(weight_of(weight), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    shared = wanted[0][0]
+    for names in ([(shared, dtype) for _, dtype in wanted], wanted):
+        ahead = ReadAhead(reader := Reader(torch.device("cpu")), names, 1 << 20)
+        with plainly():
+            ahead.fetch()
+            assert all(torch.equal(each.whole(reader, dtype), weight.full_tensor().to(dtype)) for each, dtype in names)
+
+
+@on_ranks("two_ranks")
+def test_changes_of_rows_that_stayed_on_the_device_take_the_memory_of_two_buckets() -> None:
+    module = _even_rows()
+    manager, actor = placed(module)
+    manager.register("sgd", sgd := torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(3):
+        with manager.phase("train") as phase:
+            _change_some(module, step)
+            phase.switch("weight_sync")
+            since = actor.published.version if actor.published else None
+            with worker.Live(actor) as live:
+                deque(actor.weight_changes(since=since, bucket_bytes=1 << 14), maxlen=0)
+    assert 0 < live.peak < 3 << 14, sgd
 
 
 def _change_some(module: Any, by: int) -> None:

@@ -332,6 +332,18 @@ def test_ranks_that_adalora_has_pruned_are_refused_alone_and_merged_as_peft_merg
     assert model.peft_config["default"].rank_pattern is pattern
 
 
+@quietly()
+def test_a_tuner_that_has_unloaded_its_layers_is_in_no_name() -> None:
+    zoos, config = (Zoo(), Zoo()), lora(target_modules=["first"])
+    wanted = [wanted_of(zoo) for zoo in zoos]
+    manager = manager_of()
+    for index, model in enumerate((peft.LoraModel(zoos[0], config, "default"), peft.get_peft_model(zoos[1], config, mixed=True))):
+        model.unload()
+        actor = manager.register(f"actor{index}", model, role="actor")
+        with manager.phase("weight_sync"):
+            assert_same(read(actor, adapters="base"), wanted[index])
+
+
 def test_what_peft_cannot_merge_is_refused_by_its_name() -> None:
     config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     base = transformers.LlamaForCausalLM(config)

@@ -326,3 +326,10 @@ def test_other_calls_are_not_waited_for() -> None:
                 leaving(torch.ones(3, 3))
             phase.done_with("leaving")
             assert all(isinstance(call.end(), torch.Tensor) for call in calls)
+
+
+def test_a_call_that_ends_in_the_last_pause_before_the_deadline_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{1}, set[int]()])
+    monkeypatch.setattr("placement.core.call_guard._threads_that_call", lambda _: next(seen))
+    CallGuard(lambda *_: None, [nn.Linear(1, 1)], "net", 0.0).wait(time.monotonic())
+    assert not [*seen]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import unittest.mock
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -233,3 +234,27 @@ def test_a_view_that_torch_gives_no_answers_about_keeps_no_object_from_being_let
     manager.close()
     assert torch.equal(kept, expected)
     assert somewhere.requires_grad
+
+
+def test_an_unregistration_that_fails_leaves_the_handle_as_it_was() -> None:
+    manager, model = make_manager(), net()
+    handle = manager.register("actor", model, role="actor")
+    failing = unittest.mock.patch("placement.registration.registry.Registry.remove", side_effect=KeyError)
+    with manager.phase("weight_sync"):
+        with failing, pytest.raises(KeyError):
+            manager.unregister("actor", on_device=True)
+        assert handle.state is State.SYNCING
+        assert_same([value for bucket in handle.weights() for _, value in bucket], [*model.state_dict().values()])
+
+
+def test_a_model_that_the_class_of_its_attribute_knows_is_collected_after_close() -> None:
+    def run() -> weakref.ref[nn.Module]:
+        manager, model = make_manager(), net()
+        model.helper = type("Helper", (), {"size": lambda _: len(model)})()
+        manager.register("actor", model, role="actor")
+        manager.close()
+        return weakref.ref(model)
+
+    alive = run()
+    gc.collect()
+    assert alive() is None
