@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from placement import DeviceMemoryError, IntegrityError
@@ -16,7 +15,6 @@ from placement.devices.memory import Addresses, Chunk, Mark
 from placement.group import StoreGroup
 from placement.testing import InjectedFault, assert_nothing_resident
 from tests.contract.test_swap import AFTER, BEFORE, CHUNK, PAGE, Scene, Watched
-from tests.support.worker import TRAIN, Worker, assert_same, learn, net
 
 BATCH = 4
 """Chunks of which the copies are waited for together."""
@@ -189,31 +187,3 @@ def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(kind: str
         if not fired:
             break
     assert whole == 1, "the faults never came to an end"
-
-
-def test_training_goes_on_after_a_complaint_as_if_nothing_had_been() -> None:
-    """Gradients and optimizer state were out of the device and on their way through the driver."""
-    worker = Worker(strict=True)
-    twin = net()
-    twin.load_state_dict(worker.values)
-    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for seed in range(2):
-        learn(twin, other, seed)
-    with worker.manager.phase("train", only=["actor"]):
-        learn(worker.net, worker.adam, 0)
-    with worker.manager.phase("train", only=["actor"]):
-        learn(worker.net, worker.adam, 1)
-        states = worker.states()
-        assert states["actor"] is TRAIN
-        mine = worker.net[0].weight.detach()
-        with pytest.raises(IntegrityError, match="1 references to storages of 'actor'"):
-            worker.manager.enter("reward")
-        assert worker.states() == states
-        assert_same(mine, twin[0].weight.detach())
-        assert_same([p.grad for p in worker.net.parameters()], [p.grad for p in twin.parameters()])
-        del mine
-        learn(worker.net, worker.adam, 2)
-    learn(twin, other, 2)
-    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
-    assert_same(worker.optimizer.state_dict()["state"], other.state_dict()["state"])
-    assert_nothing_resident(worker.manager)

@@ -80,7 +80,6 @@ def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used_and_an_early
 
 
 def _even_rows() -> Any:
-    torch.manual_seed(0)
     module = torch.nn.Module()
     module.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(8))
     return BUILDS["fsdp2"](module)
@@ -90,8 +89,7 @@ def _even_rows() -> Any:
 def test_rows_that_are_published_under_two_names_have_the_dtype_of_each() -> None:
     weight = next(iter(_even_rows().parameters()))
     wanted = [(weight_of(weight), dtype) for dtype in (torch.float32, torch.bfloat16)]
-    shared = wanted[0][0]
-    for names in ([(shared, dtype) for _, dtype in wanted], wanted):
+    for names in ([(wanted[0][0], dtype) for _, dtype in wanted], wanted):
         ahead = ReadAhead(reader := Reader(torch.device("cpu")), names, 1 << 20)
         with plainly():
             ahead.fetch()

@@ -239,9 +239,8 @@ def test_a_view_that_torch_gives_no_answers_about_keeps_no_object_from_being_let
 def test_an_unregistration_that_fails_leaves_the_handle_as_it_was() -> None:
     manager, model = make_manager(), net()
     handle = manager.register("actor", model, role="actor")
-    failing = unittest.mock.patch("placement.registration.registry.Registry.remove", side_effect=KeyError)
     with manager.phase("weight_sync"):
-        with failing, pytest.raises(KeyError):
+        with unittest.mock.patch("placement.registration.registry.Registry.remove", side_effect=KeyError), pytest.raises(KeyError):
             manager.unregister("actor", on_device=True)
         assert handle.state is State.SYNCING
         assert_same([value for bucket in handle.weights() for _, value in bucket], [*model.state_dict().values()])

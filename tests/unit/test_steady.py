@@ -7,7 +7,6 @@ import copy
 import gc
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from placement import Manager, RegistrationError
-from placement.core.call_guard import CallGuard
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -333,45 +331,3 @@ def test_where_nothing_was_changed_a_quick_look_is_enough() -> None:
     assert look_after([CHANGES["nothing"]] * 3, net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU)) == 3
     changes = [MUTATIONS["nothing"], MUTATIONS["a_step"], MUTATIONS["a_tensor_more"], MUTATIONS["nothing"]]
     assert look_after(changes, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU)) == 3
-
-
-class Refused(Exception):
-    pass
-
-
-class Refuse:
-    """A check that refuses every call."""
-
-    def __call__(self, *_: object) -> None:
-        raise Refused
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["refuse", "allow", "patch", "restore", "hook"]), st.integers(0, 3)), max_size=20))
-def test_guarded_modules_get_back_what_a_framework_has_put_there(steps: list[tuple[str, int]]) -> None:
-    """Whenever it was put there: before the modules are guarded, meanwhile, or between two times."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    parts = [net, net[0], net[1], net[1][0]]
-    guard = CallGuard(Refuse(), [net], "net", 1.0)
-    forwards: list[Callable[..., Any] | None] = [None] * len(parts)
-    hooks = [0] * len(parts)
-    for what, index in [*steps, ("refuse", 0), ("allow", 0)]:
-        own = vars(parts[index])
-        if what == "refuse":
-            guard.refuse()
-            for part in parts:
-                for call in (part, part.forward):
-                    with pytest.raises(Refused):
-                        call(torch.ones(2))
-        elif what == "allow":
-            guard.allow()
-            assert [vars(part).get("forward") for part in parts] == forwards
-            assert [len(part._forward_pre_hooks) for part in parts] == hooks
-        elif what == "patch":
-            own["forward"] = forwards[index] = partial(type(parts[index]).forward, parts[index])
-        elif what == "restore":
-            own.pop("forward", None)
-            forwards[index] = None
-        else:
-            parts[index].register_forward_pre_hook(lambda *_: None)
-            hooks[index] += 1
