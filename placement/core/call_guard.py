@@ -319,14 +319,7 @@ class MethodCall:
 
     def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:
         self._guard, self._target, self._name = guard, reference(target), name
-        theirs = vars(target).get(name)
-        plain = getattr(type(target), name) if theirs is None else theirs
-
-        def call(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            method = functools.partial(plain, self_) if theirs is None else plain
-            return self.run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
-
-        bound = _Bound(call, plain, target, name, theirs)
+        bound = _Bound(self.run, target, name, vars(target).get(name))
         self._bound = weakref.ref(bound)  # weak: it may hold the object, which the handle, our holder, must not keep alive
         vars(target)[name] = bound
 
@@ -350,10 +343,14 @@ class MethodCall:
 class _Bound:
     """A bound method that does not keep its object alive. An ordinary one in the object's own fields would, until the next collection."""
 
-    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
-        functools.update_wrapper(self, plain)
-        self.__func__ = function
-        self._target, self._name, self.theirs = reference(target), name, theirs
+    def __init__(self, run: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
+        functools.update_wrapper(self, getattr(type(target), name) if theirs is None else theirs)
+        self._run, self._target, self._name, self.theirs = run, reference(target), name, theirs
+
+    def __func__(self, self_: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = self.__wrapped__  # type: ignore[attr-defined] # by `update_wrapper`
+        method = functools.partial(plain, self_) if self.theirs is None else plain
+        return self._run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
 
     @property
     def __self__(self) -> Any:

@@ -150,7 +150,9 @@ class EngineAdapter(ModuleAdapter):
 
     def _take(self, modules: Sequence[torch.nn.Module]) -> None:
         whole = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
-        vars(self).update(vars(self._adapt(whole)))  # at once, so that an error leaves everything as it was
+        adapter = self._adapt(whole)
+        adapter.check(adapter.owned())
+        vars(self).update(vars(adapter))  # at once, so that an error leaves everything as it was
         self._named = [reference(module) for module in modules]
         self._list = None if len(modules) == 1 else whole  # nobody else holds it
 

@@ -26,7 +26,7 @@ from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import reference
 from placement.frameworks.base import Framework
-from placement.tensors.plain import OBJECT_LEVELS, Owned, is_leaf, nested_tensors, version_of
+from placement.tensors.plain import OBJECT_LEVELS, Owned, is_leaf, nested_tensors, problem_of, version_of
 
 MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
@@ -65,6 +65,9 @@ class Adapter(abc.ABC):
     """
 
     kind: str  # the kind: "module", "optimizer" or "engine"
+    compute_device: torch.device
+    _name: str
+    steady: object | None = None  # the look of the last `owned()`, where a quick check can tell whether it has changed since
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
     external: str | None = None
@@ -78,6 +81,15 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def key_objects(self) -> Sequence[Any]:
         """The objects whose identity identifies this registration: the module and what it wraps, the leaf optimizers, the engine."""
+
+    def check(self, owned: Iterable[Owned]) -> None:
+        """Raise RegistrationError if one of these tensors, which the first `owned()` has yielded, has to be moved and cannot be."""
+        for each in owned if self.external is None else ():
+            is_cache = type(each.tensor) is torch.Tensor and each.tensor.is_inference()  # moves; a weight could never be trained
+            if (self.kind == "optimizer" or not is_cache) and (problem := problem_of(each.tensor, self.compute_device)) is not None:
+                raise RegistrationError(f"{self._name!r}: {each.name!r} {problem}.")
+        for path, problem in self.immovable() if self.external is None else ():
+            raise RegistrationError(f"{self._name!r}: {path!r} {problem}.")
 
     def unchanged(self) -> Seen | None:
         """The tensors of the last `owned()`, in order, if a quick check shows that they are the same, none loose or wrapped; else None."""
@@ -247,6 +259,7 @@ class SteadyState:
         self._owned = list(map(_places(self._ids).__getitem__, map(id, owned)))
         moved = map({*map(id, owned)}.__contains__, self._ids)
         self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
+        self.leaves_numbers_alone = self._leaves_numbers_alone(values)
 
     def has_no_new_entries(self) -> bool:
         """Whether they have as many parameters and entries as at the last walk, and the same in the first entry: a load replaces all."""
@@ -258,10 +271,12 @@ class SteadyState:
         holders, values = _state(optimizers)
         if holders != self._holders or list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
+        return seen_now(list(map(values.__getitem__, self._owned))) if self._leaves_numbers_alone(values) else None
+
+    def _leaves_numbers_alone(self, values: list[Any]) -> bool:
+        """Whether all tensors of the state that are not moved are numbers on the CPU. Any other may have to move."""
         staying = list(itertools.compress(values, self._staying))
-        if not all(map(operator.attrgetter("is_cpu"), staying)) or any(map(torch.Tensor.dim, staying)):
-            return None
-        return seen_now(list(map(values.__getitem__, self._owned)))
+        return all(map(operator.attrgetter("is_cpu"), staying)) and not any(map(torch.Tensor.dim, staying))
 
     @staticmethod
     def fits(optimizers: Sequence[Any]) -> bool:

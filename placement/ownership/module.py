@@ -49,6 +49,7 @@ class ModuleAdapter(Adapter):
     """
 
     kind = "module"
+    steady: Steady | None = None
 
     def __init__(self, module: torch.nn.Module, *, name: str, compute_device: torch.device, external: bool = False) -> None:
         inner = module
@@ -61,7 +62,6 @@ class ModuleAdapter(Adapter):
         self.root: Callable[[], torch.nn.Module | None] = reference(inner)  # None once the module is gone
         self._shown: dict[int, torch.Tensor] = {}
         self._kinds: dict[type, int] = {}
-        self._steady: Steady | None = None
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         """Name and tensor of gradients that cannot be moved, found by the last walk."""
@@ -84,12 +84,6 @@ class ModuleAdapter(Adapter):
                     raise RegistrationError(f"{name!r}: {reason}.")
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
-            for item in self.owned():
-                is_cache = type(item.tensor) is torch.Tensor and item.tensor.is_inference()  # moves; a weight could never be trained
-                if not is_cache and (problem := problem_of(item.tensor, self.compute_device)) is not None:
-                    raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
-            for path, problem in self.immovable():
-                raise RegistrationError(f"{name!r}: {path!r} {problem}.")
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
         """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator already. Decided before adoption."""
@@ -113,23 +107,25 @@ class ModuleAdapter(Adapter):
     def owned(self) -> Iterator[Owned]:
         """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live
         autograd graph are transient. Raises RegistrationError: a tensor was added that cannot be moved as bytes."""
-        module, self._steady = self.root(), None
+        module, self.steady = self.root(), None
         if module is None:
             return iter(())
         modules: list[torch.nn.Module] = []
         found = self._collect(module, modules)
         # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
         # A walk for handing back refuses nothing, so the next one has to look at everything.
-        is_simple = not self.frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests
+        is_simple = not (
+            self.frameworks or self._nests or self._immovable or any(each.transient or each.wrapper is not None for each in found)
+        )
         if is_simple and not self.hands_back:
-            self._steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
+            self.steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self._steady is None else self._steady.look()
+        return None if self.steady is None else self.steady.look()
 
     def standing(self) -> object | None:
-        return self._steady if self._steady is not None and self._steady.has_no_gradients() else None
+        return self.steady if self.steady is not None and self.steady.has_no_gradients() else None
 
     def other_names(self) -> Mapping[str, str]:
         return self._other_names

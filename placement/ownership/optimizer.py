@@ -62,11 +62,11 @@ class OptimizerAdapter(Adapter):
     """
 
     kind = "optimizer"
+    steady: SteadyState | None = None
 
     def __init__(self, optimizer: Any, *, name: str, compute_device: torch.device, external: bool = False) -> None:
         self._name = name
-        self._device = with_index(compute_device)
-        self._steady: SteadyState | None = None
+        self.compute_device = with_index(compute_device)
         self._borrowed: WeakIdSet[torch.Tensor] = WeakIdSet()
         """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of a parameter in the state."""
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
@@ -89,29 +89,26 @@ class OptimizerAdapter(Adapter):
                 "placement.engines, such as VllmInProcess(llm)."
             )
         parameters = self.parameters()
-        self.external = "the caller says so (external=True)" if external else _external(objects, parameters, self._device)
+        self.external = "the caller says so (external=True)" if external else _external(objects, parameters, self.compute_device)
         if self.external is None:
             _refuse(name, objects)
             for index, parameter in enumerate(parameters):
                 for _, part in parts_of(parameter, ""):
-                    if (problem := problem_of(part, self._device)) is not None:
+                    if (problem := problem_of(part, self.compute_device)) is not None:
                         raise RegistrationError(f"{name!r}: parameter {index} {problem}.")
-            for item in self.owned():
-                if (problem := problem_of(item.tensor, self._device)) is not None:
-                    raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
 
     def owned(self) -> Iterator[Owned]:
         """Every state tensor once, by parameter and key, under its name in `state_dict()` ("state.3.exp_avg") after the optimizer's path.
         What shares a storage with a parameter is the module's. Raises RegistrationError: state that cannot be moved."""
         found = list(self._walk())
-        self._steady = self._as_steady(found)
+        self.steady = self._as_steady(found)
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in find(self._root())[1]])
+        return None if self.steady is None else self.steady.look([leaf.optimizer for leaf in find(self._root())[1]])
 
     def standing(self) -> object | None:
-        return self._steady if self._steady is not None and self._steady.has_no_new_entries() else None
+        return self.steady if self.steady is not None and self.steady.has_no_new_entries() else None
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
@@ -125,7 +122,7 @@ class OptimizerAdapter(Adapter):
         if any(each.wrapper is not None or id(each.tensor) not in values for each in owned):
             return None
         steady = SteadyState(optimizers, [each.tensor for each in owned])
-        return None if steady.look(optimizers) is None else steady  # where a tensor stays that is no counter, and may have to move later
+        return steady if steady.leaves_numbers_alone else None
 
     def _walk(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
@@ -138,8 +135,8 @@ class OptimizerAdapter(Adapter):
         gradients = gradients_of(theirs)
         of_gradients = _storages(gradients.values())
         storages = _storages(theirs) | of_gradients
-        for main in main_parameters(parameters, models) if self.external is None else ():
-            yield from self._plain(main, storages)
+        mains = main_parameters(parameters, models) if self.external is None else ()
+        yield from (each for each in mains if self._moves(each, storages))
         in_groups = _storages(tensor for _, tensor in tensors_in_groups(leaves))
         for leaf in leaves:
             if (own := own_state(leaf.optimizer)) is not None:
@@ -155,46 +152,45 @@ class OptimizerAdapter(Adapter):
                 if is_sparse(tensor):
                     yield from self._sparse_state(name, tensor)
                     continue
-                for owned in self._parts(leaf, name, key, group, tensor):
-                    yield from (owned,) if self.external is not None else self._plain(owned, storages)
+                for each in owned_parts(tensor, name):
+                    if not self._stays(leaf, key, group, each.tensor) and self._moves(each, storages):
+                        yield each
 
-    def _parts(self, leaf: Leaf, name: str, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[Owned]:
-        """The parts of a state tensor, but for those that stay on the CPU."""
-        for each in owned_parts(tensor, name):
-            if self.external is not None:
-                stays = not has_bytes(each.tensor)
-            else:
-                # torch's own step functions keep only counters on the CPU. Any other CPU state of theirs was created before the parameters
-                # came to the device, and must follow them. Other step functions may keep state on the CPU on purpose, so it stays.
-                is_counter = self.is_counter(leaf.optimizer, key, group, each.tensor)
-                stays = each.tensor.is_cpu and (is_counter or not self.follows(leaf.optimizer))
-            if not stays:
-                yield each
+    def _stays(self, leaf: Leaf, key: str, group: Mapping[str, Any], part: torch.Tensor) -> bool:
+        """Whether a part of a state tensor stays on the CPU. torch's own step functions keep only counters there. Any other CPU state of
+        theirs was created before the parameters came to the device, and must follow them. Other step functions may keep state on the CPU
+        on purpose."""
+        if self.external is not None or not part.is_cpu:
+            return False
+        return self.is_counter(leaf.optimizer, key, group, part) or not self.follows(leaf.optimizer)
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
         self._sparse.add(tensor)
         for path, part in sparse_parts(tensor, name):
-            if self.external is None and not self.hands_back and (problem := problem_of_sparse(part, self._device)) is not None:
+            if self.external is None and not self.hands_back and (problem := problem_of_sparse(part, self.compute_device)) is not None:
                 raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
 
     def sparse(self) -> Iterator[torch.Tensor]:
         return iter(self._sparse)
 
-    def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
-        """Yield a tensor to move; nothing if it has no bytes, or if they are in one of these storages. Refuse one that cannot be moved."""
-        if not is_plain(owned.tensor, self._device):
+    def _moves(self, owned: Owned, storages: Container[int]) -> bool:
+        """Whether a tensor is to be moved: it has bytes, and they are in none of these storages. Refuses one that cannot be moved. Of an
+        external optimizer, whether it has bytes."""
+        if self.external is not None:
+            return has_bytes(owned.tensor)
+        if not is_plain(owned.tensor, self.compute_device):
             if self.hands_back:
-                return
-            raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
+                return False
+            raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self.compute_device)}.")
         if is_lazy_view(owned.tensor) and not self.hands_back:
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
         storage, has_elements = owned.tensor.untyped_storage(), owned.tensor.numel() > 0
         if storage._cdata in storages or (storage.nbytes() and not has_elements):  # a rank without a part of a sharded parameter
             self._borrowed.add(owned.tensor)
-        elif has_elements:
-            yield owned
+            return False
+        return has_elements
 
     def borrowed(self) -> Iterator[torch.Tensor]:
         return iter(self._borrowed)
@@ -207,7 +203,7 @@ class OptimizerAdapter(Adapter):
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         scalars = itertools.chain.from_iterable(asked("optimizer_scalars", find(self._root())[0]))
-        return ((name, scalar.nbytes) for name, scalar in scalars if scalar.device == self._device)
+        return ((name, scalar.nbytes) for name, scalar in scalars if scalar.device == self.compute_device)
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
         objects, leaves = find(self._root())
@@ -219,13 +215,14 @@ class OptimizerAdapter(Adapter):
 
     def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
         """Whether a value of the state is a counter that torch keeps on the CPU."""
-        on_device = group.get("fused") or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD)
-        return isinstance(value, torch.Tensor) and value.dim() == 0 and key in _ON_CPU_UNLESS_CAPTURED and not on_device
+        if key not in _ON_CPU_UNLESS_CAPTURED or not isinstance(value, torch.Tensor) or value.dim():
+            return False
+        return not (group.get("fused") or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD))
 
     def follows(self, optimizer: Any) -> bool:
         """Whether state on the CPU, except counters, must move to where its parameters are."""
         step = getattr(type(optimizer), "step", None)
-        return self._device.type == "cpu" or getattr(step, "__module__", "").startswith("torch.optim.")
+        return self.compute_device.type == "cpu" or getattr(step, "__module__", "").startswith("torch.optim.")
 
     def objects(self) -> list[Any]:
         """The registered object, and all wrappers and optimizers found in it."""
@@ -320,7 +317,7 @@ class OptimizerAdapter(Adapter):
                 if not leaf.wraps:  # more parameters may come
                     found.append(Unborn(leaf.optimizer, {}, stepped_by(leaf.optimizer, given)))
                 continue
-            unborn = None if leaf.wraps else unborn_state(leaf.optimizer, self._device, given)
+            unborn = None if leaf.wraps else unborn_state(leaf.optimizer, self.compute_device, given)
             if unborn is not None:
                 found.append(unborn)
             elif not is_born(leaf.optimizer):
@@ -335,7 +332,7 @@ class OptimizerAdapter(Adapter):
         given = self._stepped_for(find(self._root())[0]) if self._unborn else {}
         changed = False
         for unborn in self._unborn:  # each is asked
-            changed |= unborn.follow(self._device, given)
+            changed |= unborn.follow(self.compute_device, given)
         return changed
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:

@@ -46,13 +46,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @contextlib.contextmanager
 def _collecting_later() -> Iterator[None]:
-    """The garbage collector waits: for 10,000 parameters it would take longer than the registration, all of whose objects stay."""
+    """The garbage collector waits: for 10,000 parameters it would take longer than the registration, all of whose objects stay. Therefore
+    these go straight to its oldest generation."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else somebody has frozen objects, and they stay so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -363,6 +363,7 @@ class AdoptedStorage(Storage):
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device."""
         born = self.scanner.rescan(movable=True)
+        self.adapter.check(owned for adoptee in (*born.lasting, *born.transient) for owned in adoptee.owned)
         self.scanner.note_places(born)
         fresh, own = self.adopt_apart(born.lasting)
         for adoptees, transient in ((own, False), (born.transient, True)):

@@ -90,7 +90,6 @@ class ManagedStorage(AdoptedStorage):
             self.look_at_framework_memory()
             self.scanner.align_wrappers()
             self.count_uses()
-            self.scanner.rescan()
             self.writes.note()
             if was_on_device:
                 self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it

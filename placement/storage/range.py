@@ -275,7 +275,8 @@ class ObjectRanges:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._forms: dict[str, tuple[int, Form]] = {}  # the address of the storage, and the form, by the tensor's name
+        self._addresses: dict[str, int] = {}  # the address of the storage, by the tensor's name
+        self._forms: dict[str, Form] = {}  # equal forms are one object: each object more is one more for the garbage collector
         self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
         self._other_names: Mapping[str, str] = {}
         self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
@@ -299,7 +300,7 @@ class ObjectRanges:
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Replace all places by those of these tensors, which are there now."""
-        self._forms, self._outlines, self._other_names = {}, {}, other_names
+        self._addresses, self._forms, self._outlines, self._other_names = {}, {}, {}, other_names
         self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
 
     def add_places(self, fresh: Range) -> None:
@@ -309,8 +310,10 @@ class ObjectRanges:
 
     def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
         outlines: dict[int, Outline] = {}
+        forms = {form: form for form in self._forms.values()}
         for owned, address in found:
-            self._forms[owned.name] = address, form_of(owned.tensor)
+            form = form_of(owned.tensor)
+            self._addresses[owned.name], self._forms[owned.name] = address, forms.setdefault(form, form)
             if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
                 if id(owned.wrapper) not in outlines:
                     outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
@@ -318,7 +321,8 @@ class ObjectRanges:
 
     def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
         entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
-        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
+        addresses = self._addresses.items()
+        found = {name: Place(*entries[address], self._forms[name]) for name, address in addresses if address in entries}
         return {other: found[name] for other, name in self._others(found) if other not in found} | found
 
     def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -185,6 +185,7 @@ class StorageScanner:
         self.discovered: frozenset[int] = frozenset()  # its new storages (`_cdata`) as of the last look: its own from then on
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
+        self._walked: object | None = None  # the `Adapter.steady` of the walk in the last look
         self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
@@ -200,6 +201,8 @@ class StorageScanner:
 
     def tensors_now(self) -> list[torch.Tensor]:
         """The object's tensors that can be moved, also where it has got some that cannot."""
+        if (seen := self.adapter.unchanged()) is not None:
+            return seen.tensors
         before, self.adapter.hands_back = self.adapter.hands_back, True
         try:
             return [owned.tensor for owned in self.adapter.owned()]
@@ -209,10 +212,12 @@ class StorageScanner:
     def rescan(self, *, movable: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
         `movable`: give sparse gradients storages that nothing else uses, so that everything new can be moved."""
-        last = self._last if self._last is not None and self._last[0] is self.ranges.all else None
-        if last is not None and (seen := self.adapter.unchanged()) is not None and self._is_as_before(seen, *last[1:]):
-            return Scan([], [], [])
         ranges = self.ranges.all
+        last = self._last if self._last is not None and self._last[0] is ranges else None
+        is_known = self._walked is not None and self._walked is self.adapter.steady
+        seen = self.adapter.unchanged() if last is not None or is_known else None
+        if seen is not None and ((last is not None and self._is_as_before(seen, *last[1:])) or (is_known and self._is_in_place(seen))):
+            return Scan([], [], [])
         walk = _Walk(self.adapter.owned(), ranges)
         if movable and (sparse := list(self.adapter.sparse())):
             del walk  # its tensors use the sparse gradients' storages, too
@@ -227,7 +232,7 @@ class StorageScanner:
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
-        self._last = None
+        self._last, self._walked = None, self.adapter.steady
         if walk.storages and len(walk.in_place) == len(walk.storages) and (seen := self.adapter.unchanged()) is not None:
             self._last = ranges, walk.storages, seen.addresses, seen.versions
         shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -255,7 +260,7 @@ class StorageScanner:
             self.ranges.note_places(born.in_place, self.adapter.other_names())
 
     def align_wrappers(self) -> None:
-        if self.adapter.unchanged() is None:  # else the last walk found none
+        if self.adapter.steady is None:  # else the last walk found none
             align_all(self.adapter.owned())
 
     def _is_as_before(self, found: Seen, storages: Sequence[int], addresses: list[int], last_versions: list[int]) -> bool:
@@ -269,6 +274,21 @@ class StorageScanner:
         if found.versions != last_versions:
             self.versions = Versions(storages, found.versions)
             self._last = self.ranges.all, storages, addresses, found.versions
+        return True
+
+    def _is_in_place(self, found: Seen) -> bool:
+        """Whether all of the tensors of the last look, which the adapter has found unchanged, lie at their places by now: they have moved
+        in since. Updates what is known of them."""
+        ranges, storages = self.ranges.all, list(map(_STORAGE, found.tensors))
+        keys = list(map(_CDATA, storages))
+        places = {entry.ref.cdata: r.layout.addresses.base + entry.offset for r in ranges for entry in r.placed}
+        if not keys or list(map(places.get, keys)) != list(map(torch.UntypedStorage.data_ptr, storages)):
+            return False
+        hosts = self._note_borrowed()
+        self.discovered, self.versions = frozenset(), Versions(keys, found.versions)
+        self._alive = [*(entry.ref for r in ranges for entry in r.placed), *hosts]
+        self.aliases = dict(Counter(keys) + Counter(host.cdata for host in hosts))
+        self._last = ranges, keys, found.addresses, found.versions
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, list[Owned]]) -> tuple[list[int], str | None]:

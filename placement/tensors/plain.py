@@ -283,7 +283,9 @@ class Owned:
         return version_of(self.tensor) + (0 if self.wrapper is None else version_of(self.wrapper))
 
 
-def owned_parts(tensor: torch.Tensor, name: str, transient: bool = False) -> Iterator[Owned]:
+def owned_parts(tensor: torch.Tensor, name: str, transient: bool = False) -> Iterable[Owned]:
+    if type(tensor) in PLAIN_TYPES:
+        return (Owned(name, tensor, transient),)
     return (Owned(path, part, transient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
 
 

@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 
 def adapt(module: nn.Module, **options: Any) -> ModuleAdapter:
-    return ModuleAdapter(module, name="actor", compute_device=CPU, **options)
+    adapter = ModuleAdapter(module, name="actor", compute_device=CPU, **options)
+    adapter.check(adapter.owned())
+    return adapter
 
 
 def names(adapter: Adapter) -> list[str]:
@@ -154,7 +156,9 @@ def test_old_style_weight_norm_keeps_its_computed_weight() -> None:
 
 
 def adapt_optimizer(optimizer: Any, **options: Any) -> OptimizerAdapter:
-    return OptimizerAdapter(optimizer, name="adam", compute_device=CPU, **options)
+    adapter = OptimizerAdapter(optimizer, name="adam", compute_device=CPU, **options)
+    adapter.check(adapter.owned())
+    return adapter
 
 
 def make(cls: Any = optim.Adam, **options: Any) -> tuple[list[nn.Parameter], optim.Optimizer]:

@@ -219,7 +219,7 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
 @functools.lru_cache(maxsize=1024)
 def _array_type(nbytes: int) -> Any:
     # A subclass, because instances of the plain array type cannot hold attributes.
-    return type("Bytes", (ctypes.c_char * nbytes,), {})
+    return type("Bytes", (ctypes.c_char * nbytes,), {"__slots__": ("owner",)})
 
 
 def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
