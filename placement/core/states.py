@@ -278,7 +278,7 @@ class View:
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under `plan`."""
-        return sum([bytes_under(plan, h) for h in self.handles.values()])
+        return sum([bytes_under(plan, h) for h in self.handles.values() if plan.targets.get(h.name) is not State.CPU_OFFLOADED])
 
     def fits(self, plan: Plan, *more: HandleView) -> bool:
         """Whether `plan`, with the handles `more` on the device too, stays within the budget."""

@@ -116,22 +116,18 @@ class AdoptedStorage(Storage):
         """Device bytes that it takes to put memory behind every range."""
         return sum([r.device_bytes for r in self.object_ranges.all])
 
-    @property
-    def num_bytes(self) -> int:
-        return self.device_bytes + (self._unadopted_bytes if self.on_device else 0) + self.unborn_bytes
+    def sizes(self) -> tuple[int, int, int]:
+        device_bytes = own_bytes = aside_bytes = 0
+        for r in self.object_ranges.all:
+            device_bytes += r.device_bytes
+            own_bytes += r.pages.own_bytes
+            aside_bytes += r.pages.aside_bytes
+        unadopted_bytes = self._unadopted_bytes if self.on_device else 0
+        return device_bytes + unadopted_bytes + self.unborn_bytes, own_bytes + aside_bytes + unadopted_bytes, aside_bytes
 
     @property
     def chunk_bytes(self) -> int:
         return self.resident_bytes - self.unadopted_bytes
-
-    @property
-    def resident_bytes(self) -> int:  # asked often, so it asks no other property
-        chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.object_ranges.all])
-        return chunk_bytes + self._unadopted_bytes if self.on_device else chunk_bytes
-
-    @property
-    def prefetched_bytes(self) -> int:
-        return sum([r.pages.aside_bytes for r in self.object_ranges.all])
 
     @property
     def unadopted_bytes(self) -> int:
