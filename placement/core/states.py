@@ -182,7 +182,7 @@ class Plan:
         object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
-        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
+        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()} if self.parts else {}))
         object.__setattr__(self, "prefetch", ReadOnly(self.prefetch))
 
     def __getitem__(self, name: str) -> State:
@@ -294,6 +294,8 @@ class View:
         Args:
             freed_bytes: the candidates, with the device bytes that each would free.
         """
+        if deficit_bytes <= 0:
+            return set()
         stepped = {owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners}
         clean = {n for n in freed_bytes if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)}
         evicted: list[str] = []
