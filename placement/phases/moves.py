@@ -94,7 +94,7 @@ class Mover:
     def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
         """End a phase transition in which every handle is at its target."""
         self._finish(handles.values())
-        if ahead is not NOTHING_AHEAD or self.chunk_pool.held_bytes:
+        if ahead is not NOTHING_AHEAD or self._exchange.chunk_pool:  # the pool has chunks
             self._end_with(ahead)
 
     # --- all or nothing

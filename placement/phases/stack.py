@@ -340,7 +340,8 @@ class PhaseStack:
                         pass
 
     def _sweep(self) -> None:
-        self._forget_collected()
+        if self._gone:
+            self._forget_collected()
         self._sweep_abandoned()
 
     def _sweep_abandoned(self) -> None:

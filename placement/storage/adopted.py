@@ -64,6 +64,7 @@ class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
+    can_prefetch = True
     on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
@@ -90,10 +91,6 @@ class AdoptedStorage(Storage):
     @property
     def ranges(self) -> tuple[Range, ...]:
         return self.object_ranges.all
-
-    @property
-    def can_prefetch(self) -> bool:
-        return True
 
     @property
     def is_on_host(self) -> bool:
