@@ -182,7 +182,7 @@ class Plan:
         object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
-        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
+        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()} if self.parts else {}))
         object.__setattr__(self, "prefetch", ReadOnly(self.prefetch))
 
     def __getitem__(self, name: str) -> State:
@@ -278,7 +278,7 @@ class View:
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under `plan`."""
-        return sum([bytes_under(plan, h) for h in self.handles.values()])
+        return sum([bytes_under(plan, h) for h in self.handles.values() if plan.targets.get(h.name) is not State.CPU_OFFLOADED])
 
     def fits(self, plan: Plan, *more: HandleView) -> bool:
         """Whether `plan`, with the handles `more` on the device too, stays within the budget."""
@@ -294,6 +294,8 @@ class View:
         Args:
             freed_bytes: the candidates, with the device bytes that each would free.
         """
+        if deficit_bytes <= 0:
+            return set()
         stepped = {owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners}
         clean = {n for n in freed_bytes if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)}
         evicted: list[str] = []

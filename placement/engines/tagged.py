@@ -109,13 +109,8 @@ class Residency(Storage):
         """Device bytes of each tag; 0 while not known."""
         return {tag: self._bytes_of(frozenset({tag})) for tag in self.tags}
 
-    @property
-    def num_bytes(self) -> int:
-        return self._bytes_of(frozenset(self.tags))
-
-    @property
-    def resident_bytes(self) -> int:
-        return self._bytes_of(self.resident_tags)
+    def sizes(self) -> tuple[int, int, int]:
+        return self._bytes_of(frozenset(self.tags)), self._bytes_of(self.resident_tags), 0
 
     @property
     def mirror_bytes(self) -> int:

@@ -55,8 +55,8 @@ def _lacks(engine: Handle, plan: Plan) -> bool:
 
 def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
-    others = [handle for handle in handles.values() if handle.residency is None]
-    return others, [handle for handle in handles.values() if handle.residency is not None]
+    engines = [handle for handle in handles.values() if handle.residency is not None]
+    return [handle for handle in handles.values() if handle not in engines], engines
 
 
 def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
@@ -94,7 +94,7 @@ class Mover:
     def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
         """End a phase transition in which every handle is at its target."""
         self._finish(handles.values())
-        if ahead is not NOTHING_AHEAD or self.chunk_pool.held_bytes:
+        if ahead is not NOTHING_AHEAD or self._exchange.chunk_pool:  # the pool has chunks
             self._end_with(ahead)
 
     # --- all or nothing
@@ -128,8 +128,8 @@ class Mover:
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
             # Ranks that write a host copy together wait for one another there, and not while others wait for them in a vote.
-            writes = [h for h in others if h.holding is not None and h.holding.is_written_together and h.holding.on_device]
-            if agree is not None and (any(have_left) or any(not target_of(handle, plan)[1] for handle in writes)):
+            writes = (each for each in others if each.holding is not None and each.holding.is_written_together and each.holding.on_device)
+            if agree is not None and (any(have_left) or any(not target_of(each, plan)[1] for each in writes)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
             paths = [(handle, _path(handle, target_of(handle, plan))) for handle in others]
@@ -270,8 +270,9 @@ class Mover:
     def complete(self, handles: Iterable[Handle]) -> list[Exception]:
         """Commit the loads that waited for the group's decision, whatever it is: the other ranks do it, too. Returns the errors."""
         errors: list[Exception] = []
-        for handle in sorted(handles, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
-            if (holding := handle.holding) is not None and not holding.is_complete:
+        incomplete = [each for each in handles if not each.storage.is_complete]
+        for handle in sorted(incomplete, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
+            if (holding := handle.holding) is not None:
                 try:
                     holding.complete()
                     if self._verifier is not None:
@@ -329,11 +330,12 @@ class Mover:
     def _fire(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None = None) -> None:
         """Make one state transition: do its work, commit it, record it. `tags`: those that an engine moves; None: those on the device."""
         began, source = time.monotonic(), handle.state
-        with self._failing([(handle, trigger)]):
-            handle.require(trigger)
         if trigger in _MOVES and handle not in self._moved:  # this is recovery, or the exchange of all has failed
+            with self._failing([(handle, trigger)]):
+                handle.require(trigger)
             self._move([(handle, [trigger])])
         with self._failing([(handle, trigger)]):
+            handle.require(trigger)
             moved = self._work(handle, trigger, tags)
             handle.fire(trigger)
         self._record(handle, trigger, source, began, moved)
@@ -382,14 +384,15 @@ class Mover:
             nbytes=moved.copied_bytes,
             skipped_bytes=moved.skipped_bytes,
             seconds=moved.seconds or now - began_seconds,
-            resident_bytes=handle.resident_bytes,
+            resident_bytes=handle.storage.sizes()[1],
             prefetched_bytes=moved.prefetched_bytes,
         )
         self._journal.record(handle.counters, record)
 
     def _settle_all(self, handles: Iterable[Handle]) -> list[Exception]:
         """Repair every handle after failed moves, those that free memory before those that need it. Returns the errors."""
-        return self._each(sorted(handles, key=lambda each: each.is_on_device), lambda _: None)
+        doubtful = [each for each in handles if each.storage.lost != each.broken or not each.storage.is_consistent_in(each.state)]
+        return self._each(sorted(doubtful, key=lambda each: each.is_on_device), lambda _: None)
 
     def _make_consistent(self, handle: Handle) -> None:
         """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +28,8 @@ from placement.registration.handle import Handle
 
 def here() -> Any:
     """The asyncio task that runs now; outside asyncio the current thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    return task if task is not None else threading.current_thread()
+    task = None if asyncio._get_running_loop() is None else asyncio.current_task()
+    return threading.current_thread() if task is None else task
 
 
 def _words(holder: Any) -> str:
@@ -42,6 +39,7 @@ def _words(holder: Any) -> str:
 
 
 _NO_PLAN = Plan({})
+_NOTHING = nullcontext()
 
 
 @dataclass(eq=False, slots=True)
@@ -85,9 +83,8 @@ class OpenPhases:
 
     def check_holder(self, name: str) -> None:
         """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody."""
-        me = here()
         for each in self.all:
-            if each.holder is not None and each.holder is not me and each.holder is not threading.current_thread():
+            if each.holder not in (None, threading.current_thread()) and each.holder is not (me := here()):
                 raise PhaseError(
                     f"{_words(me)} wants phase {name!r} while {_words(each.holder)} holds phase {each.name!r}: one manager is in one phase "
                     "at a time. Use enter() and leave() for a phase that spans threads."
@@ -176,10 +173,9 @@ class TransitionLock:
         self.pid = os.getpid()
         self.is_closed = False
 
-    @contextmanager
     def attempt(
         self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
         `vote`: tells the group; None: `self.vote`.
         `begins`: a phase is about to begin.
@@ -187,8 +183,11 @@ class TransitionLock:
         `error`: the user's exception with which a phase is left, if any."""
         vote = self.vote if vote is None else vote
         if vote is None or os.getpid() != self.pid:  # a forked child is not a rank
-            yield
-            return
+            return _NOTHING
+        return self._attempt(vote, begins, own, error)
+
+    @contextmanager
+    def _attempt(self, vote: GroupVote, begins: bool, own: bool, error: BaseException | None) -> Iterator[None]:
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
@@ -214,7 +213,8 @@ class TransitionLock:
         """Hold the lock for a phase transition, with torch's modes off. First, abandoned phases are left."""
         inside = "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition"
         capturing = "phases cannot change while a graph is being captured: moving memory would become part of it"
-        with self.busy(inside, capturing), without_modes(), torch.inference_mode(False), torch.no_grad():
+        inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+        with self.busy(inside, capturing), without_modes(), inference, torch.no_grad():
             self._sweep()
             yield
 

@@ -86,7 +86,7 @@ class Reconciler:
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
-                if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+                if handle.adapter is None and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
                     view, plan = self._ask(wanted)  # ask again, because its size is known only now
             if self.vote is not None and self.vote.group.compares_plans:
@@ -233,14 +233,7 @@ class Reconciler:
 
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
-        self.planner.memory = self._device.memory()
-        held_bytes = 0
-        for handle in self._handles.values():
-            storage = handle.storage
-            storage.measure()
-            held_bytes += storage.resident_bytes
-        self.planner.measure_state()
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
 
     def _trim(self) -> None:
         """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""

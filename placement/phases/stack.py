@@ -49,7 +49,7 @@ class PhaseStack:
     ) -> None:
         self._device = device
         self._journal = journal
-        self._gone: deque[Handle] = deque()  # the handles whose objects were garbage-collected
+        self._gone: deque[Handle] = deque()  # handles whose objects were garbage-collected, or that could not be handed back as a whole
         self.is_closing = False
         """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
@@ -272,14 +272,12 @@ class PhaseStack:
     def _forget_collected(self) -> None:
         """Forget the handles whose objects were garbage-collected, and those that an error kept from being forgotten."""
         while self._gone:
-            handle = self._gone[0]
-            if self._handles.get(handle.name) is handle:
-                if not self.is_closing:
+            handle, is_gone = self._gone[0], self._gone[0].is_gone
+            if self._handles.get(handle.name) is handle and (is_gone or (handle.holding is not None and handle.holding.is_leaving)):
+                if is_gone and not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
             self._gone.popleft()  # last, so that after a failure the next phase transition does this again
-        for handle in [each for each in self._handles.values() if each.holding is not None and each.holding.is_leaving]:
-            self.forget(handle)
 
     def _look_for_writes(self, *, wait: bool) -> None:
         """Look for writes into a handle's offloaded memory before it is forgotten. The next phase transition raises what is found."""
@@ -342,7 +340,8 @@ class PhaseStack:
                         pass
 
     def _sweep(self) -> None:
-        self._forget_collected()
+        if self._gone:
+            self._forget_collected()
         self._sweep_abandoned()
 
     def _sweep_abandoned(self) -> None:

@@ -18,6 +18,7 @@ from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
 from placement.registration.handle import Handle, Node
+from placement.storage.managed import ManagedStorage
 
 MOST_PHASES = 64  # how far back a history goes
 _GENERATING: dict[str, tuple[str, ...]] = {
@@ -35,12 +36,9 @@ class PhaseHistory:
 
     def __init__(self) -> None:
         self._phases: deque[str] = deque(maxlen=MOST_PHASES)
-        self._lengths: list[int] = []  # for each place in the history: how many phases up to it are the same as the last ones
 
     def began(self, phase: str) -> None:
-        lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
         self._phases.append(phase)
-        self._lengths = [*lengths, len(self._phases)][-MOST_PHASES:]
 
     def upcoming(self, phase: str) -> tuple[str, ...]:
         """The phases that are expected after this one, nearest first, for one whole cycle; empty if none has been seen.
@@ -49,14 +47,22 @@ class PhaseHistory:
         phases were as here, for longest, and of equal ones the last. A phase that is not in the history (`idle`, or one that begins for
         the first time) is taken as one that was put in after the last phase.
         """
-        if phase in self._phases:
-            lengths = [0, *self._lengths]
-            after = max((lengths[i], i) for i, name in enumerate(self._phases) if name == phase)[1]
-        else:
-            length, after = max([(length, i) for i, length in enumerate(self._lengths[:-1])], default=(0, 0))
-            if not length:
-                return ()
-        return tuple(self._phases)[after + 1 :]
+        phases = [*self._phases]
+        is_known = phase in phases
+        longest, after = -is_known, len(phases)
+        for place in range(len(phases) - 1, -1, -1):
+            if longest >= place:
+                break  # fewer phases are before all places that are left
+            if (not is_known or phases[place] == phase) and (length := _common_end(phases[:place], phases)) > longest:
+                longest, after = length, place
+        return tuple(phases[after + is_known :])
+
+
+def _common_end(short: list[str], long: list[str]) -> int:
+    """How many phases at the ends of two histories are the same."""
+    if short == long[len(long) - len(short) :]:  # as in every steady cycle
+        return len(short)
+    return next(n for n, (one, other) in enumerate(zip(reversed(short), reversed(long), strict=False)) if one != other)
 
 
 class Planner:
@@ -92,10 +98,7 @@ class Planner:
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
         used = [handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED]
-        if _follow_param_groups(used):
-            view = self.view(phase, enclosing, kept)
-            plan = ask_policy(self._policy, view)
-        return view, plan
+        return self.ask(phase, enclosing, kept) if _follow_param_groups(used) else (view, plan)
 
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.
@@ -109,7 +112,7 @@ class Planner:
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
         handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
-        budget_bytes = self.budget_bytes(phase)
+        budget_bytes = self.budget_bytes(phase, handles.values())
         return View(
             phase=phase,
             enclosing=enclosing,
@@ -123,8 +126,8 @@ class Planner:
     def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
         """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
         _follow_param_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
-        views = {name: handle_view(handle) for name, handle in self._handles.items()}
-        return {name: (each.num_bytes, self._handles[name].is_on_device, sorted(each.resident_tags)) for name, each in views.items()}
+        handles = self._handles.items()
+        return {name: (each.num_bytes, each.is_on_device, sorted(each.storage.resident_tags)) for name, each in handles}
 
     def generating(self, phase: str) -> tuple[str, ...]:
         """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
@@ -132,14 +135,15 @@ class Planner:
 
     # --- the budget
 
-    def budget_bytes(self, phase: str) -> int:
-        """Device bytes that all handles of this rank together may hold in a phase, as of now. May be called on any thread."""
+    def budget_bytes(self, phase: str, views: Iterable[HandleView] | None = None) -> int:
+        """Device bytes that all handles (`views`) of this rank together may hold in a phase, as of now. May be called on any thread."""
         given, leased = self._settings.budget_bytes, self._leased_from_bytes
         if leased is not None:
             return min(leased if given is None else given, leased - self._leased_beside_bytes(phase))
         if given is not None:
             return given
-        held_bytes = sum(each.resident_bytes for each in [*self._handles.values()] if not each.external)  # what can leave to make room
+        handles = [*self._handles.values()] if views is None else views
+        held_bytes = sum([each.resident_bytes for each in handles if not each.external])  # what can leave to make room
         available = self.memory.free_bytes + held_bytes + self._born_bytes
         seen = self._others_bytes.get(phase)
         if seen is None:
@@ -172,11 +176,18 @@ class Planner:
         guess = int(leased * self._settings.headroom) if self._settings.budget_bytes is None and phase != IDLE else 0
         return min(leased, self._others_bytes.get(phase, guess))
 
-    def measure_state(self) -> None:
-        """Measure the optimizer state in torch's own memory. Call `Storage.measure` first."""
-        storages = [handle.storage for handle in self._handles.values() if handle.kind == "optimizer"]
-        self._born_bytes = sum(each.born_bytes for each in storages)
-        self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)
+    def measure(self, memory: DeviceMemory) -> int:
+        """Measure the handles, beside the device's memory. Returns the device bytes that they hold."""
+        self.memory, held, born, unadopted = memory, 0, 0, 0
+        for handle in self._handles.values():
+            storage = handle.storage
+            storage.measure()
+            held += storage.sizes()[1]
+            if handle.kind == "optimizer":
+                born += storage.born_bytes
+                unadopted += storage.unadopted_bytes
+        self._born_bytes, self._state_bytes = born, born + unadopted
+        return held
 
     def note_end_of(self, phase: str) -> None:
         """A phase ends now: remember how much memory others need in it."""
@@ -188,46 +199,40 @@ class Planner:
 
 
 def _follow_param_groups(handles: Iterable[Handle]) -> bool:
-    """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any.
-
-    This looks at every parameter, so the optimizers that a phase does not use are not asked.
-    """
-    followed = [handle.holding.follow_param_groups() for handle in handles if handle.holding is not None]  # a list: each must be asked
-    return any(followed)
+    """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any. This looks
+    at every parameter, so the optimizers that a phase does not use are not asked."""
+    optimizers = [handle.storage for handle in handles if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage)]
+    return True in [each.follow_param_groups() for each in optimizers]  # a list: each must be asked
 
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
-    storage, streamed = handle.storage, handle.streamed
-    window_bytes = 0 if streamed is None else streamed.window_bytes
-    tags, resident_tags = (storage.bytes_by_tag(), storage.resident_tags) if storage.tags else (NO_TAGS, frozenset[str]())
-    sizes = (storage.num_bytes, storage.resident_bytes, storage.prefetched_bytes, window_bytes, tags, resident_tags)
-    facts = (sizes, handle.node, handle.adapter, handle.owners, handle.role, handle.gathers, storage.can_prefetch, handle.name in kept)
-    if (last := handle.last_view) is not None and last[0] == facts:
-        return last[1]
-    view = HandleView(
-        name=handle.name,
-        kind=handle.kind,
-        role=handle.role,
-        state=handle.state,
-        num_bytes=storage.num_bytes,
-        resident_bytes=storage.resident_bytes,
-        prefetched_bytes=storage.prefetched_bytes,
-        can_prefetch=storage.can_prefetch,
-        owners=tuple([owner.name for owner in handle.owners]),
-        readonly=handle.readonly,
-        external=handle.external,
-        gathers=handle.gathers is not None,
-        built=handle.is_built,
-        kept=handle.name in kept,
-        tags=tags,
-        resident_tags=resident_tags,
-        streaming=handle.is_streaming,
-        window_bytes=window_bytes,
-        unstreamable=None if streamed is None else streamed.refusal,
-    )
-    handle.last_view = facts, view
-    return view
+    storage, streamed, adapter, (state, is_on_device) = handle.storage, handle.streamed, handle.adapter, handle.node
+    num_bytes, resident_bytes, prefetched_bytes = storage.sizes()
+    facts: dict[str, Any] = {
+        "name": handle.name,
+        "kind": handle.kind,
+        "role": handle.role,
+        "state": state,
+        "num_bytes": num_bytes,
+        "resident_bytes": resident_bytes,
+        "prefetched_bytes": prefetched_bytes,
+        "can_prefetch": storage.can_prefetch,
+        "owners": tuple([owner.name for owner in handle.owners]) if handle.owners else (),
+        "readonly": handle.readonly,
+        "external": adapter is not None and adapter.external is not None,
+        "gathers": handle.gathers is not None,
+        "built": adapter is not None,
+        "kept": handle.name in kept,
+        "tags": storage.bytes_by_tag() if storage.tags else NO_TAGS,
+        "resident_tags": storage.resident_tags,
+        "streaming": state is not State.CPU_OFFLOADED and not is_on_device,
+        "window_bytes": 0 if streamed is None else streamed.window_bytes,
+        "unstreamable": None if streamed is None else streamed.refusal,
+    }
+    if handle.last_view is None or handle.last_view[0] != facts:
+        handle.last_view = facts, HandleView(**facts)
+    return handle.last_view[1]
 
 
 def ask_policy(policy: Any, view: View) -> Plan:
@@ -254,16 +259,12 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     forgotten = [name for name in view.handles if name not in plan.targets]
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
-    unknown = [
-        name
-        for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch))
-        if name not in view.handles
-    ]
+    named = dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch))
+    unknown = [name for name in named if name not in view.handles]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
     for name, state in plan.targets.items():
-        handle = view.handles.get(name)
-        if handle is not None and handle.readonly and state is State.TRAINING:
+        if state is State.TRAINING and name in view.handles and view.handles[name].readonly:
             yield f"it wants {name!r} in TRAINING, which is readonly"
     yield from _wrongly_streamed(view, plan)
     for name, tags in plan.parts.items():
@@ -336,7 +337,8 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
 
 def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all(handle.is_at(target_of(handle, plan)) for handle in handles.values())
+    elsewhere = [handle for handle in handles.values() if not handle.is_at(target_of(handle, plan))]
+    return not elsewhere
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:

@@ -121,8 +121,8 @@ class Handle:
         self.stray_references = 0
         self.stray_names = ""  # names of the storages to which others held references at the last offload
         self.drift_bytes = 0
-        self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
-        """The view of this handle that a policy was shown last, with the facts from which it was made."""
+        self.last_view: tuple[dict[str, Any], HandleView] | None = None
+        """The view of this handle that a policy was shown last, with its fields."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
         self._object: weakref.ref[Any] | None = None
@@ -212,7 +212,7 @@ class Handle:
     @property
     def node(self) -> Node:
         """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
-        state = self.state
+        state = _STATES[self._state]
         if state is State.SYNCING or state is State.TRAINING:
             return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
@@ -388,7 +388,7 @@ class Handle:
 
     def require(self, trigger: Trigger) -> None:
         """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the handle is broken."""
-        if self._state not in _MACHINE.events[trigger.value].transitions:
+        if self._state not in _MACHINE.events[trigger].transitions:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
         if self.broken is not None:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
@@ -396,7 +396,7 @@ class Handle:
     def fire(self, trigger: Trigger) -> None:
         """Commit one state transition, whose work is done. PhaseError: the table has none such."""
         try:
-            _MACHINE.events[trigger.value].trigger(self)
+            _MACHINE.events[trigger].trigger(self)
         except MachineError as error:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}") from error
 

@@ -67,7 +67,7 @@ class Registry:
         self,
         device: Device,
         phase_now: Callable[[], str],
-        when_gone: Callable[[Handle], None],
+        when_gone: Callable[[Handle], None],  # also told of a handle that an error has kept from being handed back
         streaming: Streaming,
         settings: Settings,
     ) -> None:
@@ -149,7 +149,11 @@ class Registry:
         handle.storage = NotBuilt()
 
     def _unbind(self, handle: Handle) -> None:
-        handle.storage.unadopt()
+        try:
+            handle.storage.unadopt()
+        except BaseException:
+            self._when_gone(handle)
+            raise
         for hook in handle.guards:  # only now, because `unadopt` may fail, and then the handle stays and needs its guards
             hook.remove()
         handle.guards, handle.streamed = [], None

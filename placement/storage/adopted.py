@@ -64,6 +64,7 @@ class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
+    can_prefetch = True
     on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
@@ -92,10 +93,6 @@ class AdoptedStorage(Storage):
         return self.object_ranges.all
 
     @property
-    def can_prefetch(self) -> bool:
-        return True
-
-    @property
     def is_on_host(self) -> bool:
         return not self.on_device or self.stage in (Stage.HIDING, Stage.VACATING)
 
@@ -116,22 +113,18 @@ class AdoptedStorage(Storage):
         """Device bytes that it takes to put memory behind every range."""
         return sum([r.device_bytes for r in self.object_ranges.all])
 
-    @property
-    def num_bytes(self) -> int:
-        return self.device_bytes + (self._unadopted_bytes if self.on_device else 0) + self.unborn_bytes
+    def sizes(self) -> tuple[int, int, int]:
+        device_bytes = own_bytes = aside_bytes = 0
+        for r in self.object_ranges.all:
+            device_bytes += r.device_bytes
+            own_bytes += r.pages.own_bytes
+            aside_bytes += r.pages.aside_bytes
+        unadopted_bytes = self._unadopted_bytes if self.on_device else 0
+        return device_bytes + unadopted_bytes + self.unborn_bytes, own_bytes + aside_bytes + unadopted_bytes, aside_bytes
 
     @property
     def chunk_bytes(self) -> int:
         return self.resident_bytes - self.unadopted_bytes
-
-    @property
-    def resident_bytes(self) -> int:  # asked often, so it asks no other property
-        chunk_bytes = sum([r.pages.own_bytes + r.pages.aside_bytes for r in self.object_ranges.all])
-        return chunk_bytes + self._unadopted_bytes if self.on_device else chunk_bytes
-
-    @property
-    def prefetched_bytes(self) -> int:
-        return sum([r.pages.aside_bytes for r in self.object_ranges.all])
 
     @property
     def unadopted_bytes(self) -> int:

@@ -47,24 +47,28 @@ class Storage(abc.ABC):
 
     # --- bytes
 
-    @property
     @abc.abstractmethod
+    def sizes(self) -> tuple[int, int, int]:
+        """The next three, which every phase transition asks of every handle."""
+
+    @property
     def num_bytes(self) -> int:
         """Device bytes that the handle needs in order to be resident."""
+        return self.sizes()[0]
 
     @property
-    @abc.abstractmethod
     def resident_bytes(self) -> int:
         """Device bytes that the handle holds now."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The part of `resident_bytes` that is in chunks: behind the ranges, or aside."""
-        return 0
+        return self.sizes()[1]
 
     @property
     def prefetched_bytes(self) -> int:
         """Device bytes of an offloaded handle's pages that are aside: prefetched, or left there by its offload."""
+        return self.sizes()[2]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The part of `resident_bytes` that is in chunks: behind the ranges, or aside."""
         return 0
 
     @property
@@ -183,8 +187,9 @@ class NotBuilt(Storage):
     """The storage of a handle without an object, with which nothing can disagree."""
 
     on_device = False
-    num_bytes = 0
-    resident_bytes = 0
+
+    def sizes(self) -> tuple[int, int, int]:
+        return 0, 0, 0
 
 
 class ExternalStorage(Storage):
@@ -192,12 +197,14 @@ class ExternalStorage(Storage):
     `adapter`: finds the object's tensors; `adapter.external` says which feature of the framework places them."""
 
     on_device = True  # always true: the framework places the bytes. The handle's states say what the user may do, not where the bytes are.
-    num_bytes = 0  # always 0: placement does not have to free memory for the object
-    resident_bytes = 0  # bytes of the object's tensors on the device, as of the last `measure`
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
+        self._measured_bytes = 0  # bytes of the object's tensors on the device, as of the last `measure`
+
+    def sizes(self) -> tuple[int, int, int]:
+        return 0, self._measured_bytes, 0  # it needs none, because placement does not have to free memory for the object
 
     def measure(self) -> None:
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
-        self.resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
+        self._measured_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())

@@ -55,7 +55,8 @@ class ReplicatedStorage(ManagedStorage):
         self._prepared = 0  # the number of the group's change for which this rank has last prepared a load
 
     @property
-    def can_prefetch(self) -> bool:  # what other ranks copy cannot come early: all ranks would have to bring the same chunks early
+    def can_prefetch(self) -> bool:  # type: ignore[override]
+        # What other ranks copy cannot come early: all ranks would have to bring the same chunks early.
         return any(not r.is_replica for r in self.ranges)
 
     @property

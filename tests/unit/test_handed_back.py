@@ -121,13 +121,15 @@ def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatc
     for name, model in models.items():
         manager.register(name, model, role=name)
     fails = unittest.mock.Mock(side_effect=MemoryError("no host memory"))
-    for name in ("actor", "critic"):
-        monkeypatch.setattr(manager.handles[name].storage, "unadopt", fails)
+    for holding in [vars(manager.handles[name])["storage"] for name in ("actor", "critic")]:
+        monkeypatch.setattr(holding.scanner, "unadopt", fails)
     with pytest.raises(MemoryError) as raised:
         manager.close()
     assert raised.value.__notes__ == ["placement: MemoryError: no host memory"]
     assert list(manager.handles) == ["actor", "critic"]
     monkeypatch.undo()
+    manager.audit()
+    assert not manager.handles, "any phase transition goes on with them"
     manager.close()
     for name, model in models.items():
         assert_same(values(model), expected[name])
