@@ -12,7 +12,7 @@ import inspect
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,7 +104,8 @@ class StreamedOptimizer:
             for optimizer in self._adapter.optimizers():
                 for parameter in itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups]):
                     pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
-            self._window = ranges, known, window_of(pieces, self._bucket_bytes), first_chunks(pieces, self._bucket_bytes)
+            window_bytes = window_of(pieces, self._bucket_bytes)
+            self._window = ranges, known, window_bytes, first_chunks(pieces, self._bucket_bytes, window_bytes)
         return self._window[2:]
 
     def begin(self) -> None:
@@ -147,11 +148,11 @@ class StreamedOptimizer:
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
-                with without_modes():
-                    self.storage.nan_check.refuse_gradients(step.parameters)
             parts = [part for parameter in step.parameters for part in self.parts_of(optimizer, parameter)]
             stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
+            if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
+                with without_modes():  # last of all, because it waits for the backward pass
+                    self.storage.nan_check.refuse_gradients(step.parameters)
             streamed = StreamedStep(
                 self.storage, pieces, self._bucket_bytes, self.window_bytes, lambda first, last: step.run(stepped[first:last])
             ).run()
@@ -193,31 +194,27 @@ class StreamedOptimizer:
             self._found_in, self._chunks = self.storage.ranges, {}
         tensors = [*_tensors_in(entry)]
         addresses = tuple([each.data_ptr() for each in tensors])
-        if addresses not in self._chunks:
+        if (found := self._chunks.get(addresses)) is None:
             storages = [each.untyped_storage() for each in tensors]
-            found = list[RangeChunk]()
-            for tensor, each in zip(tensors, storages, strict=True):
-                found += self._between(tensor, each.data_ptr(), each.nbytes())
-            self._chunks[addresses] = tuple(dict.fromkeys(found))
-        return self._chunks[addresses]
+            found = self._chunks[addresses] = _distinct([self._between(each.data_ptr(), each.nbytes()) for each in storages])
+        return found
 
-    def _between(self, tensor: torch.Tensor, address: int, nbytes: int) -> Iterator[RangeChunk]:
-        """The chunks behind bytes of a tensor's storage; none where it has its bytes in torch's own memory."""
-        found = self.storage.object_ranges.find(tensor)
+    def _between(self, address: int, nbytes: int) -> list[RangeChunk]:
+        """The chunks behind bytes of a tensor; none where it has its bytes in torch's own memory, or in the slab."""
+        found = self.storage.object_ranges.at(address)
         if found is None or not nbytes:
-            return
-        r, base = found[0], found[0].layout.addresses.base
-        if base <= address < base + r.nbytes:  # else it lies in the slab
-            size = r.chunk_sizes[0]
-            yield from ((r, index) for index in range((address - base) // size, (address - base + nbytes - 1) // size + 1))
+            return []
+        r, size = found[0], found[0].chunk_sizes[0]
+        start = address - r.layout.addresses.base
+        return [(r, index) for index in range(start // size, (start + nbytes - 1) // size + 1)] if 0 <= start < r.nbytes else []
 
     def _slices(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
         """Slices whose state takes a bucket each, and ends at a chunk's end; empty if the parameter cannot be sliced."""
         state = sorted(sliceable_state(optimizer, parameter), key=torch.Tensor.element_size, reverse=True)
-        place = next(iter(self._between(state[0], state[0].data_ptr(), 1)), None) if state else None
-        if place is None:
+        places = self._between(state[0].data_ptr(), 1) if state else []
+        if not places:
             return []
-        r, index = place
+        r, index = places[0]
         largest, size = state[0], r.chunk_sizes[0]
         step = max(1, self._bucket_bytes // (len(state) * size)) * size
         ends = range(r.layout.addresses.base + index * size + step - largest.data_ptr(), largest.nbytes, step)
@@ -226,11 +223,11 @@ class StreamedOptimizer:
         return [self._slice(ParameterSlice(parameter, *each), state, counters) for each in itertools.pairwise(bounds)]
 
     def _slice(self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]) -> StepPart:
-        found = [self._between(each, each.data_ptr(), each.nbytes) for each in counters]
+        found = [self._between(each.data_ptr(), each.nbytes) for each in counters]
         for each in state:
             size = each.element_size()
-            found.append(self._between(each, each.data_ptr() + part.start * size, (part.stop - part.start) * size))
-        return StepPart(part, Piece(tuple(dict.fromkeys(itertools.chain.from_iterable(found)))))
+            found.append(self._between(each.data_ptr() + part.start * size, (part.stop - part.start) * size))
+        return StepPart(part, Piece(_distinct(found)))
 
 
 class _StepCall(MethodCall):
@@ -241,6 +238,10 @@ class _StepCall(MethodCall):
         if streamed is not None and streamed.is_wanted:
             return streamed.step(target, args, kwargs)
         return method(*args, **kwargs)
+
+
+def _distinct(places: Iterable[Iterable[RangeChunk]]) -> tuple[RangeChunk, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(places)))
 
 
 def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:

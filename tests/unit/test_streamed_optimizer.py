@@ -174,7 +174,8 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
 
 
 def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(24)))
+    shapes = [(WIDTH, WIDTH)] * 5 + [(WIDTH, 48), (48, WIDTH)] * 12  # the last chunks of the first buckets fit no later bucket
+    layers = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
     model_bytes = sum(p.nbytes for p in layers.parameters())
     pair = Pair(adamw, model=layers)
     for step in range(3):
@@ -188,7 +189,6 @@ def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
             assert pair.device.peak_bytes <= held + 3 * BUCKET
             assert held <= model_bytes * 2 + 2 * CHUNK  # the model and its gradients
     pair.check()
-    assert pair.handle.num_bytes > 10 * BUCKET
     snapshot = pair.manager.snapshot()
     assert snapshot.peak_bytes <= model_bytes * 2 + 2 * CHUNK + 3 * BUCKET  # gradients move with the model
     (adam,) = [each for each in snapshot.handles if each.name == "adam"]

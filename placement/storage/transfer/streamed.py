@@ -84,10 +84,15 @@ def most_buckets(nbytes: int, bucket_bytes: int) -> int:
     return 2 * (nbytes // bucket_bytes) + 1
 
 
-def first_chunks(pieces: Sequence[Piece], bucket_bytes: int) -> tuple[RangeChunk, ...]:
-    """The chunks of the buckets that a step fetches before it steps the first one."""
-    buckets = buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]
-    return tuple(dict.fromkeys(each for bucket in buckets for each in bucket.chunks))
+def first_chunks(pieces: Sequence[Piece], bucket_bytes: int, window_bytes: int) -> tuple[RangeChunk, ...]:
+    """The chunks of the buckets that a step fetches before it steps the first one, as many as the window has room for."""
+    found, unborn_bytes = dict[RangeChunk, None](), 0
+    for bucket in buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]:
+        more, unborn_bytes = found | dict.fromkeys(bucket.chunks), unborn_bytes + bucket.unborn_bytes
+        if bytes_of(more) + unborn_bytes > window_bytes:
+            break
+        found = more
+    return tuple(found)
 
 
 def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
@@ -161,6 +166,7 @@ class StreamedStep:
             for r in holding.ranges:
                 r.pages.discard_unusable(aside)
             aside.release()
+            chunk_pool.room_bytes -= holding.prefetched_bytes  # what is aside is a part of the window
             holding.stage = Stage.STEPPING
             if creates:
                 with without_modes():
