@@ -92,6 +92,7 @@ class Departure:
     copied_bytes: int = 0
     skipped_bytes: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
+    num_next: int = 0  # the number of pages behind those enqueued last whose fingerprints have still to be asked for
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
     chosen: Mapping[Range, range] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
@@ -280,9 +281,11 @@ class Exchange:
             if self.verifier is not None:
                 each.chosen = self.verifier.choose(each.waiting)
             if each.waiting:
-                self._enqueue_part(each)
+                self._enqueue_compared(each)
         if not self._puts_aside:
             self._arrivals.open_window(self._room_bytes)
+        for each in departures:  # only now: the window's memory is wiped first, by kernels, too
+            self._ask_more(each)
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if self._puts_aside or any(each.copied_bytes or each.holding.is_written_together for each in departures):
             for each in departures:
@@ -321,8 +324,12 @@ class Exchange:
         return 0 if shown or shown.are_held or self.verifier is not None else self.staying.get(holding, 0)
 
     def _enqueue_part(self, departure: Departure) -> None:
+        self._enqueue_compared(departure)
+        self._ask_more(departure)
+
+    def _enqueue_compared(self, departure: Departure) -> None:
         """Compare the next pages, enqueue the copies of those that changed, and cut all into batches; where memory is to stay
-        aside, `_let_stay` does both. Then have the device compute the fingerprints of the pages behind these."""
+        aside, `_let_stay` does both."""
         holding, r = departure.holding, departure.waiting[0]
         if (comparison := departure.comparisons.get(r)) is None:
             comparison = departure.comparisons[r] = Comparison(self.device, holding, r)
@@ -334,18 +341,23 @@ class Exchange:
         dirty = () if comparison.keeps_host_copy else holding.pages_to_save(r, prints, changed)
         r.pages.note_clean(indices)
         r.pages.note_changed(dirty)
-        if is_compared := record is not None and record.expect(indices.start, comparison.host_prints, prints):
-            comparison.ask(_LEAD)  # before the copies, because comparing takes as long as they do
-            departure.is_compared = True
+        departure.num_next = comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices))
+        if record is not None and record.expect(indices.start, comparison.host_prints, prints):
+            departure.is_compared, departure.num_next = True, _LEAD
+            self._ask_more(departure)  # before the copies, because comparing takes as long as they do
         if dirty:
             r.pages.prints = None
         if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
-        # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-        if not is_compared:
-            comparison.ask(comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices)))
         departure.copied_bytes += r.pages.bytes_to_save(dirty)
         departure.skipped_bytes += r.pages.used_bytes_of(indices) - r.pages.used_bytes_of(dirty)
+
+    def _ask_more(self, departure: Departure) -> None:
+        """Have the device compute the fingerprints of the pages behind those enqueued last. Called after the copies of these, which would
+        wait for it. Without copies the device computes it while these are vacated."""
+        if departure.num_next and departure.waiting and (begun := departure.comparisons.get(departure.waiting[0])) is not None:
+            begun.ask(departure.num_next)
+        departure.num_next = 0
 
     def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
         """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for their memory."""
