@@ -100,10 +100,8 @@ class StreamedOptimizer:
     def _measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
         ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            pieces: list[Piece] = []
-            for optimizer in self._adapter.optimizers():
-                for parameter in itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups]):
-                    pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
+            everything = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
+            pieces = [part.piece for each, p in everything for part in self.parts_of(each, p)]
             window_bytes = window_of(pieces, self._bucket_bytes)
             self._window = ranges, known, window_bytes, first_chunks(pieces, self._bucket_bytes, window_bytes)
         return self._window[2:]
@@ -223,11 +221,8 @@ class StreamedOptimizer:
         return [self._slice(ParameterSlice(parameter, *each), state, counters) for each in itertools.pairwise(bounds)]
 
     def _slice(self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]) -> StepPart:
-        found = [self._between(each.data_ptr(), each.nbytes) for each in counters]
-        for each in state:
-            size = each.element_size()
-            found.append(self._between(each.data_ptr() + part.start * size, (part.stop - part.start) * size))
-        return StepPart(part, Piece(_distinct(found)))
+        tensors = (*counters, *(each[part.start : part.stop] for each in state))
+        return StepPart(part, Piece(_distinct([self._between(each.data_ptr(), each.nbytes) for each in tensors])))
 
 
 class _StepCall(MethodCall):
@@ -292,15 +287,10 @@ def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tenso
         return []
     if gradient is not None and (gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None):
         return []
-    found = []
-    for value in entry.values():
-        if value is None or is_counter(value):
-            continue
-        state = _elements(value, parameter) if isinstance(value, torch.Tensor) else None
-        if state is None or state.numel() != flat.numel():
-            return []
-        found.append(state)
-    return found
+    values = [value for value in entry.values() if value is not None and not is_counter(value)]
+    found = [_elements(value, parameter) for value in values if isinstance(value, torch.Tensor)]
+    alike = [state for state in found if state is not None and state.numel() == flat.numel()]
+    return alike if len(alike) == len(values) else []
 
 
 def is_counter(value: object) -> bool:
