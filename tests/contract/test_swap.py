@@ -27,8 +27,7 @@ from tests.support.worker import GPU, OFF, Turns, assert_same
 
 PAGE = 4096
 CHUNK = 4 * PAGE
-BEFORE, AFTER = "rollout", "eval"
-"""The phases between which the tests switch."""
+BEFORE, AFTER = "rollout", "eval"  # the phases between which the tests switch
 
 
 class Watched(Faults):
@@ -38,8 +37,7 @@ class Watched(Faults):
         super().__init__(device)
         self.peak_bytes = 0
         self.mapped: list[int] = []
-        self.log: list[tuple[str, int]] = []
-        """("to_host" | "to_device" | "wait" | "ask", bytes)."""
+        self.log: list[tuple[str, int]] = []  # ("to_host" | "to_device" | "wait" | "ask", bytes)
 
     def create(self, nbytes: int) -> Chunk:
         chunk = super().create(nbytes)

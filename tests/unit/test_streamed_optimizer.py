@@ -67,11 +67,7 @@ def registered(model: nn.Module, optimizer: Any) -> tuple[Manager, placement.Han
 
 
 class Pair:
-    """A placed model with its optimizer, and the same without placement.
-
-    Attributes:
-        make: makes the optimizer of a model.
-    """
+    """A placed model with its optimizer, which `make` makes, and the same without placement."""
 
     def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module | None = None, **keywords: Any) -> None:
         torch.manual_seed(0)
@@ -175,8 +171,7 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
 
 @pytest.mark.parametrize(("make", "width"), [(adamw, 48), (muon, 200)])
 def test_the_device_holds_the_model_and_a_window_at_most(make: Any, width: int) -> None:
-    """The last chunks of the first buckets fit no later bucket, and the whole matrices of the second optimizer are larger than a bucket."""
-    shapes = [(WIDTH, width), (width, WIDTH)] * 12 + [(WIDTH, WIDTH)] * 5
+    shapes = [(WIDTH, width), (width, WIDTH)] * 12 + [(WIDTH, WIDTH)] * 5  # last chunks of several sizes; pieces larger than a bucket
     layers = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
     model_bytes = sum(p.nbytes for p in layers.parameters())
     pair = Pair(make, model=layers)
@@ -229,11 +224,9 @@ def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(ho
 
 
 def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
-    pair = Pair(adamw)
-    seen: list[str] = []
+    pair, seen, sizes = Pair(adamw), list[str](), list[int]()
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pair.both()]
     pair.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(f"before {len(optimizer.param_groups[0]['params'])}"))
-    sizes: list[int] = []
     pair.optimizer.register_step_post_hook(lambda optimizer, *_: sizes.append(optimizer.param_groups[0]["params"][0].numel()))
     pair.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     with pair.manager.phase("train"):
