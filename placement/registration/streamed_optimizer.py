@@ -31,7 +31,7 @@ from placement.ownership.optimizer_state import find
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, first_chunks, window_of
+from placement.storage.transfer.streamed import AHEAD, Piece, Streamed, StreamedStep, first_chunks, window_of
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
@@ -73,8 +73,7 @@ class StreamedOptimizer:
         self._found_in: tuple[Range, ...] = ()
         self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}
         """The chunks of a parameter's state in these ranges, by the addresses of its tensors: finding them takes 3 us a parameter."""
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
-        """The last `window_bytes` and first chunks, with what they were computed from."""
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `_measured`
         self._has_stepped = True
         """Whether it has made a step since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one."""
         self._is_installed = False
@@ -89,7 +88,8 @@ class StreamedOptimizer:
     @property
     def window_bytes(self) -> int:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
-        return 0 if self.refusal is not None else self._measured()[0]
+        whole = 0 if self.refusal is not None else self.storage.device_bytes + self.storage.unborn_bytes
+        return whole if whole <= (1 + AHEAD) * self._bucket_bytes else self._measured()[0]  # without a look at every parameter, if it can
 
     @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
