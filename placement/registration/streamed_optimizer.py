@@ -71,11 +71,9 @@ class StreamedOptimizer:
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._found_in: tuple[Range, ...] = ()
-        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}
-        """The chunks of a parameter's state in these ranges, by the addresses of its tensors: finding them takes 3 us a parameter."""
+        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
         self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `_measured`
-        self._has_stepped = True
-        """Whether it has made a step since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one."""
+        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one.
         self._is_installed = False
         self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
         self.is_running = False  # whether a streamed step is under way. Only then a step may begin although the state is not on the device.
@@ -303,9 +301,8 @@ def _elements(tensor: Any, parameter: Any) -> torch.Tensor | None:
     if tensor.shape != parameter.shape:
         return None
     if is_a(parameter, "torch.distributed.tensor", "DTensor"):
-        if not is_a(tensor, "torch.distributed.tensor", "DTensor") or tensor.device_mesh != parameter.device_mesh:
-            return None
-        if tensor.placements != parameter.placements or any(each.is_partial() for each in tensor.placements):
+        is_alike = is_a(tensor, "torch.distributed.tensor", "DTensor") and tensor.device_mesh == parameter.device_mesh
+        if not is_alike or tensor.placements != parameter.placements or any(each.is_partial() for each in tensor.placements):
             return None
         tensor = tensor._local_tensor  # to_local() would record it for autograd
     if type(tensor) not in PLAIN_TYPES or not tensor.is_contiguous():

@@ -139,8 +139,7 @@ class StreamedStep:
     _fetched: int = 0  # the number of buckets that have memory
     _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
-    """The storages (`_cdata`) of state outside the ranges when the step begins, such as a moment that the user has replaced. A later
-    bucket may have to step with it, so it is taken in at the end."""
+    """The storages (`_cdata`) of state outside the ranges when the step begins: a later bucket may step with it, so it is taken in last."""
     _is_tight: bool = False  # whether the device lacks memory for buckets ahead
     _done: Streamed = field(default_factory=Streamed)
 
