@@ -31,7 +31,7 @@ from placement.ownership.optimizer_state import find
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.streamed import Piece, Streamed, StreamedStep, first_chunks, window_of
+from placement.storage.transfer.streamed import AHEAD, Piece, Streamed, StreamedStep, first_chunks, window_of
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
@@ -42,8 +42,7 @@ class Streaming:
     """The means that a manager gives to the streamed steps of its optimizers."""
 
     bucket_bytes: int  # device bytes of a bucket, before it is rounded to whole chunks
-    lock: Callable[[], AbstractContextManager[None]]
-    """Holds the manager's lock, so that nothing moves in another thread meanwhile. Refuses a graph capture."""
+    lock: Callable[[], AbstractContextManager[None]]  # holds the manager's: no other thread moves anything. Refuses a graph capture.
     note: Callable[[SteppedHandle, Streamed, float], None]  # called with the handle, the result and the seconds of each step
 
     def whole_chunks(self, device: Device) -> int:
@@ -72,12 +71,9 @@ class StreamedOptimizer:
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._found_in: tuple[Range, ...] = ()
-        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}
-        """The chunks of a parameter's state in these ranges, by the addresses of its tensors: finding them takes 12 us a parameter."""
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
-        """The last `window_bytes` and first chunks, with what they were computed from."""
-        self._has_stepped = True
-        """Whether it has made a step since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one."""
+        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `_measured`
+        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one.
         self._is_installed = False
         self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
         self.is_running = False  # whether a streamed step is under way. Only then a step may begin although the state is not on the device.
@@ -90,7 +86,8 @@ class StreamedOptimizer:
     @property
     def window_bytes(self) -> int:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
-        return 0 if self.refusal is not None else self._measured()[0]
+        whole = 0 if self.refusal is not None else self.storage.device_bytes + self.storage.unborn_bytes
+        return whole if whole <= (1 + AHEAD) * self._bucket_bytes else self._measured()[0]  # without a look at every parameter, if it can
 
     @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
@@ -101,10 +98,11 @@ class StreamedOptimizer:
         ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             pieces: list[Piece] = []
-            for optimizer in self._adapter.optimizers():
-                for parameter in itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups]):
-                    pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
-            self._window = ranges, known, window_of(pieces, self._bucket_bytes), first_chunks(pieces, self._bucket_bytes)
+            everything = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
+            for optimizer, parameter in everything:
+                pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
+            window_bytes = window_of(pieces, self._bucket_bytes)
+            self._window = ranges, known, window_bytes, first_chunks(pieces, self._bucket_bytes, window_bytes)
         return self._window[2:]
 
     def begin(self) -> None:
@@ -147,11 +145,11 @@ class StreamedOptimizer:
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
-                with without_modes():
-                    self.storage.nan_check.refuse_gradients(step.parameters)
             parts = [part for parameter in step.parameters for part in self.parts_of(optimizer, parameter)]
             stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
+            if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
+                with without_modes():  # last of all, because it waits for the backward pass
+                    self.storage.nan_check.refuse_gradients(step.parameters)
             streamed = StreamedStep(
                 self.storage, pieces, self._bucket_bytes, self.window_bytes, lambda first, last: step.run(stepped[first:last])
             ).run()
@@ -194,30 +192,28 @@ class StreamedOptimizer:
         tensors = [*_tensors_in(entry)]
         addresses = tuple([each.data_ptr() for each in tensors])
         if addresses not in self._chunks:
-            storages = [each.untyped_storage() for each in tensors]
             found = list[RangeChunk]()
-            for tensor, each in zip(tensors, storages, strict=True):
-                found += self._between(tensor, each.data_ptr(), each.nbytes())
+            for storage in [each.untyped_storage() for each in tensors]:
+                found += self._between(storage.data_ptr(), storage.nbytes())
             self._chunks[addresses] = tuple(dict.fromkeys(found))
         return self._chunks[addresses]
 
-    def _between(self, tensor: torch.Tensor, address: int, nbytes: int) -> Iterator[RangeChunk]:
-        """The chunks behind bytes of a tensor's storage; none where it has its bytes in torch's own memory."""
-        found = self.storage.object_ranges.find(tensor)
+    def _between(self, address: int, nbytes: int) -> list[RangeChunk]:
+        """The chunks behind bytes of a tensor; none where it has its bytes in torch's own memory, or in the slab."""
+        found = self.storage.object_ranges.at(address)
         if found is None or not nbytes:
-            return
-        r, base = found[0], found[0].layout.addresses.base
-        if base <= address < base + r.nbytes:  # else it lies in the slab
-            size = r.chunk_sizes[0]
-            yield from ((r, index) for index in range((address - base) // size, (address - base + nbytes - 1) // size + 1))
+            return []
+        r, size = found[0], found[0].chunk_sizes[0]
+        start = address - r.layout.addresses.base
+        return [(r, index) for index in range(start // size, (start + nbytes - 1) // size + 1)] if 0 <= start < r.nbytes else []
 
     def _slices(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
         """Slices whose state takes a bucket each, and ends at a chunk's end; empty if the parameter cannot be sliced."""
         state = sorted(sliceable_state(optimizer, parameter), key=torch.Tensor.element_size, reverse=True)
-        place = next(iter(self._between(state[0], state[0].data_ptr(), 1)), None) if state else None
-        if place is None:
+        places = self._between(state[0].data_ptr(), 1) if state else []
+        if not places:
             return []
-        r, index = place
+        r, index = places[0]
         largest, size = state[0], r.chunk_sizes[0]
         step = max(1, self._bucket_bytes // (len(state) * size)) * size
         ends = range(r.layout.addresses.base + index * size + step - largest.data_ptr(), largest.nbytes, step)
@@ -226,11 +222,9 @@ class StreamedOptimizer:
         return [self._slice(ParameterSlice(parameter, *each), state, counters) for each in itertools.pairwise(bounds)]
 
     def _slice(self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]) -> StepPart:
-        found = [self._between(each, each.data_ptr(), each.nbytes) for each in counters]
-        for each in state:
-            size = each.element_size()
-            found.append(self._between(each, each.data_ptr() + part.start * size, (part.stop - part.start) * size))
-        return StepPart(part, Piece(tuple(dict.fromkeys(itertools.chain.from_iterable(found)))))
+        tensors = (*counters, *(each[part.start : part.stop] for each in state))
+        found = itertools.chain.from_iterable(self._between(each.data_ptr(), each.nbytes) for each in tensors)
+        return StepPart(part, Piece(tuple(dict.fromkeys(found))))
 
 
 class _StepCall(MethodCall):
@@ -291,15 +285,10 @@ def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tenso
         return []
     if gradient is not None and (gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None):
         return []
-    found = []
-    for value in entry.values():
-        if value is None or is_counter(value):
-            continue
-        state = _elements(value, parameter) if isinstance(value, torch.Tensor) else None
-        if state is None or state.numel() != flat.numel():
-            return []
-        found.append(state)
-    return found
+    values = [value for value in entry.values() if value is not None and not is_counter(value)]
+    found = [_elements(value, parameter) for value in values if isinstance(value, torch.Tensor)]
+    alike = [state for state in found if state is not None and state.numel() == flat.numel()]
+    return alike if len(alike) == len(values) else []
 
 
 def is_counter(value: object) -> bool:
@@ -312,9 +301,8 @@ def _elements(tensor: Any, parameter: Any) -> torch.Tensor | None:
     if tensor.shape != parameter.shape:
         return None
     if is_a(parameter, "torch.distributed.tensor", "DTensor"):
-        if not is_a(tensor, "torch.distributed.tensor", "DTensor") or tensor.device_mesh != parameter.device_mesh:
-            return None
-        if tensor.placements != parameter.placements or any(each.is_partial() for each in tensor.placements):
+        is_alike = is_a(tensor, "torch.distributed.tensor", "DTensor") and tensor.device_mesh == parameter.device_mesh
+        if not is_alike or tensor.placements != parameter.placements or any(each.is_partial() for each in tensor.placements):
             return None
         tensor = tensor._local_tensor  # to_local() would record it for autograd
     if type(tensor) not in PLAIN_TYPES or not tensor.is_contiguous():

@@ -155,8 +155,12 @@ class NanCheck:
 
     def refuse_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
-        parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
-        if nan := [str(tuple(part.shape)) for part in parts if self.is_on and _is_gone(part)]:
+        parts = [part.detach() for each in parameters if self.is_on and each.grad is not None for _, part in plain_parts(each.grad, "")]
+        firsts = [each.view(-1)[:_SAMPLES] for each in parts if each.is_floating_point() and each.itemsize > 1 and each.is_contiguous()]
+        # One look at all, because each look waits for the device. None is NaN throughout if none begins with NaN.
+        if len(firsts) == len(parts) and len({each.device for each in firsts}) == 1 and not torch.cat(firsts).isnan().any():
+            return
+        if nan := [str(tuple(part.shape)) for part in parts if _is_gone(part)]:
             raise IntegrityError(
                 f"{len(nan)} gradients of the parameters that {self._ranges.name!r} steps are NaN throughout (shapes {listed(nan)}). "
                 f"Nothing was stepped. {_CAUSES}"

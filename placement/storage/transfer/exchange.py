@@ -59,22 +59,25 @@ class Comparison:
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
         self._device, self._holding, self._range = device, holding, r
         self._num_compared = 0
+        self._asked: Callable[[], torch.Tensor] | None = None
         # Ranks that write together compare all fingerprints before anything is written.
-        self.ask(len(r.chunk_sizes) if r.is_replica and not holding.readonly else _LEAD)
+        self.num_next = len(r.chunk_sizes) if r.is_replica and not holding.readonly else _LEAD  # the number of pages to ask for next
 
     @property
     def num_left(self) -> int:
         return len(self.device_prints) - self._num_compared
 
-    def ask(self, num_pages: int) -> None:
-        """Have the device compute the fingerprints of the next pages, behind all that it has to do."""
-        first = self._num_compared
-        self._asked = self._device.ask(self._holding.fingerprint(self._range, first, first + num_pages))
+    def ask(self) -> Callable[[], torch.Tensor]:
+        """Have the device compute the fingerprints of the next pages, behind all that it has to do. Idempotent."""
+        if self._asked is None:
+            first = self._num_compared
+            self._asked = self._device.ask(self._holding.fingerprint(self._range, first, first + self.num_next))
+        return self._asked
 
     def take(self) -> tuple[range, list[int]]:
         """The pages that were asked for, and those of them that differ from the host copy or may differ."""
-        first, found = self._num_compared, self._asked()
-        self._num_compared = last = first + len(found)
+        first, found = self._num_compared, self.ask()()
+        self._num_compared, self._asked = (last := first + len(found)), None
         self.device_prints[first:last] = found
         return range(first, last), differing(None if self.host_prints is None else self.host_prints[first:last], found, first)
 
@@ -95,6 +98,11 @@ class Departure:
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
     chosen: Mapping[Range, range] = field(default_factory=dict)  # the pages that the verifier compares, by range
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
+
+    def ask_more(self) -> None:
+        """Have the device compute the fingerprints of the pages behind those that are enqueued, whose copies would wait for it."""
+        if self.waiting and self.waiting[0] in self.comparisons:
+            self.comparisons[self.waiting[0]].ask()
 
 
 class Arrivals:
@@ -283,6 +291,8 @@ class Exchange:
                 self._enqueue_part(each)
         if not self._puts_aside:
             self._arrivals.open_window(self._room_bytes)
+        for each in departures:  # not before: the kernel that wipes the window's memory would wait
+            each.ask_more()
         # Where ranks write together, all of them ask for all fingerprints before anything else.
         if self._puts_aside or any(each.copied_bytes or each.holding.is_written_together for each in departures):
             for each in departures:
@@ -296,6 +306,7 @@ class Exchange:
         """Enqueue the pages that `_enqueue_first` has left, once every tensor has been looked at and memory may go."""
         while departure.waiting:
             self._enqueue_part(departure)
+            departure.ask_more()  # computed while this part is vacated
             if departure.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
                 self._vacate(departure, waits=False)
 
@@ -322,7 +333,7 @@ class Exchange:
 
     def _enqueue_part(self, departure: Departure) -> None:
         """Compare the next pages, enqueue the copies of those that changed, and cut all into batches; where memory is to stay
-        aside, `_let_stay` does both. Then have the device compute the fingerprints of the pages behind these."""
+        aside, `_let_stay` does both."""
         holding, r = departure.holding, departure.waiting[0]
         if (comparison := departure.comparisons.get(r)) is None:
             comparison = departure.comparisons[r] = Comparison(self.device, holding, r)
@@ -334,16 +345,14 @@ class Exchange:
         dirty = () if comparison.keeps_host_copy else holding.pages_to_save(r, prints, changed)
         r.pages.note_clean(indices)
         r.pages.note_changed(dirty)
-        if is_compared := record is not None and record.expect(indices.start, comparison.host_prints, prints):
-            comparison.ask(_LEAD)  # before the copies, because comparing takes as long as they do
-            departure.is_compared = True
+        comparison.num_next = comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices))
+        if record is not None and record.expect(indices.start, comparison.host_prints, prints):
+            departure.is_compared, comparison.num_next = True, _LEAD
+            departure.ask_more()  # before the copies, because comparing takes as long as they do
         if dirty:
             r.pages.prints = None
         if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
-        # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-        if not is_compared:
-            comparison.ask(comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices)))
         departure.copied_bytes += r.pages.bytes_to_save(dirty)
         departure.skipped_bytes += r.pages.used_bytes_of(indices) - r.pages.used_bytes_of(dirty)
 

@@ -84,15 +84,16 @@ def most_buckets(nbytes: int, bucket_bytes: int) -> int:
     return 2 * (nbytes // bucket_bytes) + 1
 
 
-def first_chunks(pieces: Sequence[Piece], bucket_bytes: int) -> tuple[RangeChunk, ...]:
-    """The chunks of the buckets that a step fetches before it steps the first one."""
+def first_chunks(pieces: Sequence[Piece], bucket_bytes: int, window_bytes: int) -> tuple[RangeChunk, ...]:
+    """The chunks of the buckets that a step fetches before it steps the first one, as many as the window has room for."""
     buckets = buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]
-    return tuple(dict.fromkeys(each for bucket in buckets for each in bucket.chunks))
+    while bytes_of(found := dict.fromkeys(itertools.chain.from_iterable(bucket.chunks for bucket in buckets))) > window_bytes:
+        buckets.pop()
+    return tuple(found)
 
 
-def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
+def window_of(pieces: Sequence[Piece], bucket_bytes: int) -> int:
     """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
-    pieces = list(pieces)
     largest = max((piece.nbytes for piece in pieces), default=0)
     whole = bytes_of({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
     return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
@@ -138,8 +139,7 @@ class StreamedStep:
     _fetched: int = 0  # the number of buckets that have memory
     _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
-    """The storages (`_cdata`) of state outside the ranges when the step begins, such as a moment that the user has replaced. A later
-    bucket may have to step with it, so it is taken in at the end."""
+    """The storages (`_cdata`) of state outside the ranges when the step begins: a later bucket may step with it, so it is taken in last."""
     _is_tight: bool = False  # whether the device lacks memory for buckets ahead
     _done: Streamed = field(default_factory=Streamed)
 
@@ -161,6 +161,7 @@ class StreamedStep:
             for r in holding.ranges:
                 r.pages.discard_unusable(aside)
             aside.release()
+            chunk_pool.room_bytes -= holding.prefetched_bytes  # what is aside is a part of the window
             holding.stage = Stage.STEPPING
             if creates:
                 with without_modes():
@@ -238,8 +239,7 @@ class StreamedStep:
         self._done.peak_bytes = max(self._done.peak_bytes, self._live_bytes())
 
     def _live_bytes(self) -> int:
-        born = sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
-        return self.holding.chunk_bytes + born
+        return self.holding.chunk_bytes + sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
 
     def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
         return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
@@ -266,11 +266,10 @@ class StreamedStep:
 
     def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
         """Wait until the buckets before `until` have left, and take their memory away."""
-        device = self.holding.device
         while self._vacated < until:
             bucket = self._buckets[self._vacated]
             assert bucket.left is not None
-            device.wait(bucket.left)
+            self.holding.device.wait(bucket.left)
             interrupts.check()
             for r, run in page_runs(bucket.leaving):
                 r.pages.vacate(run, chunk_pool)
