@@ -12,7 +12,7 @@ from bench._rig import Rig
 from placement.devices.base import Device
 from placement.devices.select import select_device
 
-_SCENARIO = "reserving host memory, cold"
+_SCENARIO = "reserving host memory"
 _GIVE_UP_SECONDS = 60.0
 
 

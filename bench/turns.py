@@ -1,8 +1,9 @@
 """Is this version as fast as an older one? `python -m bench.turns --old FOLDER --out DIR [--size quick|full] [names]`.
 
-Each benchmark runs four times, each time in a process of its own: this version, the older one (the `placement` and `policies` of FOLDER, under the
-benchmarks of this version), and both again. The first run measures the peers, too, and its result file is kept. The others measure placement
-and the raw link alone. What placement reached in each run is added to that file: `turns`, from which `python -m bench.report` makes a table.
+Each benchmark runs four times, each time in a process of its own: this version, the older one (the `placement` and `policies` of FOLDER,
+under the benchmarks of this version), and both again. The first run measures the peers, too, and its result file is kept. The others
+measure placement and the raw link alone. What placement reached in each run is added to that file: `turns`, from which `python -m bench.report`
+makes a table.
 
 A benchmark for which too little is left of `--seconds` is not begun.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._results import Results
-from bench.run import LIMITS, default_device, run_one
+from bench.run import default_device, run_one
 
 SECONDS: dict[str, tuple[int, int]] = {
     "host_reserve": (35, 90),
@@ -36,7 +36,8 @@ SECONDS: dict[str, tuple[int, int]] = {
     "phase_overhead": (85, 85),
     "cycles": (40, 190),
 }
-"""The benchmarks in their order, with what their four runs take on an H100: quick, full. The first one needs memory that is untouched."""
+"""The benchmarks in their order, with what their four runs take on an H100: quick, full. One run is stopped after as long. The first
+benchmark needs memory that is untouched."""
 
 _COLD = ("host_reserve",)
 """Only the first run finds untouched memory, so it is not compared with the others."""
@@ -133,7 +134,7 @@ def main(given: Sequence[str] | None = None) -> int:
             turns = _Turns(name, device, options.size, options.out, links)
             for index, version in enumerate(("after", "before", "after", "before", *(("after",) if name in _COLD else ()))):
                 print(f"== {name}, {version}", flush=True)
-                turns.run(version, min(LIMITS[name][is_full], deadline - time.monotonic()), is_first=index == 0)
+                turns.run(version, min(SECONDS[name][is_full], deadline - time.monotonic()), is_first=index == 0)
                 turns.write(commits)
             print(f"== {name}: {'; '.join(turns.problems) or 'done'}, {time.monotonic() - began:.1f} s", flush=True)
             problems += bool(turns.problems)
