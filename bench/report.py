@@ -19,7 +19,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 _OURS = "placement"
 _VARIANT = "placement, "
 """The prefix of system names that mean placement used in another way."""
-_SAME_AT_ALL_SIZES = ("small_tensors", "phase_overhead")
+_SAYS_HOW_MUCH = ("small_tensors", "blocking", "phase_overhead", "cycles")
+"""Benchmarks whose scenarios have other names at another size, or are the same at all sizes."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _machines(results: Results, lines: Iterable[_Line]) -> str:
 
 
 def _named(scenario: str, name: str, content: Mapping[str, Any]) -> str:
-    is_quick = content["machine"].get("size") == "quick" and name not in _SAME_AT_ALL_SIZES
+    is_quick = content["machine"].get("size") == "quick" and name not in _SAYS_HOW_MUCH
     return f"{scenario} (quick)" if is_quick else scenario
 
 
