@@ -191,7 +191,7 @@ def by_turns(results: Results) -> str:
     listed = "; ".join(worse) if worse else "nothing"
     problems = [f"* {name}, {problem}" for name, content in compared.items() for problem in content["turns"]["problems"]]
     written += ["", f"Worse after than before, by more than the runs of one version differ and by more than 1 %: {listed}."]
-    return "\n".join([*written, *(["", "Not measured:", "", *problems] if problems else [])])
+    return "\n".join([*written, *(["", "Runs that did not end well:", "", *problems] if problems else [])])
 
 
 def _is_worse(before: Sequence[float], after: Sequence[float], *, more_is_better: bool) -> bool:
