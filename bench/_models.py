@@ -102,11 +102,24 @@ def digest(tensors: Sequence[torch.Tensor]) -> int:
     device = tensors[0].device
     keys = torch.arange(1, 2 * _DIGEST_STEP, 2, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for tensor in tensors:
-        words = tensor.detach().reshape(-1).view(torch.int16)
-        for part in words.split(_DIGEST_STEP):
-            total = total * 1_000_003 + (part.to(torch.int64) * keys[: part.numel()]).sum()
+    for part in _parts(tensors):
+        total = total * 1_000_003 + (part.to(torch.int64) * keys[: part.numel()]).sum()
     return int(total.item())
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors' bytes in their order, as words: large tensors in pieces, small ones together, because each piece costs some kernels."""
+    small: list[torch.Tensor] = []
+    num_words = 0
+    for tensor in tensors:
+        for part in tensor.detach().reshape(-1).view(torch.int16).split(_DIGEST_STEP):
+            if small and num_words + part.numel() > _DIGEST_STEP:
+                yield torch.cat(small)
+                small, num_words = [], 0
+            small.append(part)
+            num_words += part.numel()
+    if small:
+        yield torch.cat(small)
 
 
 class Consumer:

@@ -298,14 +298,7 @@ class DeepSpeedStates(Mover):
         self._states.reload_adam_states(self.object, self.rig.torch_device, non_blocking=True)
 
 
-MODULE_PEERS: Sequence[type[Mover]] = (
-    HandWritten,
-    VerlModel,
-    ModuleToNonBlocking,
-    MemorySaverRetained,
-    ModuleTo,
-    AccelerateHook,
-    MemorySaver,
-)
-"""The movers in the order in which they run; slow ones last."""
+MODULE_PEERS: Sequence[type[Mover]] = (HandWritten, VerlModel, ModuleToNonBlocking, MemorySaverRetained)
+SLOW_PEERS: Sequence[type[Mover]] = (ModuleTo, AccelerateHook, MemorySaver)
+"""Each cycle of these takes host memory anew: a minute a system at full size."""
 OPTIMIZER_PEERS: Sequence[type[Mover]] = (HandWritten, VerlOptimizer, DeepSpeedStates)

@@ -116,6 +116,6 @@ class Results:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every result file of a folder, by the benchmark's name."""
-    files: Sequence[Path] = sorted(folder.glob("*.json"))
+    """Every result file of a folder, by the benchmark's name: that of a GPU, where there is one of the simulated device, too."""
+    files: Sequence[Path] = sorted(folder.glob("*.json"), reverse=True)
     return {content["benchmark"]: content for content in (json.loads(file.read_text(encoding="utf-8")) for file in files)}

@@ -28,10 +28,12 @@ class Rig:
         device: "cuda:0" or "simulated". In a simulated run placement works in host memory and peers copy from CPU to CPU. That shows
             that a benchmark runs, but says nothing about speed.
         size: "full" as in the README; "quick" is about a third of the bytes; "tiny" is for a test.
+        only: the systems to measure; none means all.
     """
 
     device: str
     size: str
+    only: Sequence[str] = ()
     _simulated: SimulatedDevice | None = field(default=None, repr=False)
 
     @property
@@ -41,6 +43,10 @@ class Rig:
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device if self.is_cuda else "cpu")
+
+    def wants(self, system: str) -> bool:
+        """Whether to measure this system."""
+        return not self.only or system in self.only
 
     def pick(self, tiny: int, quick: int, full: int) -> int:
         """The number for the run's size."""
@@ -111,6 +117,7 @@ def parse(description: str | None, arguments: Sequence[str] | None, own: Sequenc
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "simulated", help='"cuda:0" or "simulated"')
     parser.add_argument("--size", choices=SIZES, default=None, help="size of the job (default: full on a GPU, else tiny)")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result files")
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM", default=(), help="measure these systems alone, such as placement")
     parsed = parser.parse_args(arguments)
     if parsed.size is None:
         parsed.size = "full" if parsed.device.startswith("cuda") else "tiny"
@@ -126,7 +133,7 @@ def run(
 ) -> Results:
     """The common body of every benchmark's `main`; `own` parses what this one has besides."""
     parsed = parse(description, arguments, own)
-    rig = Rig(parsed.device, parsed.size)
+    rig = Rig(parsed.device, parsed.size, parsed.only)
     if rig.is_cuda:
         torch.cuda.set_device(rig.torch_device)
     results = Results(name, rig.device, rig.size, parsed.out)

@@ -53,7 +53,7 @@ def measure(rig: Rig, results: Results) -> None:
     count = products.count_for(_QUEUED_SECONDS)
     scenario = "load of 15 GB" if rig.size == "full" else f"load of {nbytes:,} bytes"
     results.add(scenario, "link", "queued work", count * products.seconds_each, "s")
-    for system in (Placement, ModuleToNonBlocking, HandWritten):
+    for system in (each for each in (Placement, ModuleToNonBlocking, HandWritten) if rig.wants(each.name)):
         with results.system(scenario, system.name):
             mover = system(rig, partial(blob, rig, nbytes))
             mover.build()

@@ -91,7 +91,7 @@ def measure(rig: Rig, results: Results) -> None:
         with results.system(scenario, "placement"):
             ended = _end_of_training(rig, num_parameters, 3 if rig.size == "tiny" else 20)
             results.add(scenario, "placement", "switch out of a training, nothing moves", ended, "us")
-    for num_handles in (2, 6) if rig.size == "tiny" else (6, 100, 1_000):
+    for num_handles in {"tiny": (2, 6), "quick": (6, 100)}.get(rig.size, (6, 100, 1_000)):
         scenario = f"{num_handles:,} handles"
         with results.system(scenario, "placement"):
             began = time.perf_counter()

@@ -1,23 +1,26 @@
 """Make the tables and the chart of docs/performance.md, and the README's headline, from the result files: `python -m bench.report`.
 
-Nothing in them is written by hand. Each table goes between the two marks in its page. matplotlib (the extra `bench`) draws the chart.
+Nothing in them is written by hand. Each table goes between its two marks in its page. matplotlib (the extra `bench`) draws the chart.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench._results import FOLDER, read
 
-BEGIN, END = "<!-- performance: begin, written by bench/report.py -->", "<!-- performance: end -->"
 _ROOT = Path(__file__).resolve().parent.parent
 _OURS = "placement"
 _VARIANT = "placement, "
 """The prefix of system names that mean placement used in another way."""
+_SAYS_HOW_MUCH = ("small_tensors", "blocking", "phase_overhead", "cycles")
+"""Benchmarks whose scenarios have other names at another size, or are the same at all sizes."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ TABLE: tuple[_Line, ...] = (
     _Line("adam", "offload, rate", "offload", True),
     _Line("adam", "load, rate", "load", True),
     _Line("streamed_adam", "step", "step", False),
+    _Line("streamed_adam", "step, share of the link both ways", "step, of what the link takes both ways at once", True),
     _Line("streamed_adam", "step, rise of device memory, seen by the driver", "rise of device memory in a step", False),
     _Line("small_tensors", "offload, rate", "offload", True),
     _Line("small_tensors", "load, rate", "load", True),
@@ -48,13 +52,27 @@ TABLE: tuple[_Line, ...] = (
     _Line("blocking", "host blocked, nothing queued", "host blocked", False),
     _Line("blocking", "host blocked, 320 ms queued", "host blocked behind 320 ms of queued work", False),
     _Line("blocking", "products slowed by", "matrix products beside it slowed by", False),
-    _Line("replicated", "load, rate of each rank", "load, rate of each rank", True),
     _Line("host_reserve", "rate", "rate", True),
     _Line("grpo_step", "bytes both ways", "bytes over the link", False),
     _Line("grpo_step", "stalled", "work stands still", False),
     _Line("grpo_step", "peak, seen by the driver", "peak above the computation's", False),
+    _Line("phase_overhead", "call", "a call", False),
     _Line("cycles", "free device bytes, largest less smallest", "free device bytes, largest less smallest", False),
 )
+
+REPLICATED = (_Line("replicated", "load, rate of each rank", "load, rate of each rank", True),)
+"""Measured on another machine than the rest, because it needs several GPUs."""
+
+BY_TURNS = (
+    *(line for line in TABLE if line.metric not in ("rate", "step, share of the link both ways")),  # older steps copy before they begin
+    _Line("host_reserve", "rate", "rate, of memory that was used before", True),
+    _Line("streamed_adam", "first step", "first step, host memory reserved", False),
+    _Line("cycles", "one cycle", "one cycle", False),
+    _Line("phase_overhead", "switch out of a training, nothing moves", "switch out of a training, nothing moves", False),
+    _Line("phase_overhead", "enter and leave, nothing moves", "enter and leave, nothing moves", False),
+    _Line("phase_overhead", "switch, nothing moves", "switch, nothing moves", False),
+)
+"""The lines that are compared with an older version, where `bench.turns` has measured them."""
 
 HEADLINE: tuple[tuple[str, str, str], ...] = (
     ("weights", "offload, rate", "weights, bf16"),
@@ -66,12 +84,15 @@ HEADLINE: tuple[tuple[str, str, str], ...] = (
 """Benchmark, metric and scenario of each row that the README shows."""
 
 Rows = Sequence[Mapping[str, Any]]
+Results = Mapping[str, Mapping[str, Any]]
 
 
 def shown(value: float, unit: str) -> str:
     """A number for people: three digits and a suitable unit."""
     if unit == "bytes" and value >= 1e6:
         return f"{value / 1e9:.2f} GB"
+    if unit == "us":
+        return shown(value * 1e-6, "s")
     if unit == "s" and value < 1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:,.3g} {unit}"
@@ -103,63 +124,134 @@ def _share(rows: Rows, scenario: str, metric: str) -> str:
     return f", {shares[0]:.1f} % of the link" if shares else ""
 
 
-def table(results: Mapping[str, Mapping[str, Any]], lines: Iterable[_Line] = TABLE) -> str:
+def _machines(results: Results, lines: Iterable[_Line]) -> str:
+    """The machine of these lines, and what was measured on it; one after the other if there are several."""
+    found: dict[str, dict[str, str]] = {}
+    for name in dict.fromkeys(line.benchmark for line in lines):
+        if (content := results.get(name)) is not None:
+            machine = content["machine"]
+            version = f", placement at {content['turns']['commits']['after']}" if "turns" in content else ""
+            text = f"{machine.get('gpu', machine['device'])}, torch {machine['torch']}, Python {machine['python']}{version}"
+            found.setdefault(text, {}).update(machine.get("peers", {}))
+    return " ".join("; ".join([text, *([", ".join(map(" ".join, peers.items()))] if peers else [])]) + "." for text, peers in found.items())
+
+
+def _named(scenario: str, name: str, content: Mapping[str, Any]) -> str:
+    is_quick = content["machine"].get("size") == "quick" and name not in _SAYS_HOW_MUCH
+    return f"{scenario} (quick)" if is_quick else scenario
+
+
+def _failures(results: Results, lines: Iterable[_Line]) -> list[str]:
+    """What to say of peers that are not installed, and of those that failed."""
+    absent, failed = set(), []
+    for name in dict.fromkeys(line.benchmark for line in lines):
+        for error in results.get(name, {}).get("errors", []):
+            if error["message"].startswith("ModuleNotFoundError"):
+                absent.add(error["system"])
+            else:
+                failed.append(f"* {name}, {error['scenario']}, {error['system']}: {error['message']}")
+    said = ["", f"Not on this machine: {', '.join(sorted(absent))}."] if absent else []
+    return said + (["", "Without numbers:", "", *failed] if failed else [])
+
+
+def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
     """The table in Markdown, with the machine above it and the failed peers below it."""
     if not results:
         raise ValueError("there are no result files; run python -m bench.run first")
-    machine = next(iter(results.values()))["machine"]
-    peers = ", ".join(f"{name} {version}" for name, version in machine.get("peers", {}).items())
-    written = [
-        f"{machine.get('gpu', machine['device'])}, torch {machine['torch']}, Python {machine['python']}"
-        + (f"; {peers}." if peers else "."),
-        "",
-        "| what | placement | best peer | others |",
-        "|---|---|---|---|",
-    ]
+    written = [_machines(results, lines), "", "| what | placement | best peer | others |", "|---|---|---|---|"]
     for line in lines:
-        rows: Rows = results.get(line.benchmark, {}).get("rows", [])
+        content = results.get(line.benchmark, {})
+        rows: Rows = content.get("rows", [])
         for scenario in dict.fromkeys(row["scenario"] for row in rows):
             cells = _cells(rows, scenario, line)
             if cells is not None:
-                written.append(f"| {scenario}: {line.text} | **{cells[0]}** | {cells[1]} | {cells[2]} |")
-    failures = [
-        f"* {name}, {error['scenario']}, {error['system']}: {error['message']}"
-        for name, content in results.items()
-        for error in content.get("errors", [])
-    ]
-    return "\n".join([*written, *(["", "Without numbers:", "", *failures] if failures else [])])
+                what = _named(scenario, line.benchmark, content)
+                written.append(f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} | {cells[2]} |")
+    return "\n".join(written + _failures(results, lines))
 
 
-def headline(results: Mapping[str, Mapping[str, Any]]) -> str:
+def by_turns(results: Results) -> str:
+    """The table of an older version and this one, as `bench.turns` has measured them, and what is worse now."""
+    compared = {name: content for name, content in results.items() if "turns" in content}
+    if not compared:
+        return "Nothing was measured by turns."
+    commits = [content["turns"]["commits"] for content in compared.values()]
+    old, new = (", ".join(sorted({each[version] for each in commits})) for version in ("before", "after"))
+    written = [_machines(compared, BY_TURNS), "", f"| what | before ({old}) | after ({new}) |", "|---|---|---|"]
+    worse = []
+    for line in BY_TURNS:
+        content = compared.get(line.benchmark, {"turns": {"rows": []}})
+        for row in content["turns"]["rows"]:
+            if row["metric"] == line.metric and row["before"] and row["after"]:
+                what = f"{_named(row['scenario'], line.benchmark, content)}: {line.text}"
+                cells = (", ".join(shown(value, row["unit"]) for value in row[version]) for version in ("before", "after"))
+                written.append(f"| {what} | {' | '.join(cells)} |")
+                if _is_worse(row["before"], row["after"], more_is_better=line.more_is_better):
+                    worse.append(what)
+    listed = "; ".join(worse) if worse else "nothing"
+    problems = [f"* {name}, {problem}" for name, content in compared.items() for problem in content["turns"]["problems"]]
+    written += ["", f"Worse after than before, by more than the runs of one version differ and by more than 1 %: {listed}."]
+    return "\n".join([*written, *(["", "Runs that did not end well:", "", *problems] if problems else [])])
+
+
+def _is_worse(before: Sequence[float], after: Sequence[float], *, more_is_better: bool) -> bool:
+    old, new = statistics.mean(before), statistics.mean(after)
+    spread = max(max(values) - min(values) for values in (before, after))
+    return (old - new if more_is_better else new - old) > max(spread, 0.01 * abs(old))
+
+
+def headline(results: Results) -> str:
     """The rows that the README shows: placement as it is used by default, and the best peer."""
     texts = {(line.benchmark, line.metric): line for line in TABLE}
-    written = ["| what | placement | best peer |", "|---|---|---|"]
+    contents = [results[benchmark] for benchmark, _, _ in HEADLINE if benchmark in results]
+    machines = dict.fromkeys(content["machine"].get("gpu", content["machine"]["device"]) for content in contents)
+    written = [f"| what, on one {' or '.join(machines)} | placement | best peer |", "|---|---|---|"]
     for benchmark, metric, scenario in HEADLINE:
-        line = texts[benchmark, metric]
-        cells = _cells(results.get(benchmark, {}).get("rows", []), scenario, line)
+        line, content = texts[benchmark, metric], results.get(benchmark, {})
+        cells = _cells(content.get("rows", []), scenario, line)
         if cells is not None:
-            written.append(f"| {scenario}: {line.text} | **{cells[0].split('; ')[0]}** | {cells[1]} |")
+            what = _named(scenario, benchmark, content)
+            written.append(f"| {what}: {line.text} | **{cells[0].split('; ')[0]}** | {cells[1]} |")
     return "\n".join(written)
 
 
-def put_into(page: Path, text: str) -> None:
-    """Replace the text between the marks.
+PAGES: Mapping[str, Callable[[Results], str]] = {
+    "performance": table,
+    "by turns": by_turns,
+    "replicated": functools.partial(table, lines=REPLICATED),
+}
+"""The texts of docs/performance.md, by their marks."""
+
+
+def marks(name: str) -> tuple[str, str]:
+    """The lines before and after a text."""
+    return f"<!-- {name}: begin, written by bench/report.py -->", f"<!-- {name}: end -->"
+
+
+def shown_in(page: Path, name: str) -> str:
+    """The text between the marks of this name.
 
     Raises:
         ValueError: the marks are missing.
     """
+    begin, end = marks(name)
     content = page.read_text(encoding="utf-8")
-    before, begin, rest = content.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page.name} needs the lines {BEGIN!r} and {END!r} where the table goes")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    if begin not in content or end not in content:
+        raise ValueError(f"{page.name} needs the lines {begin!r} and {end!r} where the text goes")
+    return content.partition(begin)[2].partition(end)[0]
+
+
+def put_into(page: Path, name: str, text: str) -> None:
+    """Replace the text between the marks of this name. Raises ValueError: the marks are missing."""
+    begin, end = marks(name)
+    old = f"{begin}{shown_in(page, name)}{end}"
+    page.write_text(page.read_text(encoding="utf-8").replace(old, f"{begin}\n{text}\n{end}"), encoding="utf-8")
 
 
 _BARS = (("weights", None), ("adam", None), ("small_tensors", "4 KiB"), ("small_tensors", "64 KiB"))
 
 
-def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Draw bars of the rates each way, a panel for each scenario, with the link's rate of the same run as a line."""
     from matplotlib.figure import Figure
 
@@ -205,12 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--print", action="store_true", help="print the table and write nothing")
     options = parser.parse_args(arguments)
     results = read(options.results)
-    text = table(results)
+    texts = {name: write(results) for name, write in PAGES.items()}
     if options.print:
-        print(text)
+        print(*texts.values(), sep="\n\n")
         return
-    put_into(options.page, text)
-    put_into(options.readme, headline(results))
+    for name, text in texts.items():
+        put_into(options.page, name, text)
+    put_into(options.readme, "performance", headline(results))
     draw(results, options.chart)
 
 

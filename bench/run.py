@@ -62,12 +62,12 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def _device() -> str:
+def default_device() -> str:
     # Asked as the children do, without making a CUDA context here.
     return "cuda:0" if torch.cuda.device_count() else "simulated"
 
 
-def _run_one(name: str, arguments: list[str], limit_seconds: float) -> str | None:
+def run_one(name: str, arguments: list[str], limit_seconds: float) -> str | None:
     """Run one benchmark. Returns the reason if it did not end well; None if it did."""
     context = multiprocessing.get_context("forkserver")  # each process starts with torch imported, and makes a CUDA context of its own
     process = context.Process(target=_child, args=(name, arguments))
@@ -98,7 +98,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for peer, verdict in found.items():
             print(f"{peer:<20} {verdict}")
         return sum(verdict != "ok" for verdict in found.values())
-    device = options.device or _device()
+    device = options.device or default_device()
     size = options.size or ("full" if device.startswith("cuda") else "tiny")
     is_full = size == "full"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "placement", "bench._rig"])
@@ -111,7 +111,7 @@ def main(given: Sequence[str] | None = None) -> int:
         path.unlink(missing_ok=True)
         limit = min(LIMITS[name][is_full], deadline - began)
         problem = (
-            _run_one(name, ["--device", device, "--size", size, "--out", str(options.out)], limit)
+            run_one(name, ["--device", device, "--size", size, "--out", str(options.out)], limit)
             if limit > 1
             else "no time was left for it"
         )

@@ -22,25 +22,27 @@ _SYSTEMS: Sequence[type[Mover]] = (Placement, HandWritten, VerlModel, ModuleTo, 
 
 def measure(rig: Rig, results: Results) -> None:
     for kib in (64, 4):
-        found = (_in_own_process if rig.is_cuda else _one_size)(rig.device, rig.size, results.path.parent, kib)
+        found = (_in_own_process if rig.is_cuda else _one_size)(rig, results.path.parent, kib)
         results.rows += found.rows
         results.errors += found.errors
         results.write()
 
 
-def _in_own_process(device: str, size: str, folder: Path, kib: int) -> Results:
-    results = Results("small_tensors", device, size, folder)
+def _in_own_process(rig: Rig, folder: Path, kib: int) -> Results:
+    results = Results("small_tensors", rig.device, rig.size, folder)
     results.path.unlink(missing_ok=True)
-    own = multiprocessing.get_context("spawn").Process(target=_one_size, args=(device, size, folder, kib))
+    context = multiprocessing.get_context("forkserver")  # torch is imported once for both
+    context.set_forkserver_preload(["torch"])
+    own = context.Process(target=_one_size, args=(rig, folder, kib))
     own.start()
     own.join()
     results.read()  # whatever the exit status: torch_memory_saver ends the process when another pool's memory dies after its own
     return results
 
 
-def _one_size(device: str, size: str, folder: Path, kib: int) -> Results:
+def _one_size(rig: Rig, folder: Path, kib: int) -> Results:
     """Measure one size, with the link's rate in the same process."""
-    rig, results = Rig(device, size), Results("small_tensors", device, size, folder)
+    results = Results("small_tensors", rig.device, rig.size, folder)
     scenario = f"{rig.pick(20, 20_000, 20_000):,} tensors of {kib} KiB"
     raw = link.measure(rig, results)
     make = partial(Weights, rig, [(kib * 512,)] * rig.pick(20, 20_000, 20_000))

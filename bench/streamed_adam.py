@@ -230,13 +230,15 @@ def copies_alone(rig: Rig, nbytes: int) -> float:
 
 def measure(rig: Rig, results: Results) -> None:
     raw = link.measure(rig, results)
-    if rig.is_cuda:
+    if rig.is_cuda and not rig.only:
         nbytes = 2 * nbytes_of(module_tensors(_shard(rig)))
         rig.clean()
         results.add(_SCENARIO, "copies alone", "as many bytes, both ways at once", copies_alone(rig, nbytes), "s")
         rig.clean()
     exact: int | None = None
     for make in SYSTEMS:
+        if make is not OnDevice and not rig.wants(make.name):  # the values of all are compared with those on the device
+            continue
         if make is DeepSpeedCpu and not rig.is_cuda:  # it compiles for minutes, and its time without a GPU says nothing
             continue
         rig.clean()

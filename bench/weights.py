@@ -8,14 +8,14 @@ from functools import partial
 from bench import _rig, link
 from bench._cycle import compare
 from bench._models import decoder
-from bench._movers import MODULE_PEERS, Mover, Placement
+from bench._movers import MODULE_PEERS, SLOW_PEERS, Mover, Placement
 from bench._results import Results
 from bench._rig import Rig
 
 
 def measure(rig: Rig, results: Results) -> None:
     raw = link.measure(rig, results)
-    systems: Sequence[type[Mover]] = (Placement, *MODULE_PEERS)
+    systems: Sequence[type[Mover]] = (Placement, *MODULE_PEERS, *(() if rig.size == "full" else SLOW_PEERS))
     compare(rig, results, "weights, bf16", raw, {system.name: partial(system, rig, partial(decoder, rig)) for system in systems})
 
 

@@ -153,9 +153,9 @@ def test_messages_that_are_quoted_exist(phrase: str) -> None:
 
 def test_the_figures_are_those_of_the_result_files() -> None:
     results = read(FOLDER)
-    for page, text in ((DOCS / "performance.md", report.table(results)), (README, report.headline(results))):
-        shown = page.read_text(encoding="utf-8").partition(report.BEGIN)[2].partition(report.END)[0]
-        assert shown.strip() == text.strip()
+    for name, write in report.PAGES.items():
+        assert report.shown_in(DOCS / "performance.md", name).strip() == write(results).strip()
+    assert report.shown_in(README, "performance").strip() == report.headline(results).strip()
 
 
 # --- reference

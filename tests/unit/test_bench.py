@@ -42,20 +42,15 @@ def file_of(name: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in run.LIMITS],
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in run.LIMITS])
 def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     content = file_of(name)
-    assert content["benchmark"] == name
-    assert content["machine"]["device"] == "simulated"
+    assert (content["benchmark"], content["machine"]["device"]) == (name, "simulated")
     assert content["rows"]
     for row in content["rows"]:
         assert set(row) == {"scenario", "system", "metric", "value", "unit"}
         assert math.isfinite(row["value"])
     # A peer may not be installed, or need a GPU. Then it says so; nothing of ours may.
-    assert {row["system"] for row in content["rows"] if row["metric"] == "error"} <= PEERS
     assert {error["system"] for error in content.get("errors", [])} <= PEERS
     assert all(row["value"] == 1 for row in content["rows"] if row["metric"] == "bit-exact")
 
@@ -82,19 +77,24 @@ def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> 
     assert found["bit-exact"] == 1
 
 
-def test_the_table_names_the_best_peer_and_every_failure(tmp_path: Path) -> None:
+def test_the_tables_name_the_best_peer_every_failure_and_what_is_worse(tmp_path: Path) -> None:
     results = Results("weights", "simulated", "tiny", tmp_path)
     for system, value in (("link", 55.5), ("slow", 2.0), ("placement", 55.0), ("quick", 50.0)):
         results.add("weights, bf16", system, "load, rate", value, "GB/s")
     results.add("weights, bf16", "placement", "load, share of the link", 99.1, "%")
-    results.failed("weights, bf16", "absent", "not installed")
+    results.failed("weights, bf16", "broken", "no memory")
+    results.failed("weights, bf16", "absent", "ModuleNotFoundError: No module named 'absent'")
     results.write()
     readme = tmp_path / "README.md"
-    readme.write_text(f"# a\n{report.BEGIN}\nold\n{report.END}\nb\n", encoding="utf-8")
-    report.put_into(readme, report.table(_results.read(tmp_path)))
+    readme.write_text("# a\n{}\nold\n{}\nb\n".format(*report.marks("performance")), encoding="utf-8")
+    report.put_into(readme, "performance", report.table(_results.read(tmp_path)))
     written = readme.read_text(encoding="utf-8")
     assert "| weights, bf16: load | **55 GB/s, 99.1 % of the link** | 50 GB/s (quick) | 2 GB/s (slow) |" in written
-    assert "absent: not installed" in written
-    assert "old" not in written
-    assert written.startswith("# a\n")
-    assert written.endswith("\nb\n")
+    assert "broken: no memory" in written
+    assert "Not on this machine: absent." in written
+    assert (written[:4], "old" in written, written[-3:]) == ("# a\n", False, "\nb\n")
+    row = {"scenario": "weights, bf16", "metric": "load, rate", "unit": "GB/s", "before": [55, 54], "after": [50, 51]}
+    turns = {"commits": {"before": "a", "after": "b"}, "rows": [row], "problems": []}
+    compared = report.by_turns({"weights": {"machine": _results.machine("simulated"), "turns": turns}})
+    assert "| weights, bf16: load | 55 GB/s, 54 GB/s | 50 GB/s, 51 GB/s |" in compared
+    assert "by more than 1 %: weights, bf16: load." in compared
