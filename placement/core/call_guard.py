@@ -325,19 +325,16 @@ class MethodCall:
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of the method: run the guard, then the method, with other arguments where the guard returns them."""
-        changed = self._guard(target, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
+        args, kwargs = self._guard(target, args, kwargs) or (args, kwargs)
         return method(*args, **kwargs)
 
     def remove(self) -> None:
         target, bound = self._target(), self._bound()
-        if target is None or bound is None or vars(target).get(self._name) is not bound:
-            return
-        if bound.theirs is None:
-            del vars(target)[self._name]
-        else:
-            vars(target)[self._name] = bound.theirs
+        if target is not None and bound is not None and vars(target).get(self._name) is bound:
+            if bound.theirs is None:
+                del vars(target)[self._name]
+            else:
+                vars(target)[self._name] = bound.theirs
 
 
 class _Bound:
@@ -347,17 +344,21 @@ class _Bound:
         functools.update_wrapper(self, getattr(type(target), name) if theirs is None else theirs)
         self._run, self._target, self._name, self.theirs = run, reference(target), name, theirs
 
-    def __func__(self, self_: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, self_: Any, *args: Any, **kwargs: Any) -> Any:
         plain = self.__wrapped__  # type: ignore[attr-defined] # by `update_wrapper`
         method = functools.partial(plain, self_) if self.theirs is None else plain
         return self._run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(*args, **kwargs)  # noqa: PLW0108  # others bind it (`LRScheduler`): it must be a function
 
     @property
     def __self__(self) -> Any:
         return self._target()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
+        return self._call(self.__self__, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Make it the copy's own method when it is copied or pickled with its object."""

@@ -114,10 +114,8 @@ class ModuleAdapter(Adapter):
         found = self._collect(module, modules)
         # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
         # A walk for handing back refuses nothing, so the next one has to look at everything.
-        is_simple = not (
-            self.frameworks or self._nests or self._immovable or any(each.transient or each.wrapper is not None for each in found)
-        )
-        if is_simple and not self.hands_back:
+        is_loose = any(each.transient or each.wrapper is not None for each in found)
+        if not (is_loose or self.frameworks or self._nests or self._immovable or self.hands_back):
             self.steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
@@ -253,12 +251,9 @@ class ModuleAdapter(Adapter):
 
     def _stays(self, path: str, part: torch.Tensor) -> bool:
         """Whether a tensor stays on the CPU on purpose (see `_is_mixed`)."""
-        if not self._cpu_stays:
-            return False
-        if part.is_cpu:
-            return path not in self._on_device
-        self._on_device.add(path)
-        return False
+        if self._cpu_stays and not part.is_cpu:
+            self._on_device.add(path)
+        return self._cpu_stays and path not in self._on_device
 
     def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]) -> None:
         """Add a gradient, which may have any layout. One that cannot be moved is noted, so that the rest of the object still moves."""
@@ -282,9 +277,8 @@ class ModuleAdapter(Adapter):
 
     def _is_free(self, part: torch.Tensor) -> bool:
         """Whether a part of a tensor that an object holds is on the device and can be moved from there."""
-        if part.device != self.compute_device or is_lazy_view(part):
-            return False
-        return part.is_inference() or problem_of(part, self.compute_device) is None
+        is_here = part.device == self.compute_device and not is_lazy_view(part)
+        return is_here and (part.is_inference() or problem_of(part, self.compute_device) is None)
 
     def _can_go(self, part: torch.Tensor) -> bool:
         return (is_plain(part, self.compute_device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)

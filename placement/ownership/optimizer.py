@@ -116,10 +116,9 @@ class OptimizerAdapter(Adapter):
         optimizers = [leaf.optimizer for leaf in leaves]
         if self.external is not None or self.hands_back or _holds_optimizers(objects) or not SteadyState.fits(optimizers):
             return None
-        if any(True for _ in self._lent_gradients):  # they become the optimizer's own when the modules drop them
-            return None
+        is_lent = any(True for _ in self._lent_gradients)  # it becomes the optimizer's own when the modules drop it
         values = {id(value) for each in optimizers for entry in each.state.values() for value in entry.values()}
-        if any(each.wrapper is not None or id(each.tensor) not in values for each in owned):
+        if is_lent or any(each.wrapper is not None or id(each.tensor) not in values for each in owned):
             return None
         steady = SteadyState(optimizers, [each.tensor for each in owned])
         return steady if steady.leaves_numbers_alone else None
@@ -160,9 +159,8 @@ class OptimizerAdapter(Adapter):
         """Whether a part of a state tensor stays on the CPU. torch's own step functions keep only counters there. Any other CPU state of
         theirs was created before the parameters came to the device, and must follow them. Other step functions may keep state on the CPU
         on purpose."""
-        if self.external is not None or not part.is_cpu:
-            return False
-        return self.is_counter(leaf.optimizer, key, group, part) or not self.follows(leaf.optimizer)
+        may_stay = self.external is None and part.is_cpu
+        return may_stay and (self.is_counter(leaf.optimizer, key, group, part) or not self.follows(leaf.optimizer))
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
@@ -215,9 +213,8 @@ class OptimizerAdapter(Adapter):
 
     def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
         """Whether a value of the state is a counter that torch keeps on the CPU."""
-        if key not in _ON_CPU_UNLESS_CAPTURED or not isinstance(value, torch.Tensor) or value.dim():
-            return False
-        return not (group.get("fused") or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD))
+        is_number = key in _ON_CPU_UNLESS_CAPTURED and isinstance(value, torch.Tensor) and not value.dim()
+        return is_number and not (group.get("fused") or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD))
 
     def follows(self, optimizer: Any) -> bool:
         """Whether state on the CPU, except counters, must move to where its parameters are."""

@@ -29,7 +29,7 @@ from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
-from placement.storage.scan import BORROWED, Relocated, StorageScanner, count_uses, stray_references, uncounted
+from placement.storage.scan import BORROWED, Relocated, Scan, StorageScanner, count_uses, stray_references, uncounted
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
@@ -338,8 +338,14 @@ class AdoptedStorage(Storage):
 
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
-        born = self.scanner.rescan()
+        born = self._first_look()
         return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
+
+    def _first_look(self) -> Scan:
+        """Look at the object, at its registration. Raises RegistrationError, before anything changes: some of it cannot be moved."""
+        born = self.scanner.rescan()
+        self.adapter.check(owned for adoptee in (*born.lasting, *born.transient) for owned in adoptee.owned)
+        return born
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         self.scanner.reserve(sizes, parts)
@@ -355,8 +361,9 @@ class AdoptedStorage(Storage):
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device."""
-        born = self.scanner.rescan(movable=True)
-        self.adapter.check(owned for adoptee in (*born.lasting, *born.transient) for owned in adoptee.owned)
+        born = self._first_look()
+        if any(True for _ in self.adapter.sparse()):
+            born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
         fresh, own = self.adopt_apart(born.lasting)
         for adoptees, transient in ((own, False), (born.transient, True)):

@@ -185,7 +185,7 @@ class StorageScanner:
         self.discovered: frozenset[int] = frozenset()  # its new storages (`_cdata`) as of the last look: its own from then on
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
-        self._walked: object | None = None  # the `Adapter.steady` of the walk in the last look
+        self._adopted: object | None = None  # the `Adapter.steady` of what `adopt` was given, until the next look: it has moved in by then
         self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
@@ -201,7 +201,8 @@ class StorageScanner:
 
     def tensors_now(self) -> list[torch.Tensor]:
         """The object's tensors that can be moved, also where it has got some that cannot."""
-        if (seen := self.adapter.unchanged()) is not None:
+        is_module = self.adapter.kind != "optimizer"  # state may lie in the modules' storages by now, which a quick look does not see
+        if is_module and (seen := self.adapter.unchanged()) is not None:
             return seen.tensors
         before, self.adapter.hands_back = self.adapter.hands_back, True
         try:
@@ -212,11 +213,11 @@ class StorageScanner:
     def rescan(self, *, movable: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
         `movable`: give sparse gradients storages that nothing else uses, so that everything new can be moved."""
-        ranges = self.ranges.all
+        ranges, adopted, self._adopted = self.ranges.all, self._adopted, None
         last = self._last if self._last is not None and self._last[0] is ranges else None
-        is_known = self._walked is not None and self._walked is self.adapter.steady
-        seen = self.adapter.unchanged() if last is not None or is_known else None
-        if seen is not None and ((last is not None and self._is_as_before(seen, *last[1:])) or (is_known and self._is_in_place(seen))):
+        is_known = last is not None or (adopted is not None and adopted is self.adapter.steady)
+        seen = self.adapter.unchanged() if is_known else None
+        if seen is not None and (self._is_in_place(seen) if last is None else self._is_as_before(seen, *last[1:])):
             return Scan([], [], [])
         walk = _Walk(self.adapter.owned(), ranges)
         if movable and (sparse := list(self.adapter.sparse())):
@@ -232,7 +233,7 @@ class StorageScanner:
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
-        self._last, self._walked = None, self.adapter.steady
+        self._last = None
         if walk.storages and len(walk.in_place) == len(walk.storages) and (seen := self.adapter.unchanged()) is not None:
             self._last = ranges, walk.storages, seen.addresses, seen.versions
         shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -277,8 +278,7 @@ class StorageScanner:
         return True
 
     def _is_in_place(self, found: Seen) -> bool:
-        """Whether all of the tensors of the last look, which the adapter has found unchanged, lie at their places by now: they have moved
-        in since. Updates what is known of them."""
+        """Whether the tensors of the last look, which the adapter has found unchanged, have all moved in since. Updates what is known."""
         ranges, storages = self.ranges.all, list(map(_STORAGE, found.tensors))
         keys = list(map(_CDATA, storages))
         places = {entry.ref.cdata: r.layout.addresses.base + entry.offset for r in ranges for entry in r.placed}
@@ -333,6 +333,7 @@ class StorageScanner:
         `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is taken."""
         if not adoptees:
             return None
+        self._adopted = self.adapter.steady
         layout = RangeLayout(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         nbytes = used_bytes(layout.nbytes)
         spare = self.spare if transient else None

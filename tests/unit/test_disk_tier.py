@@ -16,7 +16,7 @@ from torch import nn
 
 import placement
 from placement import State
-from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
+from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError, RegistrationError
 from placement.devices.host import disk_file
 from placement.testing import SimulatedDevice
 from tests.support.disk import damage, send_to_disk, settle
@@ -159,6 +159,8 @@ def test_a_handle_that_never_fits_beside_what_it_steps_is_refused_with_a_table(t
     actor = model(0)
     with pytest.raises(HostMemoryError, match=r"'large' needs .* host_limit_bytes is .*\n  handle +in host memory"):
         manager.register("large", model(0, width=256), role="ref")
+    with pytest.raises(RegistrationError, match="shared memory"):  # before others would make room for it
+        manager.register("large", model(0, width=256).share_memory(), role="ref")
     assert manager.handles == {}
     manager.register("actor", actor, role="actor")
     with pytest.raises(HostMemoryError, match="'adam' together with actor, which it steps"):

@@ -263,3 +263,13 @@ def test_outside_training_it_is_refused(phase: str, state: str) -> None:
         with pytest.raises(PhaseError, match=rf"not registered \(SGD\) in phase '{phase}' would change 'actor', which is {state}"):
             other.step()
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_the_function_of_a_guarded_method_can_be_bound_again() -> None:
+    """As `LRScheduler` does with the step of a wrapper that has none of torch's hooks."""
+    manager, _, sharp = registered(WRAPPED[0][0])
+    again = sharp.step.__func__.__get__(sharp, Sharp)
+    with pytest.raises(NotResidentError):
+        again()
+    with manager.phase("train"):
+        again()

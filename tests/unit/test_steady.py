@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 
-from placement import Manager, RegistrationError
+from placement import IntegrityError, Manager, RegistrationError
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -331,3 +331,30 @@ def test_where_nothing_was_changed_a_quick_look_is_enough() -> None:
     assert look_after([CHANGES["nothing"]] * 3, net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU)) == 3
     changes = [MUTATIONS["nothing"], MUTATIONS["a_step"], MUTATIONS["a_tensor_more"], MUTATIONS["nothing"]]
     assert look_after(changes, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU)) == 3
+
+
+def test_memory_that_changed_places_is_put_back_under_its_names_of_now() -> None:
+    model, manager = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), make_manager()
+    manager.register("actor", model, role="actor")
+    first, second = model.parameters()
+    with manager.phase("log_prob"):
+        first.data, second.data = second.data, first.data
+        expected = copy.deepcopy(model.state_dict())
+    first.data = 2 * first.data
+    with pytest.raises(IntegrityError, match="put back"), manager.phase("log_prob"):
+        pass
+    assert_same(dict(model.state_dict()), dict(expected))
+
+
+def test_new_state_may_become_a_parameter_before_it_moves() -> None:
+    scene = Scene()
+    manager = make_manager()
+    manager.register("actor", scene.model, role="actor")
+    handle = manager.register("adam", scene.optimizer)
+    with manager.phase("train"):
+        scene.step()
+        handle.holding.measure_unadopted()
+        scene.model.weight.data = scene.tensor
+        expected = values(scene)
+    with manager.phase("train"):
+        assert_same(values(scene), expected)
