@@ -75,8 +75,8 @@ class PhaseStack:
         handle.counters.loaded_bytes += streamed.to_device_bytes
         handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
-        held_bytes = sum(each.resident_bytes for each in self._handles.values())
-        self.reconciler.peak_bytes = max(self.reconciler.peak_bytes, held_bytes + streamed.peak_bytes)
+        others_bytes = sum(each.resident_bytes for each in self._handles.values() if each is not handle)  # its own are in the peak
+        self.reconciler.peak_bytes = max(self.reconciler.peak_bytes, others_bytes + streamed.peak_bytes)
         logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
         if self.phases.all:
             self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)

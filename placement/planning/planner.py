@@ -32,10 +32,10 @@ _GENERATING: dict[str, tuple[str, ...]] = {
 
 
 class PhaseHistory:
-    """The phases that have begun, oldest first, as far back as 64 of them."""
+    """The phases that have begun, oldest first: those in which a cycle is looked for, and as many before, which tell its places apart."""
 
     def __init__(self) -> None:
-        self._phases: deque[str] = deque(maxlen=MOST_PHASES)
+        self._phases: deque[str] = deque(maxlen=2 * MOST_PHASES)
 
     def began(self, phase: str) -> None:
         self._phases.append(phase)
@@ -48,9 +48,9 @@ class PhaseHistory:
         the first time) is taken as one that was put in after the last phase.
         """
         phases = [*self._phases]
-        is_known = phase in phases
+        is_known = phase in phases[-MOST_PHASES:]
         longest, after = -is_known, len(phases)
-        for place in range(len(phases) - 1, -1, -1):
+        for place in reversed(range(len(phases))[-MOST_PHASES:]):
             if longest >= place:
                 break  # fewer phases are before all places that are left
             if (not is_known or phases[place] == phase) and (length := _common_end(phases[:place], phases)) > longest:
@@ -230,9 +230,9 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         "window_bytes": 0 if streamed is None else streamed.window_bytes,
         "unstreamable": None if streamed is None else streamed.refusal,
     }
-    if handle.last_view is None or handle.last_view[0] != facts:
-        handle.last_view = facts, HandleView(**facts)
-    return handle.last_view[1]
+    if (last := handle.last_view) is None or last[0] != facts:
+        handle.last_view = last = facts, HandleView(**facts)
+    return last[1]
 
 
 def ask_policy(policy: Any, view: View) -> Plan:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+from operator import eq
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
@@ -93,15 +96,12 @@ def test_without_a_cycle_the_least_recently_used_goes_first() -> None:
     assert history.order(["never", "a", "b", "c"]) == ["a", "c", "b", "never"]
 
 
-@given(st.lists(st.sampled_from("ABC"), max_size=60), st.sampled_from("ABCD"))
-def test_what_followed_the_last_time_is_expected_again(phases: list[str], phase: str) -> None:
-    seen = [*phases, phase] if phase in phases else phases
-    best = (0, 0)
-    for index in range(len(seen) - 1):
-        length = 0
-        while length <= index and seen[index - length] == seen[-1 - length]:
-            length += 1
-        best = max(best, (length, index))
+@given(st.text("ABC", max_size=60), st.integers(1, 30), st.text("ABC"), st.integers(0, 30), st.sampled_from("ABCD"))
+@example("AB", 20, "C", 19, "A")  # half of the history tells the places of a long cycle apart
+def test_what_followed_the_last_time_is_expected_again(inner: str, turns: int, outer: str, more: int, phase: str) -> None:
+    phases = [*(inner * turns + outer) * 2, *inner * more][-128:]
+    seen = [*phases, phase] if phase in phases[-64:] else phases
+    best = max([(len([*takewhile(bool, map(eq, seen[i::-1], seen[::-1]))]), i) for i in range(len(seen) - 1)[-64:]], default=(0, 0))
     history = PhaseHistory()
     for each in phases:
         history.began(each)

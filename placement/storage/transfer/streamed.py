@@ -198,7 +198,7 @@ class StreamedStep:
         while self._fetched < min(until, len(self._buckets)) and not self._is_tight:
             bucket = self._buckets[self._fetched]
             more_bytes = bucket.unborn_bytes + bytes_of(self._lacking(bucket))
-            if self._fetched > self._vacated and self._live_bytes() + more_bytes > self.window_bytes:
+            if self._live_bytes() + more_bytes > self.window_bytes:
                 return
             try:
                 self._fetch(bucket, chunk_pool)
