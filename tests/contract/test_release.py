@@ -89,10 +89,6 @@ class Leaving(Scene):
         assert_nothing_resident(self.manager)
 
 
-def alone() -> StoreGroup:
-    return StoreGroup(dist.HashStore(), 0, 1, 10.0)
-
-
 def test_what_leaves_at_an_exit_is_given_back_under_the_copies() -> None:
     scene = Leaving()
     scene.manager.leave()
@@ -106,7 +102,7 @@ def test_what_leaves_at_an_exit_is_given_back_under_the_copies() -> None:
 @pytest.mark.parametrize(("how", "in_group"), [("enter", False), ("switch", False), ("enter", True)])
 def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str, in_group: bool) -> None:
     """In a group: until the others have agreed."""
-    scene = Leaving(group=alone() if in_group else None)
+    scene = Leaving(group=StoreGroup(dist.HashStore(), 0, 1, 10.0) if in_group else None)
     getattr(scene.manager, how)("values")
     assert scene.device.stock_bytes == scene.num_bytes
     assert scene.device.early_bytes == 0
@@ -130,15 +126,11 @@ def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[
 # --- what is complained of afterwards
 
 
-def write_readonly(scene: Leaving) -> None:
-    scene.models["c"][0].data[7] = 3.0
-
-
 def complaining(kind: str) -> tuple[Leaving, Any]:
     """A scene in which the next phase transition that offloads has to be undone, and what it is for."""
     if kind == "readonly":
         scene = Leaving(readonly={"c"})
-        write_readonly(scene)
+        scene.models["c"][0].data[7] = 3.0
         return scene, None
     scene = Leaving(strict=True)
     return scene, scene.models["a"][0].detach()

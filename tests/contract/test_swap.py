@@ -108,12 +108,8 @@ class Scene:
         self.manager.check_integrity()
 
 
-def rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
 def side(sizes: Mapping[str, int]) -> int:
-    return sum(rounded(nbytes) for nbytes in sizes.values())
+    return sum(-(-nbytes // PAGE) * PAGE for nbytes in sizes.values())  # whole pages
 
 
 SIDES: dict[str, tuple[dict[str, int], dict[str, int]]] = {

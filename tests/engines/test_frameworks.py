@@ -21,9 +21,6 @@ from tests.sharded import one_of_each, test_quantized, training
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import assert_same, batch, in_a_range, make_manager, net
 
-CPU = torch.device("cpu")
-
-
 # --- on ranks: an engine around a module of each framework, fed by an actor of each; tests/gpu runs the same with NCCL
 
 GATHERING = {"fsdp1_original", "fsdp1_flat"}

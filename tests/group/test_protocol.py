@@ -28,7 +28,6 @@ from tests.support.boards import ForwardingBoard
 from tests.support.threads import in_threads, on_all
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
-OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})
 DEADLINE, GRACE = 3.0, 0.3  # seconds
 
 

@@ -63,7 +63,7 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
     program.train(1, 2)
     wanted = program.values()
     for name, phase in STATES.items():
-        how = checkpoint.save if name != "training" else _save_in_the_background
+        how = checkpoint.save if name != "training" else lambda *its: checkpoint.async_save(*its).result()
         _in(program, phase, functools.partial(how, manager, tmp_path / name))
     after = program.train(3, 4, 5)
     end = program.values()
@@ -84,10 +84,6 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
         assert_same(fresh.values(), wanted, f"into an optimizer without state, {into}")
         assert fresh.train(3, 4, 5) == after
         assert_same(fresh.values(), end, f"resumed by an optimizer without state, {into}")
-
-
-def _save_in_the_background(manager: Manager, path: str) -> None:
-    checkpoint.async_save(manager, path).result()
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2", "external", "tp", "lora"])

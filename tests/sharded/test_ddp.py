@@ -113,10 +113,6 @@ def trained(variant: Variant, steps: int) -> tuple[Manager, Program]:
     return manager, program
 
 
-def gradient_bytes(variant: Variant) -> int:
-    return sum(parameter.nbytes for parameter in variant.model().parameters() if parameter.requires_grad)
-
-
 VIEWS = {"gradient_as_bucket_view": True}
 UNUSED = {**VIEWS, "find_unused_parameters": True}
 
@@ -159,7 +155,7 @@ def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks) -> None:
 @on_ranks("two_ranks")
 def test_the_assertion_that_nothing_is_resident_names_them(name: str) -> None:
     """DDP as it is by default keeps a copy of every gradient; with views it keeps nothing once a gradient has shown its bucket."""
-    nbytes = gradient_bytes(VARIANTS[name])
+    nbytes = sum(parameter.nbytes for parameter in VARIANTS[name].model().parameters() if parameter.requires_grad)
     wanted = "gradient_as_bucket_view=False" if name == "apart" else "no gradient is a view of them yet"
     kept = f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: reducer's buckets ({wanted})"
     for steps in (0, 3):

@@ -118,11 +118,6 @@ def gathered_bytes(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def assert_off(manager: Manager, program: Program) -> None:
-    assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
-    assert not any(gathered_bytes(program.model).values())
-
-
 FULL, GRAD_OP, NO, HYBRID = (ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
 ORIGINAL, FLAT = Variant(True), Variant(False)
 

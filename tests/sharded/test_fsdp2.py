@@ -104,7 +104,8 @@ def test_registered_while_unsharded() -> None:
     model.reshard()
     assert _unsharded(model), "the root alone was resharded"
     loss_of(model, 0)
-    gathered = [each._unsharded_param for group in _groups(model) for each in group.fsdp_params]
+    states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
+    gathered = [each._unsharded_param for state in states for group in state._fsdp_param_groups for each in group.fsdp_params]
     stale = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of tensors that are gone at the next reshard
     manager, actor, adam = worker.worker(model, optimizer)
     assert [id(parameter) for parameter in model.parameters()] == ids
@@ -121,10 +122,6 @@ def test_registered_while_unsharded() -> None:
     assert all(each.untyped_storage().nbytes() == 0 for each in gathered)
     assert_nothing_resident(manager)
     manager.close()
-
-
-def _groups(model: Any) -> Iterator[Any]:
-    return (group for part in model.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups)
 
 
 # --- who replaces a local tensor leaves the group with the old one

@@ -24,11 +24,6 @@ STEPS = 2
 """One before the optimizer has state, and one after."""
 
 
-def _cloned(model: torch.nn.Module) -> None:
-    """What `to("cpu")` does to a model on an accelerator."""
-    model._apply(lambda tensor: tensor.clone())
-
-
 def _exchanged(model: torch.nn.Module) -> None:
     """The same where torch is told to exchange tensors whole."""
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -58,8 +53,8 @@ def _as_verl_offloads_fsdp1(model: torch.nn.Module) -> None:
             handle.flat_param._local_shard = handle.flat_param.data
 
 
-WAYS: dict[str, Callable[[torch.nn.Module], None]] = {
-    "to": _cloned,
+WAYS: dict[str, Callable[[torch.nn.Module], object]] = {
+    "to": lambda model: model._apply(lambda tensor: tensor.clone()),  # what `to("cpu")` does to a model on an accelerator
     "half": torch.nn.Module.half,
     "exchanged": _exchanged,
     "layers": _layer_by_layer,

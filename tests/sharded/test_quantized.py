@@ -6,6 +6,7 @@ The 20 steps run on a GPU too, in tests/gpu/test_frameworks.py.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,28 +169,14 @@ def learner(make: Any, device: str = "cpu") -> training.Program:
     return program(model, make(model.parameters()), device)
 
 
-def bnb_adam(parameters: Any) -> Any:
-    import bitsandbytes as bnb
-
-    return bnb.optim.AdamW8bit(parameters, lr=1e-2)
-
-
-def bnb_lion(parameters: Any) -> Any:
-    import bitsandbytes as bnb
-
-    return bnb.optim.Lion8bit(parameters, lr=1e-3, min_8bit_size=16)
-
-
-def torchao_adam(name: str, parameters: Any) -> Any:
-    import torchao.optim
-
-    return getattr(torchao.optim, name)(parameters, lr=1e-2, block_size=64)
+def quantised(library: str, name: str, parameters: Any, **options: Any) -> Any:
+    return getattr(importlib.import_module(f"{library}.optim"), name)(parameters, **options)
 
 
 OPTIMIZERS = {
-    "bnb AdamW8bit": bnb_adam,
-    "bnb Lion8bit": bnb_lion,
-    **{f"torchao {name}": functools.partial(torchao_adam, name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+    "bnb AdamW8bit": functools.partial(quantised, "bitsandbytes", "AdamW8bit", lr=1e-2),
+    "bnb Lion8bit": functools.partial(quantised, "bitsandbytes", "Lion8bit", lr=1e-3, min_8bit_size=16),
+    **{f"torchao {x}": functools.partial(quantised, "torchao", x, lr=1e-2, block_size=64) for x in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
 }
 
 

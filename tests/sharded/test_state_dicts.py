@@ -22,7 +22,8 @@ def live(program: Program) -> dict[str, bytes]:
     """The same of what the objects have, read on the device."""
     with program.manager.phase("restore"):
         model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
-        state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
+        stepped = [each for group in program.optimizer.param_groups for each in group["params"]]
+        state = {index: program.optimizer.state[each] for index, each in enumerate(stepped)}
         return bytes_of({"model": model, "state": state})
 
 
@@ -58,10 +59,6 @@ def test_what_hooks_compute_of_sharded_parameters() -> None:
         assert "0.0._extra_state.whole" in wanted
     assert bytes_of([handle.state_dict(), model[1].state_dict(), adam.state_dict()["state"]]) == wanted
     assert_nothing_resident(manager)
-
-
-def _stepped(program: Program) -> list[torch.Tensor]:
-    return [each for group in program.optimizer.param_groups for each in group["params"]]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])

@@ -30,10 +30,6 @@ def names(adapter: Adapter) -> list[str]:
     return [item.name for item in adapter.owned()]
 
 
-def by_name(adapter: ModuleAdapter) -> dict[str, torch.Tensor]:
-    return {item.name: item.tensor for item in adapter.owned()}
-
-
 class Block(nn.Module):
     """A module with everything a module may hold."""
 
@@ -65,7 +61,7 @@ def test_buffers_persistent_or_not_and_tensor_attributes_are_found_once_each() -
         "norm.running_var",
         "norm.num_batches_tracked",
     ]
-    found = by_name(adapter)
+    found = {item.name: item.tensor for item in adapter.owned()}
     assert found["loose_view"].untyped_storage().data_ptr() == found["angles"].untyped_storage().data_ptr()
     assert len({id(tensor) for tensor in found.values()}) == len(found)
 

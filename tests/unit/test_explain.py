@@ -15,13 +15,9 @@ from placement.policies import Colocated
 from tests.support.worker import Scripted
 
 
-def line_of(text: str, phase: str) -> str:
-    (line,) = (line for line in text.splitlines() if line.split()[:1] == [phase])
-    return line
-
-
 def row(text: str, phase: str) -> list[str]:
-    return line_of(text, phase).split()[1:]
+    ((_, *words),) = (line.split() for line in text.splitlines() if line.split()[:1] == [phase])
+    return words
 
 
 def test_colocated() -> None:

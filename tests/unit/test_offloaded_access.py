@@ -128,14 +128,6 @@ def _read_moments(world: World) -> None:
     _equal(world.adam.state_dict()["state"][0]["exp_avg"], world.moments["0.weight"])
 
 
-def _compiled_after(world: World) -> object:
-    return torch.compile(world.model, backend="eager")(world.x)
-
-
-def _compiled_function(world: World) -> object:
-    return torch.compile(lambda x: world.model(x) * 2, backend="eager")(world.x)
-
-
 def _compiled_in_place(world: World) -> object:
     world.model.compile(backend="eager")
     return world.model(world.x)
@@ -185,14 +177,6 @@ def _zeroed(world: World, *objects: Any) -> None:
     world.gradients = {name: torch.zeros_like(gradient) for name, gradient in world.gradients.items()}
 
 
-def _backward(world: World) -> None:
-    world.model[0].weight.square().sum().backward()
-
-
-def _unregistered(world: World) -> None:
-    torch.optim.SGD(world.model.parameters()).step()
-
-
 ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
     "right value": {
         "`handle.state_dict()`, `module.state_dict()`, a submodule's, `get_model_state_dict`; `torch.save` of one": (_read_state_dicts,),
@@ -214,11 +198,14 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             lambda world: world.model[0](world.x),
         ),
         "a compiled call: `torch.compile(module)`, `module.compile()`, a compiled function around it; made before `register()` or after": (
-            _compiled_after,
-            _compiled_function,
+            lambda world: torch.compile(world.model, backend="eager")(world.x),
+            lambda world: torch.compile(lambda x: world.model(x) * 2, backend="eager")(world.x),
             _compiled_in_place,
         ),
-        "`optimizer.step()`, registered or not": (lambda world: world.adam.step(), _unregistered),
+        "`optimizer.step()`, registered or not": (
+            lambda world: world.adam.step(),
+            lambda world: torch.optim.SGD(world.model.parameters()).step(),
+        ),
         "`load_state_dict` of the module, a submodule, the optimizer; `set_model_state_dict`": (
             lambda world: world.model.load_state_dict(world.model.state_dict()),
             lambda world: world.model[0].load_state_dict(world.model[0].state_dict()),
@@ -310,7 +297,7 @@ def test_the_page_is_right(make_world: type[World], outcome: str, way: Way) -> N
 def test_a_backward_pass_outside_a_phase_is_found() -> None:
     world = World()
     world.model.zero_grad()
-    _backward(world)
+    world.model[0].weight.square().sum().backward()
     with pytest.raises(placement.IntegrityError, match="a backward, or pruning, ran outside a phase"):
         world.entered()
     assert all(parameter.grad is None for parameter in world.model.parameters())  # nobody wants them, and the next step would take them

@@ -221,11 +221,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def with_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == logging.WARNING and "not registered" in record.message]
 
@@ -259,7 +254,8 @@ def test_outside_training_it_is_refused(phase: str, state: str) -> None:
     worker = Worker(policy="resident")
     other = torch.optim.SGD(worker.net.parameters(), lr=0.1)
     with worker.manager.phase(phase):
-        with_gradients(worker.net)
+        for parameter in worker.net.parameters():
+            parameter.grad = torch.ones_like(parameter)
         with pytest.raises(PhaseError, match=rf"not registered \(SGD\) in phase '{phase}' would change 'actor', which is {state}"):
             other.step()
         assert_same(dict(worker.net.state_dict()), dict(worker.values))

@@ -12,6 +12,7 @@ import torch
 
 from placement import Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import assert_same
 
 transformers = pytest.importorskip("transformers", minversion="5")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -70,10 +71,6 @@ def _written(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in safetensors.load_file(file).items()}
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype is other.dtype and torch.equal(one, other)
-
-
 def managed(model: Any) -> tuple[Manager, Any]:
     manager = Manager(device=SimulatedDevice(capacity_bytes=64 << 20))
     return manager, manager.register("actor", model, role="actor")
@@ -90,7 +87,7 @@ def test_names_and_bytes_are_those_of_save_pretrained(make: Callable[[], Any], t
         for bucket in actor.weights(names="checkpoint", bucket_bytes=1000):
             published |= {weight: value.clone() for weight, value in bucket}
     assert published.keys() == wanted.keys()
-    assert {weight: _same(value, wanted[weight]) for weight, value in published.items()} == dict.fromkeys(wanted, True)
+    assert_same(published, {weight: wanted[weight] for weight in published})
     assert [(info.name, info.shape, info.dtype) for info in infos] == [(n, tuple(v.shape), v.dtype) for n, v in published.items()]
     layers = [weight.partition("layers.")[2].split(".")[0] or weight for weight in published]
     assert len(list(itertools.groupby(layers))) == len(set(layers))  # an engine can finish one layer after the other

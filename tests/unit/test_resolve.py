@@ -98,9 +98,18 @@ class TestResolve:
             (NoPlan, "NoPlan has no method plan"),
             (NoName, "NoName needs a name"),
             (NeedsAnArgument, "NeedsAnArgument cannot be constructed without arguments"),
+            ("colocated(drop_gradients=true)", "options are literals.*: true is not a literal; write True, False"),
+            ("colocated(optimizer_step)", "options are literals.*: optimizer_step is not a literal; .* a word in quotes: 'optimizer_step'"),
+            ("colocated(__import__('os').getpid())", "options are literals"),
+            ("colocated(stream_sync=True", "options are literals"),
+            ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
+            ("colocated(drop_grad=True)", r"no option 'drop_grad', did you mean 'drop_gradients'\? \(its options: optimizer_in, stream"),
+            (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
+            ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
+            (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
         ],
     )
-    def test_what_is_no_policy(self, spec: Any, message: str) -> None:
+    def test_what_is_no_policy_or_has_options_that_are_none(self, spec: Any, message: str) -> None:
         with pytest.raises(PolicyError, match=message):
             resolve_policy(spec)
 
@@ -115,24 +124,6 @@ class TestResolve:
         monkeypatch.setenv("PLACEMENT_POLICY", "colocated(stream_sync=True)")
         manager = placement.Manager.from_settings(device=placement.testing.SimulatedDevice(1 << 20))
         assert manager.policy.stream_sync
-
-    @pytest.mark.parametrize(
-        ("spec", "message"),
-        [
-            ("colocated(drop_gradients=true)", "options are literals.*: true is not a literal; write True, False"),
-            ("colocated(optimizer_step)", "options are literals.*: optimizer_step is not a literal; .* a word in quotes: 'optimizer_step'"),
-            ("colocated(__import__('os').getpid())", "options are literals"),
-            ("colocated(stream_sync=True", "options are literals"),
-            ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
-            ("colocated(drop_grad=True)", r"no option 'drop_grad', did you mean 'drop_gradients'\? \(its options: optimizer_in, stream"),
-            (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
-            ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
-            (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
-        ],
-    )
-    def test_options_that_are_none(self, spec: str, message: str) -> None:
-        with pytest.raises(PolicyError, match=message):
-            resolve_policy(spec)
 
 
 def test_policies_import_only_what_placement_exports() -> None:

@@ -370,11 +370,7 @@ def test_another_thread_waits_for_values_that_are_aside_and_not_saved_yet(monkey
 
 def test_what_a_state_dict_has_shown_just_now_is_not_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[str, Any] = {}
-    case = Leaving(
-        monkeypatch,
-        before=lambda: held.update(case.model.state_dict()),
-        after=lambda: assert_same(held, case.wanted),
-    )
+    case = Leaving(monkeypatch, before=lambda: held.update(case.model.state_dict()), after=lambda: assert_same(held, case.wanted))
     case.manager.switch("values")
     assert not any(case.hidden)
     assert_same(held, case.wanted)
