@@ -32,7 +32,7 @@ class Resident(Colocated):
         plan = super().plan(view)
         if view.phase == "checkpoint":
             return plan
-        plan = _stepped_whole_where_it_fits(view, _whole_where_it_fits(view, plan))
+        plan = _whole_where_it_fits(view, plan)
         rest = [h for h in view.handles.values() if h.built and not h.external and plan[h.name] is State.CPU_OFFLOADED]
         staying = [h for h in rest if h.state is not State.CPU_OFFLOADED]
         room = view.budget_bytes - view.bytes_of(plan)
@@ -49,16 +49,12 @@ class Resident(Colocated):
 
 
 def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
-    """Keep parts of an engine that a phase does not need, as long as they fit. Loads none of them."""
+    """Keep parts of an engine that a phase does not need, as long as they fit. Loads none of them. And have optimizers on the device for
+    their steps as long as they fit, in registration order; the others stream their state."""
     for name, needed in plan.parts.items():
         wider = replace(plan, parts={**plan.parts, name: view.handles[name].resident_tags | needed})
         if view.fits(wider):
             plan = wider
-    return plan
-
-
-def _stepped_whole_where_it_fits(view: View, plan: Plan) -> Plan:
-    """Have optimizers on the device for their steps as long as they fit, in registration order; the others stream their state."""
     for name in [h.name for h in optimizers(view) if h.name in plan.streamed]:
         whole = replace(plan, streamed=plan.streamed - {name})
         if view.fits(whole):

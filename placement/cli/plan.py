@@ -93,7 +93,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
         found = [each.model_dump(mode="json") for each in forecasts]
         print(json.dumps(found if arguments.compare else found[0], indent=1))
     else:
-        print(_parallel(job["layout"]))
+        layout: Layout = job["layout"]
+        how = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
+        print(f"one of {layout.ranks} ranks ({how}), {layout.ranks_per_node} a node\n")
         print(comparison(forecasts, chosen) if len(forecasts) > 1 else table(forecasts[0]))
     return int(not all(each.fits for each in forecasts))
 
@@ -118,11 +120,6 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "phases": settings.phases,
         "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
     }
-
-
-def _parallel(layout: Layout) -> str:
-    how = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
-    return f"one of {layout.ranks} ranks ({how}), {layout.ranks_per_node} a node\n"
 
 
 def _models(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -212,7 +209,8 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
     for head, each in zip(heads, forecasts, strict=True):
         device = [readable(phase.device_bytes) if phase.fits else "refused" for phase in each.phases]
         stalls = [_seconds(phase.stall_seconds) for phase in each.phases]
-        columns.append([head, *device, *(readable(getattr(each, key)) for key in sums.values()), "", _fits(each)])
+        fits = "yes" if each.fits else f"no, {readable(each.over_bytes)} over" if each.over_bytes else "no"
+        columns.append([head, *device, *(readable(getattr(each, key)) for key in sums.values()), "", fits])
         columns.append(["stall s", *stalls, *[""] * len(sums), _seconds(each.stall_seconds), ""])
     names, *rows = zip(*columns, strict=True)
     lines = [f"budget {_readable_budget(forecasts[0])}", "", plain_table(names, rows)]
@@ -274,10 +272,6 @@ def _node(forecast: Forecast) -> str:
     )
     over = {"host memory": forecast.over_host_bytes, "disk": forecast.over_disk_bytes}
     return "; ".join([said, *(f"does not fit: {readable(nbytes)} too many for its {name}" for name, nbytes in over.items() if nbytes)])
-
-
-def _fits(forecast: Forecast) -> str:
-    return "yes" if forecast.fits else f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
 
 
 def _seconds(seconds: float | None, unit: str = "") -> str:

@@ -27,7 +27,7 @@ HostCopies = Literal["reserved", "while_needed"]
 
 _WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # of a phase, and of a handle
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
 # Kubernetes sets these variables in every pod of a namespace that has a service called "placement".
 _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
@@ -246,8 +246,8 @@ class SettingsKeywords(TypedDict, total=False):
 def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, State]:
     """Check one of the user's own phases: its name, and the roles or the states of roles that it wants. Raises ValueError: says what is
     wrong and what to write."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"phase name {name!r} must match {_NAME.pattern}")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"phase name {name!r} must match {NAME.pattern}")
     if name in PHASES:
         raise ValueError(f"phase {name!r} is a phase of placement's own; choose another name")
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):

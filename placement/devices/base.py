@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -213,14 +213,15 @@ class Device(abc.ABC):
             direction: wait for the copies of this direction only, and let the others go on beside the stream's work.
         """
 
-    @abc.abstractmethod
     def after(self, mark: Mark) -> AbstractContextManager[None]:
         """Context in which torch enqueues work on this device behind the copies noted by `mark`, but beside later ones.
 
         The work also comes after everything that was on the calling thread's current stream at the last `order`, because collectives of two
-        communicators must not run at once in different orders. The next `order` waits for the work. On a device without streams the
-        caller waits for the copies instead.
+        communicators must not run at once in different orders. The next `order` waits for the work. On a device without streams, as
+        by default, the caller waits for the copies instead.
         """
+        self.wait(mark)
+        return nullcontext()
 
     @abc.abstractmethod
     def mark(self, direction: Direction) -> Mark:

@@ -11,8 +11,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,11 +253,6 @@ class SizesDevice(Device):
     def sync(self) -> None:
         self.order()
 
-    @contextmanager
-    def after(self, mark: Mark) -> Iterator[None]:
-        self.wait(mark)
-        yield
-
     def mark(self, direction: Direction) -> Mark:
         return _Mark(direction, self._copies.queued[direction])
 
@@ -337,16 +331,15 @@ class SizedOptimizer(torch.optim.Optimizer):
     def _init_group(self, group: Mapping[str, Any]) -> None:
         for each in group["params"]:
             if each.grad is not None and each not in self.state:
-                self.state[each] = {name: _like(tensor, each.is_meta) for name, tensor in group["state_of"](each).items()}
+                self.state[each] = {
+                    name: torch.empty_like(tensor) if each.is_meta or not tensor.dim() else sized(tensor.shape, tensor.dtype)
+                    for name, tensor in group["state_of"](each).items()
+                }
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The state that exists, without counters."""
         return [each for state in self.state.values() for each in state.values() if each.dim()]
-
-
-def _like(tensor: torch.Tensor, is_meta: bool) -> torch.Tensor:
-    return sized(tensor.shape, tensor.dtype) if tensor.dim() and not is_meta else torch.empty_like(tensor)
 
 
 class SizedEngine(TaggedEngine):

@@ -25,13 +25,11 @@ _ZERO = Named("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
 class PartitionedWeight(Weight):
     """A weight under ZeRO 3. Each rank has a part; DeepSpeed gathers it for `whole`, and frees the gathered value afterwards."""
 
+    is_collective = True
+
     def __init__(self, parameter: Any) -> None:
         self.shape, self.dtype = parameter.ds_shape, parameter.dtype
         self._parameter = parameter
-
-    @property
-    def is_collective(self) -> bool:
-        return True
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         deepspeed: Any = sys.modules["deepspeed"]
@@ -43,6 +41,7 @@ class DeepSpeed(Framework):
     """An engine whose optimizer is DeepSpeed's own. An engine without one (ZeRO stage 0 in float32) is treated as a plain module."""
 
     packages = ("deepspeed",)
+    external = "DeepSpeed moves its states itself (engine.offload_states, engine.reload_states)"
     wrappers = (Wrapper(Named("deepspeed.runtime.engine", "DeepSpeedEngine"), "module"),)
     external_optimizers = (
         Advised(Named("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"), "DeepSpeed's CPU Adam keeps its state on the CPU"),
@@ -73,10 +72,6 @@ class DeepSpeed(Framework):
         known = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
         engine: Any = None if known is None else next((part for part in root.modules() if isinstance(part, known)), None)
         return cls(engine) if engine is not None and (_ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0) else None
-
-    @property
-    def external(self) -> str | None:
-        return "DeepSpeed moves its states itself (engine.offload_states, engine.reload_states)"
 
     def away(self) -> str | None:
         engine = self._engine()

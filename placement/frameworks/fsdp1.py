@@ -33,6 +33,7 @@ class FSDP1(Framework):
     packages = ("torch.distributed.fsdp",)
     recognised_by = (_UNIT,)
     wrappers = (Wrapper(_UNIT, "_fsdp_wrapped_module"),)
+    gathers = "FSDP1 gathers every parameter on the device for it"
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
@@ -84,10 +85,6 @@ class FSDP1(Framework):
             for parameter in (*flat._params, *flat._shared_params) if handle._use_orig_params else ():
                 if parameter.numel() == 0 and parameter.dtype is not flat.dtype:
                     parameter.data = torch.empty(0, dtype=flat.dtype, device=flat.device)
-
-    @property
-    def gathers(self) -> str | None:
-        return "FSDP1 gathers every parameter on the device for it"
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """The original parameter for each view of gathered memory; without original parameters, the flat parameter for every view."""

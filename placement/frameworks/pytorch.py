@@ -26,6 +26,10 @@ class DDP(Framework):
 
     recognised_by = (_DDP,)
     wrappers = (Wrapper(_DDP, "module"),)
+    lost_by_conversion = (
+        "DistributedDataParallel no longer averages its gradients, because torch drops its hooks when a parameter changes dtype or "
+        "device: wrap the module again, and register it again"
+    )
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
@@ -39,13 +43,6 @@ class DDP(Framework):
                 "tracked and never moved"
             )
         return None
-
-    @property
-    def lost_by_conversion(self) -> str | None:
-        return (
-            "DistributedDataParallel no longer averages its gradients, because torch drops its hooks when a parameter changes dtype or "
-            "device: wrap the module again, and register it again"
-        )
 
     def tensors(self) -> Iterator[Owned]:
         """The known buckets, and tensors that communication hooks keep from step to step (PowerSGD's errors are training state)."""

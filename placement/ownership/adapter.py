@@ -67,7 +67,8 @@ class Adapter(abc.ABC):
     kind: str  # the kind: "module", "optimizer" or "engine"
     compute_device: torch.device
     _name: str
-    steady: object | None = None  # the look of the last `owned()`, where a quick check can tell whether it has changed since
+    _sparse: Iterable[torch.Tensor] = ()
+    steady: Steady | SteadyState | None = None  # the look of the last `owned()`, where a quick check can tell whether it has changed since
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
     external: str | None = None
@@ -98,7 +99,7 @@ class Adapter(abc.ABC):
     def standing(self) -> object | None:
         """An object that stands for the last `owned()`, if neither a gradient nor an entry of an optimizer's state has come since. None
         proves nothing. It is equal to that of an earlier call if there was no walk between the two. Only a few tensors are looked at."""
-        return None
+        return self.steady if self.steady is not None and self.steady.stands() else None
 
     def other_names(self) -> Mapping[str, str]:
         """Further names of tensors that the last `owned()` yielded once (tied weights), by the yielded name."""
@@ -122,7 +123,7 @@ class Adapter(abc.ABC):
 
     def sparse(self) -> Iterator[torch.Tensor]:
         """The sparse tensors of the last walk, which may use storages of other objects: see `own_storages`."""
-        return iter(())
+        return iter(self._sparse)
 
     def immovable(self) -> Iterator[tuple[str, str]]:
         """Name and problem of gradients that cannot be moved as bytes, as of the last walk. They stay where they are."""
@@ -220,7 +221,7 @@ class Steady:
         self._versions = seen.versions
         return seen
 
-    def has_no_gradients(self) -> bool:
+    def stands(self) -> bool:
         """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is None:
@@ -261,7 +262,7 @@ class SteadyState:
         self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
         self.leaves_numbers_alone = self._leaves_numbers_alone(values)
 
-    def has_no_new_entries(self) -> bool:
+    def stands(self) -> bool:
         """Whether they have as many parameters and entries as at the last walk, and the same in the first entry: a load replaces all."""
         optimizers = [alive() for alive in self._optimizers]
         return None not in optimizers and _counts(optimizers) == self._counts

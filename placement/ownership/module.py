@@ -94,9 +94,6 @@ class ModuleAdapter(Adapter):
         staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living([*self._immovable, *self._left]))
         return itertools.chain(super().kept_by_framework(), staying)
 
-    def sparse(self) -> Iterator[torch.Tensor]:
-        return iter(self._sparse)
-
     def immovable(self) -> Iterator[tuple[str, str]]:
         for path, tensor in _living(self._immovable):
             part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
@@ -121,9 +118,6 @@ class ModuleAdapter(Adapter):
 
     def unchanged(self) -> Seen | None:
         return None if self.steady is None else self.steady.look()
-
-    def standing(self) -> object | None:
-        return self.steady if self.steady is not None and self.steady.has_no_gradients() else None
 
     def other_names(self) -> Mapping[str, str]:
         return self._other_names

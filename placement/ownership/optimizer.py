@@ -107,9 +107,6 @@ class OptimizerAdapter(Adapter):
     def unchanged(self) -> Seen | None:
         return None if self.steady is None else self.steady.look([leaf.optimizer for leaf in find(self._root())[1]])
 
-    def standing(self) -> object | None:
-        return self.steady if self.steady is not None and self.steady.has_no_new_entries() else None
-
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
         objects, leaves = find(self._root())
@@ -169,9 +166,6 @@ class OptimizerAdapter(Adapter):
             if self.external is None and not self.hands_back and (problem := problem_of_sparse(part, self.compute_device)) is not None:
                 raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
-
-    def sparse(self) -> Iterator[torch.Tensor]:
-        return iter(self._sparse)
 
     def _moves(self, owned: Owned, storages: Container[int]) -> bool:
         """Whether a tensor is to be moved: it has bytes, and they are in none of these storages. Refuses one that cannot be moved. Of an

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import os
-import re
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from placement.core.call_guard import callers_function_modes
 from placement.core.errors import HostMemoryError, PhaseError, PlacementError, RegistrationError
 from placement.core.journal import logger
-from placement.core.settings import Settings
+from placement.core.settings import NAME, Settings
 from placement.core.states import KINDS, ROLES, State
 from placement.devices.base import Device
 from placement.engines.base import Engine, EngineAdapter
@@ -41,7 +40,6 @@ from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
 _Make = Callable[[Device, Adapter, str, bool], ManagedStorage]
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 @contextlib.contextmanager
@@ -160,8 +158,8 @@ class Registry:
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
 
     def _check_words(self, name: object, role: str | None) -> None:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RegistrationError(f"handle name {name!r} must match {_NAME.pattern}")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise RegistrationError(f"handle name {name!r} must match {NAME.pattern}")
         if name in self.handles:
             raise RegistrationError(f"{name!r} is registered already; unregister it first or choose another name")
         if role is not None and role not in ROLES:

@@ -419,17 +419,13 @@ class AdoptedStorage(Storage):
         self.look_at_unborn()
         return self.ranges[len(before) :]
 
-    def _adopt_lasting(self, besides: Set[int] = frozenset(), *, in_parts: bool = False) -> Range | None:
-        """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
-        adoptees = [adoptee for adoptee in self.scanner.rescan().lasting if adoptee.storage._cdata not in besides]
-        return self.scanner.adopt(adoptees, in_parts=in_parts)
-
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
         """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move. None where
         there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
         `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use."""
         try:
-            return self._adopt_lasting(besides, in_parts=True)
+            adoptees = [adoptee for adoptee in self.scanner.rescan().lasting if adoptee.storage._cdata not in besides]
+            return self.scanner.adopt(adoptees, in_parts=True)
         except HostMemoryError as error:
             logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", self.name, str(error))
             return None

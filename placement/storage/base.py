@@ -72,11 +72,6 @@ class Storage(abc.ABC):
         return 0
 
     @property
-    def can_prefetch(self) -> bool:
-        """Whether bytes may arrive early: placement moves them, from a host copy of this process alone."""
-        return False
-
-    @property
     def unadopted_bytes(self) -> int:
         """The part of `resident_bytes` that is in torch's own memory. It gets a place in a range at the next offload."""
         return 0
@@ -106,6 +101,7 @@ class Storage(abc.ABC):
         """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
 
+    can_prefetch = False  # whether bytes may arrive early: placement moves them, from a host copy of this process alone
     unborn_bytes = 0  # the part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:

@@ -101,7 +101,7 @@ class ManagedStorage(AdoptedStorage):
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
-        elif (fresh := self._adopt_lasting()) is not None:
+        elif (fresh := self.scanner.adopt(self.scanner.rescan().lasting)) is not None:
             self.device.sync()
             self.stage = Stage.BEGUN
             self.set_ranges((*self.ranges, fresh))

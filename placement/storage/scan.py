@@ -76,11 +76,6 @@ def lent_gradients() -> set[int]:
     return set().union(*(scanner.lent_gradients() for scanner in _SCANNERS))
 
 
-def tensors_of_all_objects() -> Iterator[torch.Tensor]:
-    """The tensors that the registered objects of the process have now, and the parameters that optimizers step: modules may be gone."""
-    return itertools.chain.from_iterable((*scanner.adapter.stepped(), *scanner.tensors_now()) for scanner in _SCANNERS)
-
-
 def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
     if owner == name:  # within one manager a name is given once
         return (
@@ -400,7 +395,9 @@ class StorageScanner:
             # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
             # takes tens of milliseconds, so nobody is asked before.
             others = _users_in_the_process({storage._cdata for storage, _, _ in left})
-            self._move_out(left, (*tensors_of_all_objects(), *(each.tensor for each in others)), homes, on_device)
+            # The parameters that optimizers step are asked for, too, because their modules may be gone.
+            registered = [each for scanner in _SCANNERS for each in (*scanner.adapter.stepped(), *scanner.tensors_now())]
+            self._move_out(left, (*registered, *(each.tensor for each in others)), homes, on_device)
         BORROWED.update(each.tensor for each in everything if RANGES.owner_of(each.tensor.untyped_storage().data_ptr()) is not None)
         follow((*everything, *others))
         self.align_wrappers()

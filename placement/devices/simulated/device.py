@@ -18,8 +18,8 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -229,11 +229,6 @@ class SimulatedDevice(Device):
     def sync(self) -> None:
         _sleep_until(max(self._link_free_at.values()))
         interrupts.check()
-
-    @contextmanager
-    def after(self, mark: Mark) -> Iterator[None]:
-        self.wait(mark)
-        yield
 
     def mark(self, direction: Direction) -> Mark:
         return _Time(self._link_free_at[direction])

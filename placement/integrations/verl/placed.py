@@ -408,10 +408,10 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
         """The same weights. Aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        own = {part.untyped_storage().data_ptr() for each in tensors for part in _parts(each)}
+        own = {part.untyped_storage().data_ptr() for each in tensors for _, part in plain_parts(each, "")}
         try:
             for name, weight, *rest in weights:
-                is_alias = any(part.untyped_storage().data_ptr() in own for part in _parts(weight))
+                is_alias = any(part.untyped_storage().data_ptr() in own for _, part in plain_parts(weight, ""))
                 yield (name, weight.clone() if is_alias else weight, *rest)
         finally:
             if hasattr(weights, "close"):
@@ -454,10 +454,6 @@ def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tup
 def _device_of(handle: Handle) -> torch.device:
     assert handle.modules_adapter is not None
     return handle.modules_adapter.compute_device
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    return (part for _, part in plain_parts(tensor, ""))
 
 
 def _free_name(manager: Manager, role: str) -> str:
