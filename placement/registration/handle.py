@@ -198,7 +198,7 @@ class Handle:
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
-        return reason if reason is None or not self.external else None
+        return None if self.external else reason
 
     @property
     def is_built(self) -> bool:

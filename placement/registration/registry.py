@@ -207,7 +207,7 @@ class Registry:
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
-        handle.guards = guards.install(handle, adapter.key_objects())
+        guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
 
