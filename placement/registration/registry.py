@@ -71,7 +71,7 @@ class Registry:
         streaming: Streaming,
         settings: Settings,
     ) -> None:
-        self.handles: dict[str, Handle] = {}
+        self.handles: dict[str, Handle] = {}  # the one table, which all of phases and planning hold; only `add` and `remove` change it
         self._by_key: dict[int, Handle] = {}
         """Handles by the `id` of their key objects. A dead object's entry goes at the beginning of each transition, before any look-up."""
         self._device = device

@@ -383,7 +383,7 @@ class ChunkPool:
     driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back frees
     the chunk that took their room first.
     `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
-    `left_by`: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks."""
+    `left_by`: the pool that the phase transition before has left, with what was given up since. This pool takes over its chunks."""
 
     def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device

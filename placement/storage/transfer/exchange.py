@@ -84,7 +84,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Departure:
-    """One storage that goes to the host."""
+    """One handle's storage that goes to the host."""
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
@@ -114,7 +114,7 @@ class Arrivals:
         self._chunk_pool = chunk_pool
         self._waiting: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._burst = 0  # the number of pages in the last burst
-        self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
+        self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by handle's storage
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -171,9 +171,9 @@ class Exchange:
     device: Device
     chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
-    dropping: Collection[ManagedStorage] = ()  # storages whose gradients are dropped when they leave TRAINING, instead of saved
+    dropping: Collection[ManagedStorage] = ()  # handles' storages whose gradients are dropped when they leave TRAINING
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves."""
+    """Device bytes that may stay aside, by handle's storage that leaves, so that nobody waits for their saves."""
     while_copying: Callable[[], object] = lambda: None
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
     is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
@@ -186,9 +186,9 @@ class Exchange:
     def run(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage], *, releases_at_once: bool = False
     ) -> dict[ManagedStorage, MoveResult]:
-        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
-        are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
-        waits for them. After an error every storage is settled on one side or the other.
+        """Offload `leaving` and load `coming`, storages of handles. One that is on the right side already is left alone. Returns when the
+        offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's
+        current stream waits for them. After an error every handle's storage is settled on one side or the other.
         `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver."""
         began = time.monotonic()
         self._arrivals, self._releases_at_once = Arrivals(self.device, self.chunk_pool), releases_at_once
