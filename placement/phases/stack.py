@@ -133,6 +133,7 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
+                phase.is_abandoned = True  # it ends with the last of these
                 return
             if error is not None and phase in phases.all:
                 for inner in phases.inside(phase):  # the exception passes through them: their own `with` statements leave them no more
@@ -171,11 +172,9 @@ class PhaseStack:
                 _raise_all(failures)
 
     def _is_around_others(self, phase: OpenPhase) -> bool:
-        """Whether a closed generator's phase has phases of the generator's caller open inside. It then ends with the last of these."""
-        if phase not in self.phases.all or not self.phases.inside(phase) or self.phases.all[-1].holder is None:
-            return False
-        phase.is_abandoned = True
-        return True
+        """Whether a closed generator's phase has phases of the generator's caller open inside."""
+        phases = self.phases.all
+        return phase in phases and phases[-1] is not phase and phases[-1].holder is not None
 
     # --- within a phase
 
