@@ -309,7 +309,7 @@ class Device(abc.ABC):
         """
 
     def trim(self) -> None:
-        """Return torch's cached memory to the driver. Waits for the device: used where publishing ends, state was taken in, memory lacks."""
+        """Return torch's cached memory to the driver. Waits for the device. For where publishing ends, state was taken in, memory lacks."""
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream is capturing a graph."""

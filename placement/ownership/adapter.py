@@ -176,8 +176,8 @@ class Adapter(abc.ABC):
 
 
 class Steady:
-    """What a module tree looked like at the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities of
-    attributes that may come to contain tensors. It keeps no tensor and no module alive."""
+    """What a module tree looked like at the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities
+    of attributes that may come to contain tensors. It keeps no tensor and no module alive."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         self._modules = list(map(weakref.ref, modules))

@@ -38,9 +38,9 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class Stage(enum.Enum):
-    """How far the present move of an object has come. Each stage says first what `on_device`, the decision, may be then, and later where
-    the values are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side that was
-    decided on."""
+    """How far the present move of an object has come. Each stage says first what `on_device`, the decision, may be then, and last where
+    the values are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the
+    side that was decided on."""
 
     SETTLED = enum.auto()  # Either. Nothing is under way, and everything is where `on_device` says.
     BEGUN = enum.auto()  # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
