@@ -75,10 +75,10 @@ class Reconciler:
         self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
         self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
-    def make_plan(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int, bool]:
-        """Make the plan for a phase. Call `measure` first. Every rank of a group does the same (`verb`). Builds lazies that the plan needs,
-        and raises writes into offloaded memory that were found before. Returns the plan, what `check_fits` returns for it, and whether it
-        moves nothing."""
+    def prepare(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int, bool]:
+        """Make the plan for a phase and get ready to carry it out: build lazies that it needs, wait for the worker's kernels if anything
+        leaves, stop a prefetch, raise writes into offloaded memory. Moves no handle. Call `measure` first. Every rank of a group does the
+        same (`verb`). Returns the plan, what `check_fits` returns for it, and whether all handles are there."""
         name, handles = wanted.name, self._handles
         if self.vote is not None:
             action = f"{verb} {name}" if wanted.only is None else f"{verb} {name} only={','.join(sorted(wanted.only))}"
