@@ -96,8 +96,8 @@ class Reconciler:
             self._journal.decisions["refuse"] += 1
             raise
         self._refuse_stale(name, plan)
-        moves_nothing = is_there(handles, plan)
-        decisions = ["keep"] * len(handles) if moves_nothing else [_decision(handle, plan) for handle in handles.values()]
+        all_are_there = is_there(handles, plan)
+        decisions = ["keep"] * len(handles) if all_are_there else [_decision(handle, plan) for handle in handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
@@ -110,7 +110,7 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        return plan, room_bytes, moves_nothing
+        return plan, room_bytes, all_are_there
 
     def carry_out_within(self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open."""
@@ -120,19 +120,19 @@ class Reconciler:
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         self.carry_out(name, plan, room_bytes, is_there(self._handles, plan), agree)
 
-    def carry_out(self, name: str, plan: Plan, room_bytes: int, moves_nothing: bool, agree: Agree | None) -> None:
-        """Move every handle where the plan wants it, all or nothing. If all are there (`moves_nothing`), only a group (`agree`) is asked.
+    def carry_out(self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None) -> None:
+        """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a group (`agree`) is asked.
         `room_bytes`: see `check_fits`."""
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
-            moves_nothing = is_there(self._handles, plan)  # a wait for other processes takes all handles off the device
+            all_are_there = is_there(self._handles, plan)  # a wait for other processes takes all handles off the device
         if self.disk_tier is not None:
             self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
         go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
-            if moves_nothing and agree is None:
+            if all_are_there and agree is None:
                 self._mover.end_without_moves(self._handles, ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
@@ -155,8 +155,8 @@ class Reconciler:
         the errors.
         `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
         `vote` asks them how far they came; it gets the errors, and returns them with those of the others."""
-        moves_nothing = is_there(self._handles, plan)
-        leaves = not moves_nothing and bool(self._left_behind(plan))
+        all_are_there = is_there(self._handles, plan)
+        leaves = not all_are_there and bool(self._left_behind(plan))
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
@@ -173,7 +173,7 @@ class Reconciler:
             ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
-        if moves_nothing:
+        if all_are_there:
             self._mover.end_without_moves(self._handles, ahead)
         else:
             try:
@@ -187,7 +187,7 @@ class Reconciler:
             for failure in failures:
                 if isinstance(failure, WrittenWhileOffloaded):
                     self.writes.count(failure)
-        self.left_behind = () if moves_nothing else self._left_behind(plan)  # a failed load may have brought one there
+        self.left_behind = () if all_are_there else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE and self.lease_client is not None:
             self._trim()

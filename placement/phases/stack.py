@@ -110,9 +110,9 @@ class PhaseStack:
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
         try:
-            plan, room_bytes, moves_nothing = self.reconciler.prepare(verb, wanted)
+            plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
             agree = None if self.lock.vote is None else self.lock.vote.agree
-            self.reconciler.carry_out(wanted.name, plan, room_bytes, moves_nothing, agree)
+            self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
             interrupts.check()  # the last look: from here on the phase is open
         except BaseException as error:
             self._journal.enter_phase(phases.name, phases.only)
