@@ -149,12 +149,12 @@ class Reconciler:
         *,
         patiently: bool = False,
         is_together: bool = False,
-        vote: Callable[[list[Exception]], list[Exception]] | None = None,
+        tell_ranks: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns `failures` and
         the errors.
         `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
-        `vote` asks them how far they came; it gets the errors, and returns them with those of the others."""
+        `tell_ranks` tells the others how far this one came; it gets the errors, and returns them with those of the others."""
         all_are_there = is_there(self._handles, plan)
         leaves = not all_are_there and bool(self._left_behind(plan))
         if leaves:
@@ -183,7 +183,7 @@ class Reconciler:
             failures += self._mover.retreat(
                 self._handles, within, while_copying=self._device.compare_poison, ahead=ahead, is_together=is_together
             )
-            failures += self._mover.complete(self._handles.values()) if vote is None else []
+            failures += self._mover.complete(self._handles.values()) if tell_ranks is None else []
             for failure in failures:
                 if isinstance(failure, WrittenWhileOffloaded):
                     self.writes.count(failure)
@@ -195,7 +195,7 @@ class Reconciler:
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
-        return failures if vote is None else vote(failures) + self._mover.complete(self._handles.values())
+        return failures if tell_ranks is None else tell_ranks(failures) + self._mover.complete(self._handles.values())
 
     def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
         if plan.prefetch or plan.streamed or self.prefetcher.has_any:

@@ -154,7 +154,7 @@ class PhaseStack:
                     failures,
                     patiently=error is None or isinstance(error, Exception),
                     is_together=vote is not None and vote.all_leave(error),
-                    vote=None if vote is None else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
+                    tell_ranks=None if vote is None else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
                 )
             except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                 self._expire_keeps()
