@@ -406,14 +406,14 @@ class ChunkPool:
         for chunk in chunks:
             self._chunks.setdefault(chunk.nbytes, deque()).append(chunk)
 
-    def count(self, sizes: Sequence[int], fresh: int) -> int:
-        """How many of these sizes, from the first on, can be served with at most `fresh` chunks from the driver."""
+    def count(self, sizes: Sequence[int], most_created: int) -> int:
+        """How many of these sizes, from the first on, can be served with at most `most_created` chunks from the driver."""
         held = {size: len(self._chunks.get(size, ())) for size in set(sizes)}
         for served, size in enumerate(sizes):
             if held[size]:
                 held[size] -= 1
-            elif fresh:
-                fresh -= 1
+            elif most_created:
+                most_created -= 1
             else:
                 return served
         return len(sizes)

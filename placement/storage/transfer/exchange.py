@@ -127,7 +127,7 @@ class Arrivals:
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
         sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._waiting, WINDOW))
-        self.bring_what_fits(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
+        self.bring_what_fits(most_created=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
@@ -138,22 +138,22 @@ class Arrivals:
         while left:
             left -= self._bring(left, longest=left)[0]
 
-    def bring_what_fits(self, *, fresh: int, longest: int) -> None:
-        """Bring the next pages, at most `longest` together, until memory lacks: `fresh` chunks may come from the driver."""
+    def bring_what_fits(self, *, most_created: int, longest: int) -> None:
+        """Bring the next pages, at most `longest` together, until memory lacks: `most_created` chunks may come from the driver."""
         while self:
-            served, created = self._bring(fresh, longest=longest)
+            served, created = self._bring(most_created, longest=longest)
             if not served:
                 return
-            fresh -= created
+            most_created -= created
 
-    def _bring(self, fresh: int, *, longest: int) -> tuple[int, int]:
+    def _bring(self, most_created: int, *, longest: int) -> tuple[int, int]:
         """Bring the next neighbouring pages of one range. Returns their number (0: memory lacks), and how many of them the driver gave."""
         holding, r, first = self._waiting[0]
         # The next page of a range is no neighbour where pages between the two were prefetched.
         places = enumerate(itertools.islice(self._waiting, longest), first)
         wanted = [place for place, _ in itertools.takewhile(lambda each: each[1][1:] == (r, each[0]), places)]
         sizes = [r.chunk_sizes[index] for index in wanted]
-        served = self._chunk_pool.count(sizes, fresh)
+        served = self._chunk_pool.count(sizes, most_created)
         if not served:
             return 0, 0
         created = served - min(served, self._chunk_pool.count(sizes, 0))
@@ -323,7 +323,7 @@ class Exchange:
             departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
-            self._arrivals.bring_what_fits(fresh=0, longest=BATCH)
+            self._arrivals.bring_what_fits(most_created=0, longest=BATCH)
             interrupts.check()
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
