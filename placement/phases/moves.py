@@ -29,7 +29,7 @@ from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
-from placement.storage.writes import WrittenWhileOffloaded
+from placement.storage.writes import LostWritesError
 
 if TYPE_CHECKING:
     from placement.engines.tagged import Residency
@@ -204,7 +204,7 @@ class Mover:
                 try:
                     self._move(paths, releases_at_once=True)
                     break
-                except WrittenWhileOffloaded as error:
+                except LostWritesError as error:
                     errors.append(error)
                 except Exception:  # raised again by the handle that cannot move
                     break

@@ -31,7 +31,7 @@ from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
-from placement.storage.writes import WrittenWhileOffloaded
+from placement.storage.writes import LostWritesError
 
 
 class PhaseRequest(NamedTuple):
@@ -136,7 +136,7 @@ class Reconciler:
                 self._mover.end_without_moves(self._handles, ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
-        except WrittenWhileOffloaded as error:
+        except LostWritesError as error:
             self.writes.count(error)
             raise
         self._settle(name, before)
@@ -185,7 +185,7 @@ class Reconciler:
             )
             failures += self._mover.complete(self._handles.values()) if tell_ranks is None else []
             for failure in failures:
-                if isinstance(failure, WrittenWhileOffloaded):
+                if isinstance(failure, LostWritesError):
                     self.writes.count(failure)
         self.left_behind = () if all_are_there else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
@@ -376,7 +376,7 @@ class WrongWrites:
             + "".join(f" {what}" for what in also)
         )
 
-    def count(self, error: WrittenWhileOffloaded) -> None:
+    def count(self, error: LostWritesError) -> None:
         """Count a write that a load has found and raises. Writes found in the bytes become a note on it: most likely it is the same one."""
         self.look_at_poison(wait=True)
         if (written := self.take()) is not None:
