@@ -310,7 +310,7 @@ class Device(abc.ABC):
         """
 
     def trim(self) -> None:
-        """Make torch's allocator return its cached memory to the driver. Waits for the whole device; never used in the hot path."""
+        """Return torch's cached memory to the driver. Waits for the device. For where publishing ends, state was taken in, memory lacks."""
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream is capturing a graph."""

@@ -90,9 +90,9 @@ class Weight(abc.ABC):
         """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
 
     def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
-        """The plain tensors of this rank that `whole` reads, and what takes memory for their values, so that these can come before.
+        """Pairs: a plain tensor of this rank that `whole` reads, and a function that takes device memory for its value.
 
-        None where a kind of weight does not say: then `whole` reads them itself.
+        With these `ReadAhead` brings the values first. No pair where a kind of weight does not say: then `whole` reads them itself.
         """
         yield from ()
 

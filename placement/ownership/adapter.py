@@ -68,7 +68,7 @@ class Adapter(abc.ABC):
     compute_device: torch.device
     _name: str
     _sparse: Iterable[torch.Tensor] = ()
-    steady: Steady | SteadyState | None = None  # the look of the last `owned()`, where a quick check can tell whether it has changed since
+    steady: Steady | SteadyState | None = None  # what the last `owned()` saw, where a quick check can tell whether it has changed since
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
     external: str | None = None
@@ -97,8 +97,8 @@ class Adapter(abc.ABC):
         return None
 
     def standing(self) -> object | None:
-        """An object that stands for the last `owned()`, if neither a gradient nor an entry of an optimizer's state has come since. None
-        proves nothing. It is equal to that of an earlier call if there was no walk between the two. Only a few tensors are looked at."""
+        """What the last `owned()` saw, to be compared by `==` with that of another call: equal if there was no walk between. None where a
+        gradient or an entry of optimizer state has come since, or it cannot be told. Only a few tensors are looked at."""
         return self.steady if self.steady is not None and self.steady.stands() else None
 
     def other_names(self) -> Mapping[str, str]:
@@ -177,8 +177,8 @@ class Adapter(abc.ABC):
 
 
 class Steady:
-    """The look of a module tree at the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities of
-    attributes that may come to contain tensors. It keeps no tensor and no module alive."""
+    """What a module tree looked like at the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities
+    of attributes that may come to contain tensors. It keeps no tensor and no module alive."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         self._modules = list(map(weakref.ref, modules))
@@ -249,7 +249,7 @@ class Steady:
 
 
 class SteadyState:
-    """The look of plain optimizers' state at the last walk, which found `owned` to move. It holds no tensor."""
+    """What plain optimizers' state looked like at the last walk, which found `owned` to move. It holds no tensor."""
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
         self._optimizers = list(map(reference, optimizers))

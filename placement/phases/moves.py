@@ -29,7 +29,7 @@ from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
-from placement.storage.writes import WrittenWhileOffloaded
+from placement.storage.writes import LostWritesError
 
 if TYPE_CHECKING:
     from placement.engines.tagged import Residency
@@ -204,7 +204,7 @@ class Mover:
                 try:
                     self._move(paths, releases_at_once=True)
                     break
-                except WrittenWhileOffloaded as error:
+                except LostWritesError as error:
                     errors.append(error)
                 except Exception:  # raised again by the handle that cannot move
                     break
@@ -255,7 +255,8 @@ class Mover:
             self._end()
 
     def _finish(self, handles: Iterable[Handle]) -> None:
-        """After the moves: drop gradients that the plan drops, also for offloaded optimizers, and note host copies for verification."""
+        """After the moves: drop the gradients of what has left TRAINING and stays on the device, take in state that modules have dropped as
+        their gradient, and note host copies for verification."""
         holdings = {each.storage: each for each in handles if isinstance(each.storage, ManagedStorage)}
         for holding in self._exchange.dropping:
             if holding in holdings and holdings[holding].state is not State.TRAINING and holding.on_device:

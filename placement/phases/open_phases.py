@@ -53,7 +53,8 @@ class OpenPhase:
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
     is_abandoned: bool = False
-    """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
+    """Whether nobody will leave it any more: its context or manager was collected, or an exception or an interrupt has passed through it.
+    It is left as soon as no other phase is open inside it, a hold at once."""
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:

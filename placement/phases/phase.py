@@ -133,7 +133,7 @@ class PhaseContext(Phase):
         try:
             super().__init__(stack, OpenPhase(checked(name), names_of(only), holder, in_any_order))
         except Exception:
-            with stack.lock.attempt(begins=True):
+            with stack.lock.attempt(begins=True):  # so that the other ranks hear of it
                 raise
 
     def __enter__(self) -> Phase:

@@ -31,7 +31,7 @@ from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
-from placement.storage.writes import WrittenWhileOffloaded
+from placement.storage.writes import LostWritesError
 
 
 class PhaseRequest(NamedTuple):
@@ -75,10 +75,10 @@ class Reconciler:
         self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
         self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
 
-    def make_plan(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int, bool]:
-        """Make the plan for a phase. Call `measure` first. Every rank of a group does the same (`verb`). Builds lazies that the plan needs,
-        and raises writes into offloaded memory that were found before. Returns the plan, what `check_fits` returns for it, and whether it
-        moves nothing."""
+    def prepare(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int, bool]:
+        """Make the plan for a phase and get ready to carry it out: build lazies that it needs, wait for the worker's kernels if anything
+        leaves, stop a prefetch, raise writes into offloaded memory. Moves no handle. Call `measure` first. Every rank of a group does the
+        same (`verb`). Returns the plan, what `check_fits` returns for it, and whether all handles are there."""
         name, handles = wanted.name, self._handles
         if self.vote is not None:
             action = f"{verb} {name}" if wanted.only is None else f"{verb} {name} only={','.join(sorted(wanted.only))}"
@@ -96,8 +96,8 @@ class Reconciler:
             self._journal.decisions["refuse"] += 1
             raise
         self._refuse_stale(name, plan)
-        moves_nothing = is_there(handles, plan)
-        decisions = ["keep"] * len(handles) if moves_nothing else [_decision(handle, plan) for handle in handles.values()]
+        all_are_there = is_there(handles, plan)
+        decisions = ["keep"] * len(handles) if all_are_there else [_decision(handle, plan) for handle in handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
@@ -110,7 +110,7 @@ class Reconciler:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        return plan, room_bytes, moves_nothing
+        return plan, room_bytes, all_are_there
 
     def carry_out_within(self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open."""
@@ -120,23 +120,23 @@ class Reconciler:
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         self.carry_out(name, plan, room_bytes, is_there(self._handles, plan), agree)
 
-    def carry_out(self, name: str, plan: Plan, room_bytes: int, moves_nothing: bool, agree: Agree | None) -> None:
-        """Move every handle where the plan wants it, all or nothing. If all are there (`moves_nothing`), only a group (`agree`) is asked.
+    def carry_out(self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None) -> None:
+        """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a group (`agree`) is asked.
         `room_bytes`: see `check_fits`."""
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
-            moves_nothing = is_there(self._handles, plan)  # a wait for other processes takes all handles off the device
+            all_are_there = is_there(self._handles, plan)  # a wait for other processes takes all handles off the device
         if self.disk_tier is not None:
             self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
         go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
-            if moves_nothing and agree is None:
+            if all_are_there and agree is None:
                 self._mover.end_without_moves(self._handles, ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
-        except WrittenWhileOffloaded as error:
+        except LostWritesError as error:
             self.writes.count(error)
             raise
         self._settle(name, before)
@@ -149,14 +149,14 @@ class Reconciler:
         *,
         patiently: bool = False,
         is_together: bool = False,
-        vote: Callable[[list[Exception]], list[Exception]] | None = None,
+        tell_ranks: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns `failures` and
         the errors.
         `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
-        `vote` asks them how far they came; it gets the errors, and returns them with those of the others."""
-        moves_nothing = is_there(self._handles, plan)
-        leaves = not moves_nothing and bool(self._left_behind(plan))
+        `tell_ranks` tells the others how far this one came; it gets the errors, and returns them with those of the others."""
+        all_are_there = is_there(self._handles, plan)
+        leaves = not all_are_there and bool(self._left_behind(plan))
         if leaves:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
@@ -173,7 +173,7 @@ class Reconciler:
             ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
-        if moves_nothing:
+        if all_are_there:
             self._mover.end_without_moves(self._handles, ahead)
         else:
             try:
@@ -183,11 +183,11 @@ class Reconciler:
             failures += self._mover.retreat(
                 self._handles, within, while_copying=self._device.compare_poison, ahead=ahead, is_together=is_together
             )
-            failures += self._mover.complete(self._handles.values()) if vote is None else []
+            failures += self._mover.complete(self._handles.values()) if tell_ranks is None else []
             for failure in failures:
-                if isinstance(failure, WrittenWhileOffloaded):
+                if isinstance(failure, LostWritesError):
                     self.writes.count(failure)
-        self.left_behind = () if moves_nothing else self._left_behind(plan)  # a failed load may have brought one there
+        self.left_behind = () if all_are_there else self._left_behind(plan)  # a failed load may have brought one there
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE and self.lease_client is not None:
             self._trim()
@@ -195,7 +195,7 @@ class Reconciler:
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
-        return failures if vote is None else vote(failures) + self._mover.complete(self._handles.values())
+        return failures if tell_ranks is None else tell_ranks(failures) + self._mover.complete(self._handles.values())
 
     def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
         if plan.prefetch or plan.streamed or self.prefetcher.has_any:
@@ -376,7 +376,7 @@ class WrongWrites:
             + "".join(f" {what}" for what in also)
         )
 
-    def count(self, error: WrittenWhileOffloaded) -> None:
+    def count(self, error: LostWritesError) -> None:
         """Count a write that a load has found and raises. Writes found in the bytes become a note on it: most likely it is the same one."""
         self.look_at_poison(wait=True)
         if (written := self.take()) is not None:

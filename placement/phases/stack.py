@@ -110,9 +110,9 @@ class PhaseStack:
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
         try:
-            plan, room_bytes, moves_nothing = self.reconciler.make_plan(verb, wanted)
+            plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
             agree = None if self.lock.vote is None else self.lock.vote.agree
-            self.reconciler.carry_out(wanted.name, plan, room_bytes, moves_nothing, agree)
+            self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
             interrupts.check()  # the last look: from here on the phase is open
         except BaseException as error:
             self._journal.enter_phase(phases.name, phases.only)
@@ -133,6 +133,7 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
+                phase.is_abandoned = True  # it ends with the last of these
                 return
             if error is not None and phase in phases.all:
                 for inner in phases.inside(phase):  # the exception passes through them: their own `with` statements leave them no more
@@ -153,7 +154,7 @@ class PhaseStack:
                     failures,
                     patiently=error is None or isinstance(error, Exception),
                     is_together=vote is not None and vote.all_leave(error),
-                    vote=None if vote is None else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
+                    tell_ranks=None if vote is None else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
                 )
             except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                 self._expire_keeps()
@@ -171,11 +172,9 @@ class PhaseStack:
                 _raise_all(failures)
 
     def _is_around_others(self, phase: OpenPhase) -> bool:
-        """Whether a closed generator's phase has phases of the generator's caller open inside. It then ends with the last of these."""
-        if phase not in self.phases.all or not self.phases.inside(phase) or self.phases.all[-1].holder is None:
-            return False
-        phase.is_abandoned = True
-        return True
+        """Whether a closed generator's phase has phases of the generator's caller open inside."""
+        phases = self.phases.all
+        return phase in phases and phases[-1] is not phase and phases[-1].holder is not None
 
     # --- within a phase
 

@@ -32,7 +32,7 @@ from placement.publish.skeleton import Shown, Skeleton, key_of, named_places
 from placement.tensors.plain import dtype_of, is_scaled
 
 
-def published(
+def publishable(
     root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters, names: Names = "module"
 ) -> list[tuple[str, Weight]]:
     """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
@@ -239,7 +239,7 @@ def _to_publish(handle: Publisher, adapters: Adapters, names: Names) -> list[tup
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     with without_modes():
-        return published(modules[0], handle.modules_adapter.frameworks, adapters, names)
+        return publishable(modules[0], handle.modules_adapter.frameworks, adapters, names)
 
 
 def _described(handle: Publisher, found: list[tuple[str, Weight]], dtype: Cast) -> list[tuple[WeightInfo, Weight]]:

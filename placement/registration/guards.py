@@ -365,8 +365,8 @@ class _Untouched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
-    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
+def install(handle: Handle, objects: Iterable[Any]) -> None:
+    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers): each is added to `handle.guards`."""
     hooks: list[Any] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
     owner, gathers = Guard(handle).handle, handle.adapter is not None and handle.adapter.gathers is not None
     objects = list(objects)
@@ -390,7 +390,6 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[Any]:
         for each in handle.adapter.objects():
             hooks.extend(OwnMethodCall(owner, each, name) for name in own_methods(each))
     _install_on_calls(handle, roots, hooks)
-    return hooks
 
 
 def _install_zero_calls(owner: Callable[[], Handle | None], target: Any, hooks: list[Any]) -> None:

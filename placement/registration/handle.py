@@ -198,7 +198,7 @@ class Handle:
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
-        return reason if reason is None or not self.external else None
+        return None if self.external else reason
 
     @property
     def is_built(self) -> bool:
@@ -271,7 +271,7 @@ class Handle:
         The device memory needed is one bucket plus the memory for making one weight. That is at most another tensor of the weight's size,
         and this rank's part of it if it is cut unevenly or along another dimension than the first. Merging adapters takes the tensors
         with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. With `transform`, what it needs and
-        makes of one weight comes on top.
+        makes of one weight comes on top. Published from the host copy, the next bucket is there, too.
 
         Args:
             bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A larger tensor comes alone.

@@ -69,7 +69,7 @@ class Registry:
         streaming: Streaming,
         settings: Settings,
     ) -> None:
-        self.handles: dict[str, Handle] = {}
+        self.handles: dict[str, Handle] = {}  # the one table, which all of phases and planning hold; only `add` and `remove` change it
         self._by_key: dict[int, Handle] = {}
         """Handles by the `id` of their key objects. A dead object's entry goes at the beginning of each transition, before any look-up."""
         self._device = device
@@ -205,7 +205,7 @@ class Registry:
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
-        handle.guards = guards.install(handle, adapter.key_objects())
+        guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
 

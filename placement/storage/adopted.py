@@ -38,12 +38,12 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class Stage(enum.Enum):
-    """How far the present move of an object has come. Each stage names what the decision, `on_device`, may be then, and where the values
-    are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side that was
-    decided on."""
+    """How far the present move of an object has come. Each stage says first what `on_device`, the decision, may be then, and last where
+    the values are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the
+    side that was decided on."""
 
-    SETTLED = enum.auto()  # True or False. Nothing is under way, and everything is where `on_device` says.
-    BEGUN = enum.auto()  # True or False. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
+    SETTLED = enum.auto()  # Either. Nothing is under way, and everything is where `on_device` says.
+    BEGUN = enum.auto()  # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
     STEPPING = enum.auto()  # False. A streamed step has the newest bytes of some pages on the device. Read in the host copy.
     HIDING = enum.auto()  # True. An offload has put memory aside that it has not begun to save. Read in the host copy, once it is there.
     VACATING = enum.auto()  # True up to the commit, then False. An offload takes the memory away. Read in the host copy.

@@ -65,7 +65,7 @@ class RangeLayout:
         used = device.adopter.pooled_bytes(pooled_sizes)
         places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
         self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
-        device.unmap(self.addresses, self.nbytes)
+        device.unmap(self.addresses, self.nbytes)  # puts poison there
         self._pool: Any = None
         self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
         if pooled:

@@ -383,7 +383,7 @@ class ChunkPool:
     driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back frees
     the chunk that took their room first.
     `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
-    `left_by`: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks."""
+    `left_by`: the pool that the phase transition before has left, with what was given up since. This pool takes over its chunks."""
 
     def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device
@@ -406,14 +406,14 @@ class ChunkPool:
         for chunk in chunks:
             self._chunks.setdefault(chunk.nbytes, deque()).append(chunk)
 
-    def count(self, sizes: Sequence[int], fresh: int) -> int:
-        """How many of these sizes, from the first on, can be served with at most `fresh` chunks from the driver."""
+    def count(self, sizes: Sequence[int], most_created: int) -> int:
+        """How many of these sizes, from the first on, can be served with at most `most_created` chunks from the driver."""
         held = {size: len(self._chunks.get(size, ())) for size in set(sizes)}
         for served, size in enumerate(sizes):
             if held[size]:
                 held[size] -= 1
-            elif fresh:
-                fresh -= 1
+            elif most_created:
+                most_created -= 1
             else:
                 return served
         return len(sizes)

@@ -141,7 +141,7 @@ class Gradients:
 # --- writes
 
 
-class WrittenWhileOffloaded(IntegrityError):
+class LostWritesError(IntegrityError):
     """Raised by a load when version counters show that values were written in place while offloaded. The host copy has the old ones."""
 
     def __init__(self, name: str, names: Sequence[str], also: str) -> None:
@@ -214,7 +214,7 @@ class WritesWhileOffloaded:
         scanner.rescan()  # the tensors that were put back have other storages now, which were never counted
         self.forget()
         if names:
-            raise WrittenWhileOffloaded(scanner.name, names, message)
+            raise LostWritesError(scanner.name, names, message)
         raise IntegrityError(message)
 
     def put_back(self, born: Scan) -> FoundChanges:

@@ -15,7 +15,7 @@ from torch import nn
 from placement import Engine, EngineError, Lazy, Manager, NotResidentError, RegistrationError, State, TorchEngine
 from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Reader
-from placement.publish.buckets import published
+from placement.publish.buckets import publishable
 from placement.testing import assert_nothing_resident
 from tests.sharded import one_of_each, test_quantized, training
 from tests.support.ranks import Ranks, on_ranks
@@ -57,7 +57,7 @@ def engine_module(kind: str, device: str) -> Any:
 def whole_weights(module: nn.Module, device: str, adapters: Any = "merged") -> dict[str, torch.Tensor]:
     reader = Reader(training.here(device))
     with torch.no_grad():
-        return {name: weight.whole(reader, weight.dtype) for name, weight in published(module, frameworks_of(module), adapters)}
+        return {name: weight.whole(reader, weight.dtype) for name, weight in publishable(module, frameworks_of(module), adapters)}
 
 
 class Rig:

@@ -84,7 +84,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Departure:
-    """One storage that goes to the host."""
+    """One handle's storage that goes to the host."""
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
@@ -114,7 +114,7 @@ class Arrivals:
         self._chunk_pool = chunk_pool
         self._waiting: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._burst = 0  # the number of pages in the last burst
-        self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by storage
+        self.brought_bytes: Counter[ManagedStorage] = Counter()  # bytes that this process copies to the device, by handle's storage
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -127,7 +127,7 @@ class Arrivals:
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room beside everything that leaves."""
         sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._waiting, WINDOW))
-        self.bring_what_fits(fresh=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
+        self.bring_what_fits(most_created=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start their copies. A short first one starts
@@ -138,22 +138,22 @@ class Arrivals:
         while left:
             left -= self._bring(left, longest=left)[0]
 
-    def bring_what_fits(self, *, fresh: int, longest: int) -> None:
-        """Bring the next pages, at most `longest` together, until memory lacks: `fresh` chunks may come from the driver."""
+    def bring_what_fits(self, *, most_created: int, longest: int) -> None:
+        """Bring the next pages, at most `longest` together, until memory lacks: `most_created` chunks may come from the driver."""
         while self:
-            served, created = self._bring(fresh, longest=longest)
+            served, created = self._bring(most_created, longest=longest)
             if not served:
                 return
-            fresh -= created
+            most_created -= created
 
-    def _bring(self, fresh: int, *, longest: int) -> tuple[int, int]:
+    def _bring(self, most_created: int, *, longest: int) -> tuple[int, int]:
         """Bring the next neighbouring pages of one range. Returns their number (0: memory lacks), and how many of them the driver gave."""
         holding, r, first = self._waiting[0]
         # The next page of a range is no neighbour where pages between the two were prefetched.
         places = enumerate(itertools.islice(self._waiting, longest), first)
         wanted = [place for place, _ in itertools.takewhile(lambda each: each[1][1:] == (r, each[0]), places)]
         sizes = [r.chunk_sizes[index] for index in wanted]
-        served = self._chunk_pool.count(sizes, fresh)
+        served = self._chunk_pool.count(sizes, most_created)
         if not served:
             return 0, 0
         created = served - min(served, self._chunk_pool.count(sizes, 0))
@@ -171,9 +171,9 @@ class Exchange:
     device: Device
     chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
     verifier: Verifier | None  # compares the bytes that arrive with those that were sent; None: nothing is compared
-    dropping: Collection[ManagedStorage] = ()  # storages whose gradients are dropped when they leave TRAINING, instead of saved
+    dropping: Collection[ManagedStorage] = ()  # handles' storages whose gradients are dropped when they leave TRAINING
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes that may stay aside, by storage that leaves, so that nobody waits for their saves."""
+    """Device bytes that may stay aside, by handle's storage that leaves, so that nobody waits for their saves."""
     while_copying: Callable[[], object] = lambda: None
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put aside first."""
     is_together: bool = False  # whether all ranks make these moves, in the same change of the group, and each knows that the others do
@@ -186,9 +186,9 @@ class Exchange:
     def run(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage], *, releases_at_once: bool = False
     ) -> dict[ManagedStorage, MoveResult]:
-        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone. Returns when the offloaded bytes
-        are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's current stream
-        waits for them. After an error every storage is settled on one side or the other.
+        """Offload `leaving` and load `coming`, storages of handles. One that is on the right side already is left alone. Returns when the
+        offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the calling thread's
+        current stream waits for them. After an error every handle's storage is settled on one side or the other.
         `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going back may then ask the driver."""
         began = time.monotonic()
         self._arrivals, self._releases_at_once = Arrivals(self.device, self.chunk_pool), releases_at_once
@@ -323,7 +323,7 @@ class Exchange:
             departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
-            self._arrivals.bring_what_fits(fresh=0, longest=BATCH)
+            self._arrivals.bring_what_fits(most_created=0, longest=BATCH)
             interrupts.check()
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
