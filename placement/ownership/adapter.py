@@ -68,7 +68,7 @@ class Adapter(abc.ABC):
     compute_device: torch.device
     _name: str
     _sparse: Iterable[torch.Tensor] = ()
-    steady: Steady | SteadyState | None = None  # what the last `owned()` saw, where a quick check can tell whether it has changed since
+    steady: Steady | SteadyState | None = None  # a record of the last `owned()`, where a quick check can tell whether it has changed since
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
     external: str | None = None
@@ -97,8 +97,8 @@ class Adapter(abc.ABC):
         return None
 
     def standing(self) -> object | None:
-        """What the last `owned()` saw, to be compared by `==` with that of another call: equal if there was no walk between. None where a
-        gradient or an entry of optimizer state has come since, or it cannot be told. Only a few tensors are looked at."""
+        """A record of the last `owned()`, to be compared by `==` with that of another call: equal if there was no walk between. None where
+        a gradient or an entry of optimizer state has come since, or it cannot be told. Only a few tensors are looked at."""
         return self.steady if self.steady is not None and self.steady.stands() else None
 
     def other_names(self) -> Mapping[str, str]:
@@ -177,7 +177,7 @@ class Adapter(abc.ABC):
 
 
 class Steady:
-    """What a module tree looked like at the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities
+    """A record of a module tree as of the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities
     of attributes that may come to contain tensors. It keeps no tensor and no module alive."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
@@ -249,7 +249,7 @@ class Steady:
 
 
 class SteadyState:
-    """What plain optimizers' state looked like at the last walk, which found `owned` to move. It holds no tensor."""
+    """A record of plain optimizers' state as of the last walk, which found `owned` to move. It holds no tensor."""
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
         self._optimizers = list(map(reference, optimizers))
