@@ -82,7 +82,7 @@ def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
     known = recorded()
     average = sum(known.values()) / max(len(known), 1)
     seconds: defaultdict[str, float] = defaultdict(float)
-    for place in {file_of(item.nodeid) for item in items}:
+    for place in sorted({file_of(item.nodeid) for item in items}):  # sums in another order may differ, and so would the processes' orders
         seconds[scope_of(place)] += known.get(place, average)
 
     def rank(item: pytest.Item) -> tuple[float, str, str]:
