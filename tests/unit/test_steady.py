@@ -99,9 +99,12 @@ class Scene:
         """Alive for as long as the scene: else what is born next may get the identity of what a mutation took out."""
 
     def step(self) -> None:
+        """Nothing is stepped where state has another shape than its parameter: torch's fused kernel would write beyond its memory."""
         for parameter in self.model.parameters():
             parameter.grad = 2 * parameter.detach()
-        self.optimizer.step()
+        entries = [(each, self.state[each]) for each in self.model.parameters() if each in self.state]
+        if all(entry.get(key, each).shape == each.shape for each, entry in entries for key in ("exp_avg", "exp_avg_sq")):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.model.late.grad = None
         self.entry["number"] = 3
