@@ -77,9 +77,8 @@ class OptimizerAdapter(Adapter):
         self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
-        is_optimizer = bool(leaves) or _holds_optimizers(objects)
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
-        if not is_optimizer or is_scheduler or not callable(getattr(optimizer, "step", None)):
+        if is_scheduler or not (leaves or _holds_optimizers(objects)) or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
                 "and it is no module and no engine. Supported: torch.optim.Optimizer, objects that hold some in "
@@ -92,10 +91,9 @@ class OptimizerAdapter(Adapter):
         self.external = "the caller says so (external=True)" if external else _external(objects, parameters, self.compute_device)
         if self.external is None:
             _refuse(name, objects)
-            for index, parameter in enumerate(parameters):
-                for _, part in parts_of(parameter, ""):
-                    if (problem := problem_of(part, self.compute_device)) is not None:
-                        raise RegistrationError(f"{name!r}: parameter {index} {problem}.")
+            for index, part in ((index, part) for index, each in enumerate(parameters) for _, part in parts_of(each, "")):
+                if (problem := problem_of(part, self.compute_device)) is not None:
+                    raise RegistrationError(f"{name!r}: parameter {index} {problem}.")
 
     def owned(self) -> Iterator[Owned]:
         """Every state tensor once, by parameter and key, under its name in `state_dict()` ("state.3.exp_avg") after the optimizer's path.

@@ -40,19 +40,20 @@ from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
 _Make = Callable[[Device, Adapter, str, bool], ManagedStorage]
+_MANY = 20_000  # new objects, for which the garbage collector would take milliseconds
 
 
 @contextlib.contextmanager
 def _collecting_later() -> Iterator[None]:
     """The garbage collector waits: for 10,000 parameters it would take longer than the registration, all of whose objects stay. Therefore
-    these go straight to its oldest generation."""
+    so many go straight to its oldest generation; not where somebody has frozen objects, which stay so and take long to count."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else somebody has frozen objects, and they stay so
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

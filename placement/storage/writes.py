@@ -207,6 +207,7 @@ class WritesWhileOffloaded:
         names = self._written(transient=False)
         changes = self.put_back(born)
         if not changes and not names:
+            scanner.note_places(born)  # two tensors may have changed places
             return born
         message = changes.message(scanner.name)
         scanner.ranges.told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}

@@ -336,12 +336,14 @@ def test_where_nothing_was_changed_a_quick_look_is_enough() -> None:
     assert look_after(changes, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU)) == 3
 
 
-def test_memory_that_changed_places_is_put_back_under_its_names_of_now() -> None:
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_memory_that_changed_places_is_put_back_under_its_names_of_now(is_offloaded: bool) -> None:
     model, manager = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), make_manager()
     manager.register("actor", model, role="actor")
     first, second = model.parameters()
-    with manager.phase("log_prob"):
+    with contextlib.nullcontext() if is_offloaded else manager.phase("log_prob"):
         first.data, second.data = second.data, first.data
+    with manager.phase("log_prob"):
         expected = copy.deepcopy(model.state_dict())
     first.data = 2 * first.data
     with pytest.raises(IntegrityError, match="put back"), manager.phase("log_prob"):
