@@ -222,6 +222,7 @@ def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_
     assert_nothing_resident(case.manager)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_module_that_is_refused_keeps_the_memory_of_its_gradients() -> None:
     tokens, model = torch.tensor([[1, 2]]), nn.Embedding(8, 4)
     model.weight.grad = torch.sparse_coo_tensor(tokens, torch.ones(2, 4), (8, 4), check_invariants=False)
