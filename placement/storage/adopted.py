@@ -336,6 +336,20 @@ class AdoptedStorage(Storage):
 
     # --- adopting
 
+    def adopt(self) -> None:
+        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place."""
+        try:
+            was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
+            self.look_at_framework_memory()
+            self.scanner.align_wrappers()
+            self.count_uses()
+            self.writes.note()
+            if was_on_device:
+                self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
+        except BaseException:
+            self.unadopt()
+            raise
+
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
         born = self._first_look()

@@ -81,21 +81,7 @@ class ManagedStorage(AdoptedStorage):
         ranges = self.object_ranges
         self.calls.wait_for_saves(lambda storage: storage._cdata in new or ranges.at(storage.data_ptr()) is not None)
 
-    # --- adopting
-
-    def adopt(self) -> None:
-        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place."""
-        try:
-            was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
-            self.look_at_framework_memory()
-            self.scanner.align_wrappers()
-            self.count_uses()
-            self.writes.note()
-            if was_on_device:
-                self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
-        except BaseException:
-            self.unadopt()
-            raise
+    # --- adopting what comes later
 
     def adopt_restored(self) -> None:
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
