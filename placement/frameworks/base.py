@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from placement.core import is_a, loaded_class
 from placement.core.errors import RegistrationError
 from placement.tensors import plain
-from placement.tensors.plain import Owned
+from placement.tensors.plain import Owned, is_a, loaded_class
 
 if TYPE_CHECKING:
     from placement.frameworks.weights import Weight

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from placement.core import is_a
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
-from placement.tensors.plain import Owned, attributes_of, nested_tensors
+from placement.tensors.plain import Owned, attributes_of, is_a, nested_tensors
 
 _DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from placement.core import is_a
 from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import PhaseError
 from placement.devices.base import Device
@@ -32,7 +31,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.streamed import AHEAD, Piece, Streamed, StreamedStep, first_chunks, window_of
-from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
+from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
 
