@@ -52,10 +52,15 @@ class Wrapper(NamedTuple):
 
 
 class Advised(NamedTuple):
-    """A class, and a text about its instances: a reason or advice, see the attribute that lists it."""
+    """A class, and a text about its instances: a reason or advice, see the attribute that lists it.
+    `when`: which instances are meant; None: all."""
 
     cls: Named
     advice: str
+    when: Callable[[Any], bool] | None = None
+
+    def is_about(self, obj: object) -> bool:
+        return self.cls.is_of(obj) and (self.when is None or self.when(obj))
 
 
 class OwnState(abc.ABC):

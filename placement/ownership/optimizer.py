@@ -353,7 +353,7 @@ def _external(objects: Sequence[object], parameters: Sequence[torch.Tensor], com
     """The reason why a framework itself moves an optimizer's state; None if it does not."""
     known = [advised for each in answering("external_optimizers") for advised in each.external_optimizers]
     for obj in objects:
-        if (reason := next((advised.advice for advised in known if advised.cls.is_of(obj)), None)) is not None:
+        if (reason := next((advised.advice for advised in known if advised.is_about(obj)), None)) is not None:
             return reason
     return next(filter(None, asked("places_state_of", parameters, compute_device)), None)
 
