@@ -59,9 +59,9 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
                 visited.add(id(obj))
                 objects.append(obj)
                 waiting.append((obj, path, len(leaves)))  # looked at once what it wraps has been
-                # Of what its framework class knows, the inner optimizers are replaced at every load.
-                inner = [] if own_state(obj) is not None else [*_wrapped(obj)]
-                waiting += [(each, f"{path}{name}.", None) for name, each in reversed(inner)]
+                inner = [*_wrapped(obj)]
+                if inner and own_state(obj) is None:  # else its framework class knows it, and what is inside is replaced at every load
+                    waiting += [(each, f"{path}{name}.", None) for name, each in reversed(inner)]
             continue
         state = getattr(obj, "__dict__", {}).get("state")
         # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
@@ -200,12 +200,17 @@ class Unborn:
         self._num_entries = self._num_parameters = -1
         """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
 
+    @property
+    def is_as_before(self) -> bool:
+        """Whether every parameter had state at the last look, and none has come or gone since. Costs nothing."""
+        optimizer = self._optimizer()
+        num_parameters = 0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
+        return optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters)
+
     def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
         have no state than at the last look."""
-        optimizer = self._optimizer()
-        num_parameters = 0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
-        if optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters):
+        if (optimizer := self._optimizer()) is None:
             return False
         stepped = stepped_by(optimizer, given)
         if stepped == self._stepped and (self._had_all(optimizer) or len(optimizer.state) < self._num_entries):
