@@ -22,8 +22,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import PhaseError
-from placement.devices.base import Device
-from placement.devices.host.slab import round_up
+from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import find

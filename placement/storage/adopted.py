@@ -20,8 +20,7 @@ from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityE
 from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
 from placement.core.states import State
-from placement.devices.base import Device
-from placement.devices.host.slab import round_up
+from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
 from placement.storage.changes import fingerprints

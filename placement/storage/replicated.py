@@ -24,9 +24,9 @@ import torch
 
 from placement.core.errors import HostMemoryError, RegistrationError
 from placement.core.journal import logger
-from placement.devices.base import Device
+from placement.devices.base import Device, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
-from placement.devices.host.slab import PAGE, round_up
+from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy, HostSlab, Mark
 from placement.ownership.adapter import Adapter
 from placement.storage.changes import fingerprints
