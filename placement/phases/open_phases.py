@@ -215,7 +215,7 @@ class TransitionLock:
         inside = "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition"
         capturing = "phases cannot change while a graph is being captured: moving memory would become part of it"
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
-        with self.busy(inside, capturing), without_modes(), inference, torch.no_grad():
+        with self.busy(inside, capturing), without_modes(), inference, torch.set_grad_enabled(False):
             self._sweep()
             yield
 

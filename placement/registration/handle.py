@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transitions import Machine, MachineError
+from transitions import Machine
 
 from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError, PhaseError
@@ -394,11 +394,11 @@ class Handle:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
 
     def fire(self, trigger: Trigger) -> None:
-        """Commit one state transition, whose work is done. PhaseError: the table has none such."""
-        try:
-            _MACHINE.events[trigger].trigger(self)
-        except MachineError as error:
-            raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}") from error
+        """Commit one state transition, whose work is done. PhaseError: the table has none such. The package's own `trigger` would do the
+        same in 80 calls, for callbacks that nobody registers."""
+        if (found := _MACHINE.events[trigger].transitions.get(self._state)) is None:
+            raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
+        _MACHINE.set_state(found[0].dest, self)
 
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""

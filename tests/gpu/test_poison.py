@@ -138,6 +138,21 @@ def test_a_reference_that_is_synced_with_an_offloaded_actor_is_found(manager: pl
     found(manager, reference, lambda: reference.values.data.mul_(0.4).add_(actor.values.data, alpha=0.6))
 
 
+def test_a_write_is_found_although_nothing_is_offloaded_any_more(manager: placement.Manager) -> None:
+    """The phase that loads the last handle does not wait for the comparison, which the next one reads."""
+    actor = Values(some(torch.float32))
+    before = as_bytes(actor.values)
+    manager.register("actor", actor, role="actor")
+    actor.values.data.add_(1)
+    with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("log_prob") as phase:
+        for _ in range(3):
+            phase.switch("eval")
+    with manager.phase("log_prob") as phase:
+        for _ in range(4):
+            phase.switch("eval")
+        assert as_bytes(actor.values) == before
+
+
 def after_a_backward(manager: placement.Manager) -> tuple[nn.Linear, torch.optim.Optimizer]:
     model = nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
