@@ -23,7 +23,6 @@ from placement.core.states import State
 from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
@@ -179,14 +178,6 @@ class AdoptedStorage(Storage):
         if is_changed := not self.on_device and self.adapter.follow_param_groups():
             self.look_at_unborn()
         return is_changed
-
-    def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
-        """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
-        sizes = r.used_sizes[first:last]
-        if not sizes:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        known = self.device.known_fingerprints(r.layout.addresses, r.starts[first], sizes)
-        return fingerprints(r.on_device(r.starts[first], sum(sizes)), sizes) if known is None else known
 
     # --- checks
 

@@ -18,9 +18,8 @@ from placement.core.call_guard import without_modes
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
-from placement.storage.changes import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
-from placement.storage.range import Range
+from placement.storage.range import Range, differing
 from placement.storage.state_dicts import handed_out
 
 
@@ -221,7 +220,7 @@ class ManagedStorage(AdoptedStorage):
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
             if r.pages.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value now
-                r.pages.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
+                r.pages.prints = r.fingerprint(0, len(r.chunk_sizes))
             r.is_shown = False
         self.state_dict_tensors.raise_written()
         self.on_device = True
@@ -333,7 +332,7 @@ class ManagedStorage(AdoptedStorage):
                 continue
             r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
             host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-            device_prints = self.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+            device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):
                 self.make_host_copy_own(r)
                 if r.pages.record is not None:
