@@ -23,7 +23,7 @@ from placement.group.lease import lease_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
-from placement.phases.open_phases import OpenPhase, innermost
+from placement.phases.phase import OpenPhase, innermost
 from placement.planning.host_tier import disk_tier_for
 from placement.planning.planner import Planner, check_fits, is_there, meant, unknown_handle, with_kept, without_surplus
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher

@@ -19,7 +19,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
-from placement.phases.open_phases import OpenPhase, OpenPhases, TransitionLock, innermost
+from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock, innermost
 from placement.phases.reconciler import PhaseRequest, Reconciler
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
