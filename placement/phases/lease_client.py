@@ -81,9 +81,9 @@ class LeaseClient:
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
         windows = sum(
-            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is a part of the window
+            max(0, each.window_bytes - each.prefetched_bytes)  # what is aside is a part of the window
             for each in self._handles.values()
-            if each.is_streaming and each.streamed is not None
+            if each.is_streaming
         )
         return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn + windows
 

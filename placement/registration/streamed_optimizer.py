@@ -68,6 +68,7 @@ class StreamedOptimizer:
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
+        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # of all buckets on the device at a time, where each has its size
         self._found_in: tuple[Range, ...] = ()
         self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
         self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `_measured`
@@ -83,9 +84,8 @@ class StreamedOptimizer:
 
     @property
     def window_bytes(self) -> int:
-        """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
-        whole = 0 if self.refusal is not None else self.storage.device_bytes + self.storage.unborn_bytes
-        return whole if whole <= (1 + AHEAD) * self._bucket_bytes else self._measured()[0]  # without a look at every parameter, if it can
+        """The most device bytes that a streamed step holds of the state at a time. Looks at every parameter, see `Handle.window_bytes`."""
+        return self._measured()[0]
 
     @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
