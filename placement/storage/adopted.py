@@ -223,13 +223,13 @@ class AdoptedStorage(Storage):
         return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
     def stray_references(self) -> dict[str, int]:
-        return stray_references(self.ranges, self.gradients.lasting())
+        return stray_references(self.ranges, self.adapter.lasting_gradients())
 
     def count_uses(self) -> None:
         """Count once the references that each storage has by right. Called when placement itself holds none of them."""
         if uncounted(self.ranges):
             self.scanner.rescan()  # since the last look rebinding has given tensors another storage
-            self.writes.note_more()  # these storages have not been written yet
+            self.object_ranges.note_more_versions(self.scanner.versions)  # these storages have not been written yet
         count_uses(self.ranges)
 
     # --- the host copy
@@ -333,7 +333,7 @@ class AdoptedStorage(Storage):
             self.look_at_framework_memory()
             self.scanner.align_wrappers()
             self.count_uses()
-            self.writes.note()
+            self.object_ranges.note_versions(self.scanner.versions)
             if was_on_device:
                 self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
         except BaseException:
@@ -396,7 +396,7 @@ class AdoptedStorage(Storage):
         self.scanner.note_places(born)
         lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.adoptee.owned[0].transient]
         transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.adoptee.owned[0].transient]
-        self.writes.note()
+        self.object_ranges.note_versions(self.scanner.versions)
         if drops:
             transient = self.gradients.besides(transient)
         self._offload = Offload(frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient)), born.relocated)
@@ -418,7 +418,7 @@ class AdoptedStorage(Storage):
         if len(self.ranges) > len(before):
             self.scanner.align_wrappers()
             self.scanner.rescan()
-            self.writes.note_more()  # the load may fail and be tried again
+            self.object_ranges.note_more_versions(self.scanner.versions)  # the load may fail and be tried again
         self._unadopted_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]

@@ -287,7 +287,7 @@ class ManagedStorage(AdoptedStorage):
                     self.set_ranges((*self.ranges, fresh))
                     fresh.move_in()
                 self.scanner.rescan()
-                self.writes.note()  # the step has written the state
+                self.object_ranges.note_versions(self.scanner.versions)  # the step has written the state
             self.stage = Stage.BEGUN
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
@@ -295,7 +295,7 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.point_to_host()
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
-            self.writes.allow()
+            self.object_ranges.may_be_written = True
         self._unadopted_bytes = 0
         self.look_at_unborn()
         self.adapter.drop_caches()

@@ -19,7 +19,8 @@ import importlib.util
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -348,8 +349,35 @@ class Place(NamedTuple):
         return over(self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form)
 
 
+class Versions(NamedTuple):
+    """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
+
+    storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
+    versions: Sequence[int] = ()
+
+    def but(self, other: Versions, *, among: Collection[int]) -> Versions:
+        """These counters, but those of another look for the storages `among` that it has."""
+        theirs = {key for key in other.storages if key in among}
+        kept = [pair for pair in zip(*self, strict=True) if pair[0] not in theirs]
+        kept += [pair for pair in zip(*other, strict=True) if pair[0] in theirs]
+        return Versions([key for key, _ in kept], [version for _, version in kept])
+
+    def written_since(self, before: Versions) -> set[int]:
+        """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
+        if self == before:  # the common case, and fast for tens of thousands of tensors
+            return set()
+        sums, known, counts, others = self._sums(), before._sums(), Counter(self.storages), Counter(before.storages)
+        return {key for key, now in sums.items() if now > known.get(key, now) and counts[key] == others[key]}
+
+    def _sums(self) -> dict[int, int]:
+        sums = dict.fromkeys(self.storages, 0)
+        for key, version in zip(*self, strict=True):
+            sums[key] += version
+        return sums
+
+
 class ObjectRanges:
-    """The ranges of one object, and the places and forms of its tensors there, as of its last offload. Holds no tensor."""
+    """The ranges of one object, and the places, forms and version counters of its tensors, as of its last offload. Holds no tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -357,6 +385,8 @@ class ObjectRanges:
         self._forms: dict[str, Form] = {}  # equal forms are one object: each object more is one more for the garbage collector
         self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
         self._other_names: Mapping[str, str] = {}
+        self.versions = Versions()
+        self.may_be_written = False  # whether values may be, though not gradients: tensors of a state dict share the counters
         self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
         self.set(())
 
@@ -375,6 +405,14 @@ class ObjectRanges:
     def named_places(self) -> dict[str, Place]:
         """The places of what lasts, by name. What a forward has left under a name is no earlier value of a parameter of that name."""
         return self.places([r for r in self.all if not r.transient])
+
+    def note_versions(self, versions: Versions) -> None:
+        """Take these version counters as those of the offload: later writes count as written while offloaded."""
+        self.versions, self.may_be_written = versions, False
+
+    def note_more_versions(self, versions: Versions) -> None:
+        """Add the counters of storages that were found for the first time now. Counters noted earlier stay."""
+        self.versions = versions.but(self.versions, among={*self.versions.storages})
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Replace all places by those of these tensors, which are there now."""
