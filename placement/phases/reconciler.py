@@ -31,6 +31,7 @@ from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
+from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
 
 
@@ -60,7 +61,8 @@ class Reconciler:
         self._journal = journal
         self._registry = registry
         self._handles = registry.handles
-        self._mover = Mover(device, journal, settings)
+        self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
+        self._mover = Mover(device, journal, settings, self._verifier, self._finish)
         self.vote = vote
         self.lease = lease = None if settings.leases is None else lease_for(device, settings, None if vote is None else vote.group)
         self.writes = WrongWrites(device, journal, registry.handles)
@@ -133,7 +135,7 @@ class Reconciler:
         go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
             if all_are_there and agree is None:
-                self._mover.end_without_moves(self._handles, ahead)
+                self._end_without_moves(ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
         except LostWritesError as error:
@@ -174,7 +176,7 @@ class Reconciler:
         except Exception as error:  # the device failed
             failures.append(error)
         if all_are_there:
-            self._mover.end_without_moves(self._handles, ahead)
+            self._end_without_moves(ahead)
         else:
             try:
                 self.writes.look_at_gradients()
@@ -201,6 +203,19 @@ class Reconciler:
         if plan.prefetch or plan.streamed or self.prefetcher.has_any:
             return self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
         return NOTHING_AHEAD, 0
+
+    def _end_without_moves(self, ahead: Ahead) -> None:
+        self._finish()
+        if ahead is not NOTHING_AHEAD or self._mover.chunk_pool:  # the pool has chunks
+            self._mover.end_with(ahead)
+
+    def _finish(self) -> None:
+        """Everything is where it belongs: take in state that modules have dropped as their gradient, note host copies for verification."""
+        for handle in self._handles.values():
+            if handle.kind == "optimizer" and (holding := handle.holding) is not None:
+                holding.adopt_dropped()
+        if self._verifier is not None:
+            self._verifier.note(each for handle in self._handles.values() if (each := handle.holding) is not None)
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""
