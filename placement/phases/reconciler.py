@@ -120,7 +120,9 @@ class Reconciler:
         if self.prefetcher.has_any:
             self.prefetcher.pause()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        self.carry_out(name, plan, room_bytes, is_there(self._handles, plan), agree)
+        if not (all_are_there := is_there(self._handles, plan)):
+            self.writes.look(wait=False)  # before anything is loaded over them; the next phase transition raises them
+        self.carry_out(name, plan, room_bytes, all_are_there, agree)
 
     def carry_out(self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None) -> None:
         """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a group (`agree`) is asked.

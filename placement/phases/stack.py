@@ -233,7 +233,6 @@ class PhaseStack:
             plan = phases.base_plan()
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
-            self.reconciler.writes.look(wait=False)  # before an owner is loaded over them; the next phase transition raises them
             self.reconciler.carry_out_within(phases.name, plan, phases.kept, agree)
             interrupts.check()
         except BaseException:

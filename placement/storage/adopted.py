@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class AdoptedStorage(Storage):
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
     can_prefetch = True
+    looks_for_nan = True  # see `Settings.nan_check`
     on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
@@ -73,9 +75,6 @@ class AdoptedStorage(Storage):
         self.scanner = scanner or StorageScanner(device, adapter, name, self)
         self.object_ranges = self.scanner.ranges
         self.state_dict_tensors = self.scanner.state_dict_tensors
-        self.gradients = Gradients(adapter)
-        self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
-        self.nan_check = NanCheck(self.object_ranges, device, adapter.kind, readonly=readonly)
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self._host_readers: list[threading.Event] = []
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
@@ -85,6 +84,18 @@ class AdoptedStorage(Storage):
         self._offload = Offload()  # empty while none is under way
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
         self.casts: WeakIdSet[Any] = WeakIdSet()  # each `CastStorage` whose weights may be left to these values, which are their masters
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        return Gradients(self.adapter)
+
+    @cached_property
+    def writes(self) -> WritesWhileOffloaded:
+        return WritesWhileOffloaded(self.scanner, self.gradients, self.device)
+
+    @cached_property
+    def nan_check(self) -> NanCheck:
+        return NanCheck(self.object_ranges, self.device, self.adapter.kind, readonly=self.readonly, is_on=self.looks_for_nan)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
