@@ -129,8 +129,7 @@ class HostSlab(abc.ABC):
 class SharedHostSlab(HostSlab):
     """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it."""
 
-    extra: torch.Tensor
-    """The bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive."""
+    extra: torch.Tensor  # the bytes behind the copy in the file, for messages between the processes. It does not keep the slab alive.
 
     @abc.abstractmethod
     def pin(self) -> None:

@@ -369,14 +369,8 @@ def wrappers() -> list[tuple[type, str]]:
 
 
 def own_state(optimizer: object) -> OwnState | None:
-    for each in answering("own_state"):
-        if (found := each.own_state(optimizer)) is not None:
-            return found
-    return None
+    return next((found for found in asked("own_state", optimizer) if found is not None), None)
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
-    stepped: dict[int, torch.Tensor] = {}
-    for each in answering("stepped_for"):
-        stepped |= each.stepped_for(objects)
-    return stepped
+    return {key: stepped for found in asked("stepped_for", objects) for key, stepped in found.items()}

@@ -319,9 +319,10 @@ class OptimizerAdapter(Adapter):
         return [*itertools.chain.from_iterable(map(Unborn.sizes, self._unborn))]
 
     def follow_param_groups(self) -> bool:
-        changing = [unborn for unborn in self._unborn if not unborn.is_as_before]
-        given = self._stepped_for(find(self._root())[0]) if changing else {}
-        return True in [unborn.follow(self.compute_device, given) for unborn in changing]  # a list: each must be asked
+        def models() -> Mapping[int, torch.Tensor]:
+            return self._stepped_for(self.objects())
+
+        return True in [unborn.follow(self.compute_device, models) for unborn in self._unborn]  # a list: each must be asked
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of state that the first step of one parameter will create, as far as they could be predicted."""

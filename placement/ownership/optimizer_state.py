@@ -10,7 +10,7 @@ import itertools
 import operator
 import random
 import sys
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,19 +200,14 @@ class Unborn:
         self._num_entries = self._num_parameters = -1
         """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
 
-    @property
-    def is_as_before(self) -> bool:
-        """Whether every parameter had state at the last look, and none has come or gone since. Costs nothing."""
+    def follow(self, compute_device: torch.device, given: Callable[[], Collection[int]]) -> bool:
+        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
+        have no state than at the last look. `given`: see `stepped_by`; it is called only where parameters or state have come or gone."""
         optimizer = self._optimizer()
         num_parameters = 0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
-        return optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters)
-
-    def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
-        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
-        have no state than at the last look."""
-        if (optimizer := self._optimizer()) is None:
+        if optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters):
             return False
-        stepped = stepped_by(optimizer, given)
+        stepped = stepped_by(optimizer, given())
         if stepped == self._stepped and (self._had_all(optimizer) or len(optimizer.state) < self._num_entries):
             return False  # where state was taken away, its place counts until the next offload takes note of that
         self._stepped, before = stepped, self._missing

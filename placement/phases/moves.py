@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
-from placement.core.settings import Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.vote import Agree
@@ -75,12 +74,10 @@ class Mover:
     """Moves the handles of one device. Called with the manager's lock held.
     `finish`: called once all bytes are where they belong, before any arrive for later phases."""
 
-    def __init__(
-        self, device: Device, journal: Journal, settings: Settings, verifier: Verifier | None, finish: Callable[[], object]
-    ) -> None:
+    def __init__(self, device: Device, journal: Journal, strict: bool, verifier: Verifier | None, finish: Callable[[], object]) -> None:
         self._device = device
         self._journal = journal
-        self._strict = settings.strict
+        self._strict = strict
         self._verifier = verifier
         self._finish = finish
         self.chunk_pool = ChunkPool(device)  # of the phase transition under way; between two, with what the next one begins with

@@ -49,20 +49,14 @@ class Reconciler:
     """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases."""
 
     def __init__(
-        self,
-        device: Device,
-        policy: Any,
-        settings: Settings,
-        journal: Journal,
-        registry: Registry,
-        vote: GroupVote | None,
+        self, device: Device, policy: Any, settings: Settings, journal: Journal, registry: Registry, vote: GroupVote | None
     ) -> None:
         self._device = device
         self._journal = journal
         self._registry = registry
         self._handles = registry.handles
         self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
-        self._mover = Mover(device, journal, settings, self._verifier, self._finish)
+        self._mover = Mover(device, journal, settings.strict, self._verifier, self._finish)
         self.vote = vote
         self.lease = lease = None if settings.leases is None else lease_for(device, settings, None if vote is None else vote.group)
         self.writes = WrongWrites(device, journal, registry.handles)

@@ -39,14 +39,7 @@ _GONE = (
 class PhaseStack:
     """The phase transitions of one manager, and its handles as they come and go while phases may be open. Used by `Manager` and `Phase`."""
 
-    def __init__(
-        self,
-        device: Device,
-        policy: Any,
-        settings: Settings,
-        journal: Journal,
-        group: Group | None,
-    ) -> None:
+    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None) -> None:
         self._device = device
         self._journal = journal
         self._gone: deque[Handle] = deque()  # handles whose objects were garbage-collected, or that could not be handed back as a whole

@@ -215,7 +215,7 @@ class Handle:
         if (streamed := self.streamed) is None or streamed.refusal is not None:
             return 0
         whole = streamed.storage.device_bytes + streamed.storage.unborn_bytes
-        return whole if whole <= streamed.buckets_bytes else streamed.window_bytes
+        return whole if whole <= streamed.buckets_bytes else streamed.measured()[0]
 
     @property
     def node(self) -> Node:

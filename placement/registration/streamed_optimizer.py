@@ -71,7 +71,7 @@ class StreamedOptimizer:
         self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # of all buckets on the device at a time, where each has its size
         self._found_in: tuple[Range, ...] = ()
         self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `_measured`
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `measured`
         self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one.
         self._is_installed = False
         self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
@@ -83,16 +83,12 @@ class StreamedOptimizer:
             self.refusal = f"{why}; use optimizer_in='train' for it"
 
     @property
-    def window_bytes(self) -> int:
-        """The most device bytes that a streamed step holds of the state at a time. Looks at every parameter, see `Handle.window_bytes`."""
-        return self._measured()[0]
-
-    @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
         """The chunks to bring before the coming step, while the forward and backward pass leave the link idle; empty where none is sure."""
-        return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self._measured()[1]
+        return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self.measured()[1]
 
-    def _measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
+    def measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
+        """The most device bytes that a streamed step holds of the state at a time, and the first chunks. Looks at every parameter."""
         ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             pieces: list[Piece] = []
@@ -149,7 +145,7 @@ class StreamedOptimizer:
                 with without_modes():  # last of all, because it waits for the backward pass
                     self.storage.nan_check.refuse_gradients(step.parameters)
             streamed = StreamedStep(
-                self.storage, pieces, self._bucket_bytes, self.window_bytes, lambda first, last: step.run(stepped[first:last])
+                self.storage, pieces, self._bucket_bytes, self.measured()[0], lambda first, last: step.run(stepped[first:last])
             ).run()
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)

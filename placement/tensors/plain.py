@@ -1,7 +1,4 @@
-"""Tensors: plain ones and their dtypes, how they are found in containers and wrappers, and how an object names those that it owns.
-
-`is_a` and `loaded_class` look up classes of frameworks, whose tensors and modules these may be, without importing the frameworks.
-"""
+"""Tensors: plain ones and their dtypes, how they are found in containers and wrappers, and how an object names those that it owns."""
 
 from __future__ import annotations
 
