@@ -259,9 +259,6 @@ class TransitionLock:
             raise PlacementError("this manager is closed")
 
 
-# --- what a user has
-
-
 class Transitions(Protocol):
     """The `PhaseStack`, whose module is above this one."""
 

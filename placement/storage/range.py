@@ -3,11 +3,10 @@
 A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same weights, would move the same bytes
 against each other. So every adoption looks into the table of all ranges first (`RANGES`), which says who owns an address.
 
-Fingerprints show which bytes of a range changed. `Tensor._version` can prove a tensor dirty, never clean: fused optimizers, collectives and
-writes through `.data` leave it alone. So the fingerprint is computed from the bytes themselves. Each 8-byte word is mixed with its position
-and the results are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps its fingerprint with a
-chance of about 2**-64. The mixing steps are those of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
-OOPSLA 2014).
+Fingerprints show which bytes of a range changed. They are computed from the bytes themselves, because `Tensor._version` can prove a tensor
+dirty, never clean: fused optimizers, collectives and writes through `.data` leave it alone. Each 8-byte word is mixed with its position and
+the results are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps its fingerprint with a
+chance of about 2**-64. They are mixed as in splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations
