@@ -406,7 +406,7 @@ class Handle:
         same in 80 calls, for callbacks that nobody registers."""
         if (found := _MACHINE.events[trigger].transitions.get(self._state)) is None:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
-        _MACHINE.set_state(found[0].dest, self)
+        _MACHINE.set_state(found[0].dest or self._state, self)
 
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""
