@@ -59,9 +59,9 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
                 visited.add(id(obj))
                 objects.append(obj)
                 waiting.append((obj, path, len(leaves)))  # looked at once what it wraps has been
-                inner = [*_wrapped(obj)]
-                if inner and own_state(obj) is None:  # else its framework class knows it, and what is inside is replaced at every load
-                    waiting += [(each, f"{path}{name}.", None) for name, each in reversed(inner)]
+                inner = _wrapped(obj)
+                if (first := next(inner, None)) is not None and own_state(obj) is None:  # else the inner ones are replaced at every load
+                    waiting += [(each, f"{path}{name}.", None) for name, each in reversed([first, *inner])]
             continue
         state = getattr(obj, "__dict__", {}).get("state")
         # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
