@@ -91,10 +91,8 @@ class StreamedOptimizer:
         """The most device bytes that a streamed step holds of the state at a time, and the first chunks. Looks at every parameter."""
         ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            pieces: list[Piece] = []
             everything = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
-            for optimizer, parameter in everything:
-                pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
+            pieces = [part.piece for each in everything for part in self.parts_of(*each)]
             window_bytes = window_of(pieces, self._bucket_bytes)
             self._window = ranges, known, window_bytes, first_chunks(pieces, self._bucket_bytes, window_bytes)
         return self._window[2:]
@@ -144,10 +142,11 @@ class StreamedOptimizer:
             if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
                 with without_modes():  # last of all, because it waits for the backward pass
                     self.storage.nan_check.refuse_gradients(step.parameters)
+            window_bytes = self.measured()[0] if (handle := self._handle()) is None else handle.window_bytes
             streamed = StreamedStep(
-                self.storage, pieces, self._bucket_bytes, self.measured()[0], lambda first, last: step.run(stepped[first:last])
+                self.storage, pieces, self._bucket_bytes, window_bytes, lambda first, last: step.run(stepped[first:last])
             ).run()
-            if (handle := self._handle()) is not None:
+            if handle is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
         return loss
 

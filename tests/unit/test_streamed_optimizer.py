@@ -345,6 +345,16 @@ def test_the_first_buckets_are_there_before_the_step_and_are_not_fetched_again(p
     pair.check()
 
 
+def test_state_that_is_not_stepped_any_more_does_not_come_early() -> None:
+    pair = Pair(lambda net: torch.optim.AdamW(net.layers.parameters()), streamed_bucket_bytes=1 << 20)  # a window has room for all
+    with pair.manager.phase("train"):
+        pair.step_both(0)
+        pair.step_both(1)
+    del pair.optimizer.param_groups[0]["params"][1:]
+    with pair.manager.phase("train"):
+        assert 0 < pair.handle.prefetched_bytes < pair.handle.num_bytes
+
+
 def test_a_phase_whose_window_does_not_fit_is_refused() -> None:
     enough = Pair(adamw)
     needed = enough.actor.num_bytes + enough.handle.window_bytes
