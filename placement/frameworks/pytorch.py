@@ -117,7 +117,7 @@ class TorchWrappers(Framework):
         Advised(Named("torch.jit", "ScriptModule"), "register the eager module, or use torch.compile instead of TorchScript"),
         Advised(
             Named("torch.ao.quantization.fake_quantize", "FakeQuantize"),
-            "run one forward pass before registering, because the first one resizes its buffers",
+            "run one forward pass before registering, because by channel the first one resizes its buffers, or register with external=True",
             _has_seen_nothing,
         ),
     )

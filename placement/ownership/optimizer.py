@@ -76,7 +76,6 @@ class OptimizerAdapter(Adapter):
         self._copies: WeakIdSet[torch.Tensor] = WeakIdSet()  # stepped tensors that are no module's parameters (see `take_copies`)
         self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
-        self._with_scalars = answering("optimizer_scalars")
         objects, leaves = find(optimizer)
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         if is_scheduler or not (leaves or _holds_optimizers(objects)) or not callable(getattr(optimizer, "step", None)):
@@ -122,6 +121,7 @@ class OptimizerAdapter(Adapter):
     def _walk(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
             noted.clear()
+        self._with_scalars = answering("optimizer_scalars")
         objects, leaves = find(self._root())
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)

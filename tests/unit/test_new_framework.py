@@ -58,6 +58,16 @@ class Crates(Framework):
         return (" in a bad mood,", "wait") if getattr(optimizer, "is_moody", False) else None
 
 
+class LateCrates(Framework):
+    """One that is imported after the optimizer was registered."""
+
+    packages = ("late_crates",)
+
+    @classmethod
+    def optimizer_scalars(cls, objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"scale {index}", torch.ones(3)) for index, _ in enumerate(objects))
+
+
 @pytest.fixture
 def crates() -> Iterator[type[Framework]]:
     base.add(Crates)
@@ -105,6 +115,20 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield tmp_path
     monkeypatch.undo()
     base._forget()
+
+
+def test_it_is_asked_for_scalars_from_its_import_on(manager: placement.Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    base.add(LateCrates)
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager.register("actor", model, role="actor")
+    handle = manager.register("adam", optimizer)
+    monkeypatch.setitem(sys.modules, "late_crates", sys)
+    with manager.phase("train"):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    base.remove(LateCrates)
+    assert handle.foreign_bytes == 12
 
 
 def install_boxes(folder: Path, source: str) -> None:
