@@ -1,7 +1,7 @@
 """One phase transition: ask the policy for a plan, agree on it with the group, lease the memory, and move the handles; or go back.
 
-`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase transition, and remembered until one
-raises them.
+`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at phase transitions, while there are such handles and
+at two looks after that, and remembered until a transition raises them.
 """
 
 from __future__ import annotations
