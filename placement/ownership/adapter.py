@@ -33,7 +33,7 @@ MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 """Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
 _FIELDS = operator.attrgetter("__dict__")
-_REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
 """The types of values under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
 _ALIVE: Any = weakref.ref.__call__
@@ -181,15 +181,14 @@ class Steady:
     of attributes that may come to contain tensors. It keeps no tensor and no module alive."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
-        self._modules = list(map(weakref.ref, modules))
-        fields = list(map(_FIELDS, modules))
-        same: dict[tuple[str, ...], list[int]] = {}
-        for index, names in enumerate(map(tuple, fields)):
-            same.setdefault(names, []).append(index)
-        others = {names: [name for name in names if name not in _KNOWN] for names in same}
-        self._attributes = [(operator.itemgetter(*others[names]), len(others[names]), at) for names, at in same.items() if others[names]]
-        """For modules with the same attributes: what reads those that are no bookkeeping, how many these are, and which modules."""
-        self._lengths, _, values = self._read(fields)
+        same: dict[tuple[str, ...], list[weakref.ref[torch.nn.Module]]] = {}
+        for module in modules:
+            same.setdefault(tuple(vars(module)), []).append(weakref.ref(module))
+        read = {names: [*_REGISTRIES, *(name for name in names if name not in _KNOWN)] for names in same}
+        self._alike = [(operator.itemgetter(*read[names]), len(read[names]), those) for names, those in same.items()]
+        """For modules with the same attributes: what reads the registries and those that are no bookkeeping, how many these are, and which
+        modules."""
+        self._lengths, _, values = self._read()
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
         place = _places(self._ids)
@@ -204,8 +203,7 @@ class Steady:
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and none of them has a gradient or a graph; else None."""
         try:
-            fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
-            lengths, forwards, values = self._read(fields)
+            lengths, forwards, values = self._read()
         except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
             return None
         if lengths != self._lengths or not forwards <= _FORWARDS:
@@ -225,7 +223,7 @@ class Steady:
         """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is None:
-                own = [(alive, name, each) for alive in self._modules for name, each in _ALIVE(alive)._parameters.items()]
+                own = [(alive, name, each) for *_, those in self._alike for alive in those for name, each in _ALIVE(alive)._parameters.items()]
                 trained = [(alive, name) for alive, name, each in own if each is not None and each.requires_grad]
                 few = trained[:: -(-len(trained) // _FEW) or 1]
                 self._watched = [alive for alive, _ in few], [name for _, name in few]
@@ -235,17 +233,20 @@ class Steady:
             return False
         return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
 
-    def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
+    def _read(self) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
         No pass makes a container for each module: that would start the garbage collector."""
-        registries = filter(None, itertools.chain.from_iterable(map(_REGISTRIES, fields)))  # most are empty
-        values = list(itertools.chain.from_iterable(map(operator.methodcaller("values"), registries)))
-        for read, count, at in self._attributes:
-            attributes = map(read, map(fields.__getitem__, at))
-            values.extend(attributes if count == 1 else itertools.chain.from_iterable(attributes))
-        forwards = list(map(dict.get, fields, itertools.repeat("forward")))
-        are_there = map(operator.is_not, forwards, itertools.repeat(None))
-        return list(map(operator.sub, map(len, fields), are_there)), {*map(type, forwards)}, values
+        lengths, forwards, values = list[int](), set[type](), list[Any]()
+        for read, count, modules in self._alike:
+            fields = list(map(_FIELDS, map(_ALIVE, modules)))
+            attributes = list(itertools.chain.from_iterable(map(read, fields)))
+            values += attributes
+            for index in range(len(_REGISTRIES)):
+                values += itertools.chain.from_iterable(map(dict.values, filter(None, attributes[index::count])))  # most are empty
+            own = list(map(dict.get, fields, itertools.repeat("forward")))
+            forwards.update(map(type, own))
+            lengths += map(operator.sub, map(len, fields), map(operator.is_not, own, itertools.repeat(None)))
+        return lengths, forwards, values
 
 
 class SteadyState:
@@ -335,15 +336,17 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
 
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
     """The tensors with their versions and addresses. With `before` (versions at the last look), None if one has a gradient or a graph."""
+    addresses = map(torch.Tensor.data_ptr, tensors)  # in one pass with the versions: most of what either costs is to fetch the tensor
     try:
-        versions = list(map(operator.attrgetter("_version"), tensors))
+        facts = list(itertools.chain.from_iterable(zip(map(operator.attrgetter("_version"), tensors), addresses, strict=True)))
     except RuntimeError:  # one of them is an inference tensor
-        versions = list(map(version_of, tensors))
+        facts = [fact for each in tensors for fact in (version_of(each), each.data_ptr())]
+    seen = Seen(tensors, facts[::2], facts[1::2])
     # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads the
     # gradient of a tensor inside a graph.
-    if before is not None and ((versions != before and not _are_leaves(tensors)) or _has_gradient(tensors)):
+    if before is not None and ((seen.versions != before and not _are_leaves(tensors)) or _has_gradient(tensors)):
         return None
-    return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
+    return seen
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:
