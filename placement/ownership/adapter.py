@@ -86,9 +86,10 @@ class Adapter(abc.ABC):
     def check(self, owned: Iterable[Owned]) -> None:
         """Raise RegistrationError if one of these tensors, which the first `owned()` has yielded, has to be moved and cannot be."""
         for each in owned if self.external is None else ():
-            is_cache = type(each.tensor) is torch.Tensor and each.tensor.is_inference()  # moves; a weight could never be trained
-            if (self.kind == "optimizer" or not is_cache) and (problem := problem_of(each.tensor, self.compute_device)) is not None:
-                raise RegistrationError(f"{self._name!r}: {each.name!r} {problem}.")
+            if (problem := problem_of(each.tensor, self.compute_device)) is not None:
+                is_cache = type(each.tensor) is torch.Tensor and each.tensor.is_inference()  # moves; a weight could never be trained
+                if self.kind == "optimizer" or not is_cache:
+                    raise RegistrationError(f"{self._name!r}: {each.name!r} {problem}.")
         for path, problem in self.immovable() if self.external is None else ():
             raise RegistrationError(f"{self._name!r}: {path!r} {problem}.")
 
@@ -206,7 +207,7 @@ class Steady:
             lengths, forwards, values = self._read()
         except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
             return None
-        if lengths != self._lengths or not forwards <= _FORWARDS:
+        if not forwards <= _FORWARDS or (lengths != self._lengths and not self._have_only_guards_changed()):
             return None
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
@@ -216,14 +217,19 @@ class Steady:
             return None
         if any(next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None for index in self._containers):
             return None
-        self._versions = seen.versions
+        self._lengths, self._versions = lengths, seen.versions
         return seen
+
+    def _have_only_guards_changed(self) -> bool:
+        """Whether the modules have no more attributes than at the last walk, but for what replaces methods."""
+        return all(len(vars(_ALIVE(each)).keys() - _KNOWN) == count - len(_REGISTRIES) for _, count, those in self._alike for each in those)
 
     def stands(self) -> bool:
         """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is None:
-                own = [(alive, name, each) for *_, those in self._alike for alive in those for name, each in _ALIVE(alive)._parameters.items()]
+                modules = itertools.chain.from_iterable(those for *_, those in self._alike)
+                own = [(alive, name, each) for alive in modules for name, each in _ALIVE(alive)._parameters.items()]
                 trained = [(alive, name) for alive, name, each in own if each is not None and each.requires_grad]
                 few = trained[:: -(-len(trained) // _FEW) or 1]
                 self._watched = [alive for alive, _ in few], [name for _, name in few]
