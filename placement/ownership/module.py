@@ -86,9 +86,7 @@ class ModuleAdapter(Adapter):
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
         """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator already. Decided before adoption."""
-        if self.compute_device.type == "cpu":
-            return False
-        weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
+        weights = [*module.parameters()] or module.buffers() if self.compute_device.type != "cpu" else ()
         return any(weight.device == self.compute_device for weight in weights)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:

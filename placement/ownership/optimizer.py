@@ -103,7 +103,7 @@ class OptimizerAdapter(Adapter):
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self.steady is None else self.steady.look([leaf.optimizer for leaf in find(self._root())[1]])
+        return None if self.steady is None else self.steady.look(self.optimizers())
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
@@ -114,10 +114,9 @@ class OptimizerAdapter(Adapter):
         is_lent = any(True for _ in self._lent_gradients)  # it becomes the optimizer's own when the modules drop it
         values = {*map(id, itertools.chain.from_iterable(entry.values() for each in optimizers for entry in each.state.values()))}
         tensors = [each.tensor for each in owned]
-        if is_lent or any(each.wrapper is not None for each in owned) or not values.issuperset(map(id, tensors)):
-            return None
-        steady = SteadyState(optimizers, tensors)
-        return steady if steady.leaves_numbers_alone else None
+        is_loose = is_lent or any(each.wrapper is not None for each in owned) or not values.issuperset(map(id, tensors))
+        steady = None if is_loose else SteadyState(optimizers, tensors)
+        return steady if steady is not None and steady.leaves_numbers_alone else None
 
     def _walk(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):

@@ -209,8 +209,8 @@ class AddressMap(Generic[T]):
     def all_at(self, addresses: Iterable[int]) -> Iterator[T | None]:
         """The value of the span that each address lies in; None where it lies in none."""
         spans, asked = [(0, 0, None), *self._spans], list(addresses)
-        before = map(spans.__getitem__, map(bisect.bisect_right, itertools.repeat(self._bases), asked))
-        return (value if address < end else None for address, (_, end, value) in zip(asked, before, strict=True))
+        indices = map(bisect.bisect_right, itertools.repeat(self._bases), asked)
+        return (spans[index][2] if address < spans[index][1] else None for address, index in zip(asked, indices, strict=True))
 
 
 class Owner(Protocol):

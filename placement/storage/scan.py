@@ -235,12 +235,9 @@ class StorageScanner:
             shown[tensor.untyped_storage()._cdata].append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
         relocated = [Relocated(*entries[key], _adoptee(each, shown.get(key, ()))) for key, each in walk.elsewhere.items()]
-        lasting: list[Adoptee] = []
-        transient: list[Adoptee] = []
-        for adoptee in [_adoptee(each, shown.get(key, ())) for key, each in walk.new.items()]:
-            if adoptee.owned[0].tensor.numel():
-                (transient if adoptee.owned[0].transient else lasting).append(adoptee)
-        return Scan(lasting, transient, relocated, walk.in_place)
+        adoptees = [_adoptee(each, shown.get(key, ())) for key, each in walk.new.items()]
+        moving = [(each, each.owned[0].transient) for each in adoptees if each.owned[0].tensor.numel()]
+        return Scan([each for each, goes in moving if not goes], [each for each, goes in moving if goes], relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
