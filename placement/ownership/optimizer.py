@@ -103,7 +103,7 @@ class OptimizerAdapter(Adapter):
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self.steady is None else self.steady.look(self.optimizers())
+        return None if self.steady is None else self.steady.look([leaf.optimizer for leaf in find(self._root())[1]])
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
