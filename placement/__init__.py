@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from placement.forecasting.job import forecast
     from placement.manager import Manager
     from placement.observe.trace import write_trace as trace
-    from placement.phases.phase import Hold, Phase
+    from placement.phases.hold import Hold
+    from placement.phases.phase import Phase
     from placement.publish.buckets import WeightInfo
     from placement.registration.handle import Handle, Lazy
 
@@ -98,7 +99,7 @@ __getattr__ = _on_demand(
         **dict.fromkeys(("Handle", "Lazy"), "registration.handle"),
         **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "core.snapshot"),
         "Manager": "manager",
-        "Hold": "phases.phase",
+        "Hold": "phases.hold",
         "Phase": "phases.phase",
         "Settings": "core.settings",
         "WeightInfo": "publish.buckets",

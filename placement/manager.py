@@ -20,8 +20,8 @@ from placement.core.snapshot import Audit, Snapshot, summary
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
-from placement.phases.open_phases import here
-from placement.phases.phase import Hold, PhaseContext, names_of
+from placement.phases.hold import Hold
+from placement.phases.phase import PhaseContext, here, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle

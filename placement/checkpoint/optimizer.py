@@ -32,14 +32,13 @@ from placement.checkpoint.parts import (
     under,
     write,
 )
-from placement.core import is_a
 from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError
 from placement.frameworks.base import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import is_born, parameters_of
 from placement.registration.guards import Guard
-from placement.tensors.plain import is_wrapper, nested_tensors, rewrapped
+from placement.tensors.plain import is_a, is_wrapper, nested_tensors, rewrapped
 
 
 class _Named(NamedTuple):

@@ -3,7 +3,7 @@
 Whatever is imported of placement imports this folder, also where OpenStack's `placement/__init__.py` has taken the place of ours.
 
 `on_demand` gives a package attributes that are imported when they are first used: importing torch takes two seconds, and code that only
-talks or displays (`placement status`) does not need it. `is_a` and `loaded_class` look up classes of frameworks without importing those.
+talks or displays (`placement status`) does not need it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,3 @@ def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         return found
 
     return load
-
-
-def loaded_class(module: str, name: str) -> type | None:
-    """The class of a framework if that framework has been imported, else None: then no object can be an instance of it."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) else None
-
-
-def is_a(obj: object, module: str, name: str) -> bool:
-    """Whether an object is an instance of a framework's class. The framework is not imported for the question."""
-    cls = loaded_class(module, name)
-    return cls is not None and isinstance(obj, cls)

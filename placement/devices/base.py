@@ -9,14 +9,26 @@ No code above this interface calls a driver, and no code below it knows handles.
 from __future__ import annotations
 
 import abc
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
-from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
+from placement.devices.memory import (
+    Addresses,
+    Chunk,
+    Communicator,
+    Copy,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    SharedHostSlab,
+    WrittenPoison,
+)
 
 POISON_WORD = bytes.fromhex("ff ff ff ff ff ff f7 ff")
 """The bytes of poison, repeated: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
@@ -121,14 +133,14 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedHostSlab:
         """Map a memory file, which other processes map too, as the host copy of a range.
 
         Args:
             file: the file's descriptor; may be closed afterwards. The file has at least `round_up(nbytes, page) + extra_bytes` bytes.
             nbytes: the size of the copy, at the beginning of the file.
             own: (offset, bytes) of the runs that count for this process and are allocated now, in whole pages.
-            extra_bytes: the size of `MappedSlab.extra`, which begins after the copy's last page.
+            extra_bytes: the size of `SharedHostSlab.extra`, which begins after the copy's last page.
 
         Raises:
             HostMemoryError: there is not enough host memory.
@@ -333,3 +345,29 @@ def check_slots(chunks: Sequence[Chunk], start: int, chunk_bytes: int) -> None:
     sizes = [chunk.nbytes for chunk in chunks]
     if any(size != chunk_bytes for size in sizes[:-1]) or any(size > chunk_bytes for size in sizes[-1:]):
         raise ValueError(f"chunks of {sizes} bytes: each but the last must have chunk_bytes {chunk_bytes:,}, and the last at most that")
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that is at least `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+def check_span(offset: int, nbytes: int, size: int) -> None:
+    """Raise ValueError unless `[offset, offset + nbytes)` lies within `size` bytes."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > size:
+        raise ValueError(f"[{offset}, {offset + nbytes}) is not within {size} bytes")
+
+
+@functools.lru_cache(maxsize=1024)
+def _array_type(nbytes: int) -> Any:
+    # A subclass, because instances of the plain array type cannot hold attributes.
+    return type("Bytes", (ctypes.c_char * nbytes,), {"__slots__": ("owner",)})
+
+
+def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    """A uint8 CPU tensor over `[address, address + nbytes)`, with a storage of exactly that size. It keeps `owner` alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    array = _array_type(nbytes).from_address(address)
+    array.owner = owner
+    return torch.frombuffer(array, dtype=torch.uint8)

@@ -125,6 +125,16 @@ class HostSlab(abc.ABC):
         """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size, that keeps the slab alive."""
 
 
+class SharedHostSlab(HostSlab):
+    """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it."""
+
+    extra: torch.Tensor  # the bytes behind the copy in the file, for messages between the processes. It does not keep the slab alive.
+
+    @abc.abstractmethod
+    def pin(self) -> None:
+        """Pin all of it in the background, if the device wants that. Called once every process has taken its own share."""
+
+
 class Mark:
     """A point in the copies of one direction, made by `Device.mark`. `Device.wait` waits for it, any number of times."""
 

@@ -20,12 +20,11 @@ import torch
 from placement.core.errors import HostMemoryError
 from placement.core.interrupts import BackgroundThread, is_background
 from placement.core.states import IDLE, WEIGHTS
-from placement.devices.base import Device, check_slots
+from placement.devices.base import Device, check_slots, round_up
 from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.host.disk_file import BLOCK_BYTES
-from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, round_up
-from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark
+from placement.devices.host.slab import Slab
+from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedHostSlab
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
 from placement.registration.streamed_optimizer import allow
@@ -213,7 +212,7 @@ class SizesDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         return SizedSlab(nbytes, self._host_writes)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedHostSlab:
         raise HostMemoryError("a device of sizes has no memory that processes could share")
 
     def reserve(self, nbytes: int) -> Addresses:

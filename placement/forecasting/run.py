@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
+from placement.devices.base import round_up
 from placement.devices.host.disk_file import DiskFile, GoesOn, always
-from placement.devices.host.slab import PAGE, Slab, round_up
+from placement.devices.host.slab import PAGE, Slab
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizedSlab, SizesDevice, sized
 from placement.manager import Manager

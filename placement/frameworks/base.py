@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from placement.core import is_a, loaded_class
 from placement.core.errors import RegistrationError
 from placement.tensors import plain
-from placement.tensors.plain import Owned
+from placement.tensors.plain import Owned, is_a, loaded_class
 
 if TYPE_CHECKING:
     from placement.frameworks.weights import Weight
@@ -53,10 +52,15 @@ class Wrapper(NamedTuple):
 
 
 class Advised(NamedTuple):
-    """A class, and a text about its instances: a reason or advice, see the attribute that lists it."""
+    """A class, and a text about its instances: a reason or advice, see the attribute that lists it.
+    `when`: which instances are meant; None: all."""
 
     cls: Named
     advice: str
+    when: Callable[[Any], bool] | None = None
+
+    def is_about(self, obj: object) -> bool:
+        return self.cls.is_of(obj) and (self.when is None or self.when(obj))
 
 
 class OwnState(abc.ABC):
@@ -365,14 +369,8 @@ def wrappers() -> list[tuple[type, str]]:
 
 
 def own_state(optimizer: object) -> OwnState | None:
-    for each in answering("own_state"):
-        if (found := each.own_state(optimizer)) is not None:
-            return found
-    return None
+    return next((found for found in asked("own_state", optimizer) if found is not None), None)
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
-    stepped: dict[int, torch.Tensor] = {}
-    for each in answering("stepped_for"):
-        stepped |= each.stepped_for(objects)
-    return stepped
+    return {key: stepped for found in asked("stepped_for", objects) for key, stepped in found.items()}

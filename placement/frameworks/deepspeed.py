@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from placement.core import loaded_class
 from placement.core.interrupts import reference
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
-from placement.tensors.plain import Owned, nested_tensors
+from placement.tensors.plain import Owned, loaded_class, nested_tensors
 
 _GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
 """Attributes of DeepSpeed's optimizers with the model's own parameters. The optimizers step flattened copies of these."""

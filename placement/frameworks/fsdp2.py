@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from placement.core import is_a
 from placement.frameworks.base import Framework, Named
 from placement.frameworks.weights import Reader, Weight, weight_of
-from placement.tensors.plain import Owned, parts_of
+from placement.tensors.plain import Owned, is_a, parts_of
 
 _SHARDED = Named("torch.distributed.fsdp", "FSDPModule")
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from placement.core import is_a
 from placement.frameworks.base import Advised, Framework, Named
-from placement.tensors.plain import Owned, has_bytes, nested_tensors
+from placement.tensors.plain import Owned, has_bytes, is_a, nested_tensors
 
 _WEIGHTS = "bitsandbytes.nn.modules"
 _MODULE = Named("torch.nn", "Module")

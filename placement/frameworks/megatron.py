@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from placement.core import loaded_class
 from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
-from placement.tensors.plain import Owned, is_wrapper, parts_of, plain_parts, rewrapped
+from placement.tensors.plain import Owned, is_wrapper, loaded_class, parts_of, plain_parts, rewrapped
 
 HYBRID = Named("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
 MASTER = "master_param"

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from placement.core import is_a
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
-from placement.tensors.plain import Owned, attributes_of, nested_tensors
+from placement.tensors.plain import Owned, attributes_of, is_a, nested_tensors
 
 _DDP = Named("torch.nn.parallel.distributed", "DistributedDataParallel")
 
@@ -100,6 +99,12 @@ class _Reducer:
             yield f"{self.path}reducer's map of used parameters (find_unused_parameters=True)", used.nbytes
 
 
+def _has_seen_nothing(part: Any) -> bool:
+    """Whether fake quantisation is by channel and has seen no data yet."""
+    seen = getattr(getattr(part, "activation_post_process", None), "min_val", None)
+    return bool(getattr(part, "is_per_channel", False)) and isinstance(seen, torch.Tensor) and not seen.numel()
+
+
 class TorchWrappers(Framework):
     """Compiled and checkpointed modules, which may be registered; TorchScript and DataParallel, which may not."""
 
@@ -110,18 +115,12 @@ class TorchWrappers(Framework):
     refused_modules = (
         Advised(Named("torch.nn.parallel.data_parallel", "DataParallel"), "register the plain module: one process drives one device"),
         Advised(Named("torch.jit", "ScriptModule"), "register the eager module, or use torch.compile instead of TorchScript"),
+        Advised(
+            Named("torch.ao.quantization.fake_quantize", "FakeQuantize"),
+            "run one forward pass before registering, because the first one resizes its buffers",
+            _has_seen_nothing,
+        ),
     )
-
-    @classmethod
-    def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
-        """Refuse fake quantisation by channel before its first forward pass, which would resize buffers. Adopted tensors cannot grow."""
-        if not is_a(part, "torch.ao.quantization.fake_quantize", "FakeQuantize"):
-            return None
-        seen = getattr(getattr(part, "activation_post_process", None), "min_val", None)
-        if not getattr(part, "is_per_channel", False) or not isinstance(seen, torch.Tensor) or seen.numel():
-            return None
-        found = "fake quantisation by channel that has seen no data yet, whose first forward pass resizes its buffers,"
-        return found, "run one forward pass before registering"
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:

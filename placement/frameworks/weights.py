@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placement.core import loaded_class
 from placement.devices.host.slab import upload
-from placement.tensors.plain import PLAIN_TYPES, is_scaled, is_wrapper, parts_of, rewrapped
+from placement.tensors.plain import PLAIN_TYPES, is_scaled, is_wrapper, loaded_class, parts_of, rewrapped
 
 
 def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

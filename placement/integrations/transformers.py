@@ -19,7 +19,7 @@ from placement.core.journal import logger
 from placement.core.settings import Settings
 from placement.core.states import State
 from placement.manager import Manager
-from placement.phases.phase import Hold
+from placement.phases.hold import Hold
 
 __all__ = ["PHASES", "PlacementCallback"]
 

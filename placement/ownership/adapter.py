@@ -117,6 +117,10 @@ class Adapter(abc.ABC):
         """Storages (`_cdata`) of modules' gradients that are also an optimizer's state, as of the last walk. State outlives gradients."""
         return set()
 
+    def lasting_gradients(self) -> set[int]:
+        """The storages (`_cdata`) of gradients that frameworks go on using when the gradients are dropped."""
+        return {buffer.untyped_storage()._cdata for framework in self.frameworks for buffer in framework.gradient_buffers()}
+
     def stepped(self) -> Iterator[torch.Tensor]:
         """The plain parts of the parameters that an optimizer steps: it holds them even when their module is gone."""
         return iter(())

@@ -297,14 +297,15 @@ def _refuse_parts(name: str, module: torch.nn.Module) -> None:
     """Refuse a module of which a part is sharded, wrapped or moved by a framework in a way that placement does not support."""
     refused = [advised for each in answering("refused_modules") for advised in each.refused_modules]
     asked = answering("refuse_part")
-    answers: dict[type, Advised | None] = {}
+    answers: dict[type, list[Advised]] = {}
     for path, part in module.named_modules():
         where = f" (submodule {path!r})" if path else ""
         cls = type(part)
         if cls not in answers:
-            answers[cls] = next((advised for advised in refused if advised.cls.is_of(part)), None)
-        if (advised := answers[cls]) is not None:
-            raise refusal(f"{name!r}{where}: {cls.__module__}.{cls.__qualname__}", _SUPPORTED, advised.advice)
+            answers[cls] = [advised for advised in refused if advised.cls.is_of(part)]
+        for advised in answers[cls]:
+            if advised.is_about(part):
+                raise refusal(f"{name!r}{where}: {cls.__module__}.{cls.__qualname__}", _SUPPORTED, advised.advice)
         for each in asked:
             if (reason := each.refuse_part(part)) is not None:
                 raise refusal(f"{name!r}{where}: {reason[0]}", _SUPPORTED, f"{reason[1]}, {TRACK}")

@@ -76,6 +76,7 @@ class OptimizerAdapter(Adapter):
         self._copies: WeakIdSet[torch.Tensor] = WeakIdSet()  # stepped tensors that are no module's parameters (see `take_copies`)
         self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
+        self._with_scalars = answering("optimizer_scalars")
         objects, leaves = find(optimizer)
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         if is_scheduler or not (leaves or _holds_optimizers(objects)) or not callable(getattr(optimizer, "step", None)):
@@ -192,7 +193,7 @@ class OptimizerAdapter(Adapter):
         return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        scalars = itertools.chain.from_iterable(asked("optimizer_scalars", find(self._root())[0]))
+        scalars = itertools.chain.from_iterable(each.optimizer_scalars(self.objects()) for each in self._with_scalars)
         return ((name, scalar.nbytes) for name, scalar in scalars if scalar.device == self.compute_device)
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -318,11 +319,10 @@ class OptimizerAdapter(Adapter):
         return [*itertools.chain.from_iterable(map(Unborn.sizes, self._unborn))]
 
     def follow_param_groups(self) -> bool:
-        given = self._stepped_for(find(self._root())[0]) if self._unborn else {}
-        changed = False
-        for unborn in self._unborn:  # each is asked
-            changed |= unborn.follow(self.compute_device, given)
-        return changed
+        def models() -> Mapping[int, torch.Tensor]:
+            return self._stepped_for(self.objects())
+
+        return True in [unborn.follow(self.compute_device, models) for unborn in self._unborn]  # a list: each must be asked
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of state that the first step of one parameter will create, as far as they could be predicted."""
@@ -353,7 +353,7 @@ def _external(objects: Sequence[object], parameters: Sequence[torch.Tensor], com
     """The reason why a framework itself moves an optimizer's state; None if it does not."""
     known = [advised for each in answering("external_optimizers") for advised in each.external_optimizers]
     for obj in objects:
-        if (reason := next((advised.advice for advised in known if advised.cls.is_of(obj)), None)) is not None:
+        if (reason := next((advised.advice for advised in known if advised.is_about(obj)), None)) is not None:
             return reason
     return next(filter(None, asked("places_state_of", parameters, compute_device)), None)
 

@@ -10,7 +10,7 @@ import itertools
 import operator
 import random
 import sys
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,9 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
                 visited.add(id(obj))
                 objects.append(obj)
                 waiting.append((obj, path, len(leaves)))  # looked at once what it wraps has been
-                # Of what its framework class knows, the inner optimizers are replaced at every load.
-                inner = [] if own_state(obj) is not None else [*_wrapped(obj)]
-                waiting += [(each, f"{path}{name}.", None) for name, each in reversed(inner)]
+                inner = _wrapped(obj)
+                if (first := next(inner, None)) is not None and own_state(obj) is None:  # else the inner ones are replaced at every load
+                    waiting += [(each, f"{path}{name}.", None) for name, each in reversed([first, *inner])]
             continue
         state = getattr(obj, "__dict__", {}).get("state")
         # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
@@ -200,14 +200,14 @@ class Unborn:
         self._num_entries = self._num_parameters = -1
         """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
 
-    def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
+    def follow(self, compute_device: torch.device, given: Callable[[], Collection[int]]) -> bool:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
-        have no state than at the last look."""
+        have no state than at the last look. `given`: see `stepped_by`; it is called only where parameters or state have come or gone."""
         optimizer = self._optimizer()
         num_parameters = 0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
         if optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters):
             return False
-        stepped = stepped_by(optimizer, given)
+        stepped = stepped_by(optimizer, given())
         if stepped == self._stepped and (self._had_all(optimizer) or len(optimizer.state) < self._num_entries):
             return False  # where state was taken away, its place counts until the next offload takes note of that
         self._stepped, before = stepped, self._missing

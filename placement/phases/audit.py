@@ -91,13 +91,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     )
 
 
-def audit(
-    handles: Mapping[str, Handle],
-    plan: Plan,
-    device: Device,
-    written: Sequence[tuple[str | None, str]],
-    outside: Outside,
-) -> Audit:
+def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Sequence[tuple[str | None, str]], outside: Outside) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
     `written`: the handle's name and the description of each write into offloaded memory."""
     findings: list[Finding] = []

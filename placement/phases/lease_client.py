@@ -80,11 +80,7 @@ class LeaseClient:
         """Device bytes of the handles, with state still to be created and windows of streamed steps. Not counted: torch's own memory."""
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
-        windows = sum(
-            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # what is aside is a part of the window
-            for each in self._handles.values()
-            if each.is_streaming and each.streamed is not None
-        )
+        windows = sum(max(0, h.window_bytes - h.prefetched_bytes) for h in self._handles.values() if h.is_streaming)  # less what is aside
         return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn + windows
 
     def _coming(self, plan: Plan) -> list[str]:

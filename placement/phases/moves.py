@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
-from placement.core.settings import Settings
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.vote import Agree
@@ -72,30 +71,22 @@ def _path(handle: Handle, target: Node) -> list[Trigger]:
 
 
 class Mover:
-    """Moves the handles of one device. Called with the manager's lock held."""
+    """Moves the handles of one device. Called with the manager's lock held.
+    `finish`: called once all bytes are where they belong, before any arrive for later phases."""
 
-    def __init__(self, device: Device, journal: Journal, settings: Settings) -> None:
+    def __init__(self, device: Device, journal: Journal, strict: bool, verifier: Verifier | None, finish: Callable[[], object]) -> None:
         self._device = device
         self._journal = journal
-        self._strict = settings.strict
-        self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
-        self._exchange = Exchange(device, ChunkPool(device), self._verifier)
+        self._strict = strict
+        self._verifier = verifier
+        self._finish = finish
+        self.chunk_pool = ChunkPool(device)  # of the phase transition under way; between two, with what the next one begins with
+        self._exchange = Exchange(device, self.chunk_pool, verifier)
         """That of the phase transition under way. Between two of them: one that may take no memory from the driver."""
         self._moved: dict[Handle, MoveResult] = {}  # results of the exchange. The state transition of a handle takes its result out.
         self._complaints: list[Exception] = []
         """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
-
-    @property
-    def chunk_pool(self) -> ChunkPool:
-        """Chunks of the phase transition under way; between two, those that the next one begins with."""
-        return self._exchange.chunk_pool
-
-    def end_without_moves(self, handles: Mapping[str, Handle], ahead: Ahead) -> None:
-        """End a phase transition in which every handle is at its target."""
-        self._finish(handles.values())
-        if ahead is not NOTHING_AHEAD or self._exchange.chunk_pool:  # the pool has chunks
-            self._end_with(ahead)
 
     # --- all or nothing
 
@@ -145,7 +136,8 @@ class Mover:
                 lacks_engines = decision.lacks_engines
             if failures := self.complete(others):
                 raise failures[0]
-            self._finish(others)
+            self._drop_gradients(others)
+            self._finish()
         except BaseException as error:
             self._go_back(sources, error)
             raise
@@ -157,7 +149,7 @@ class Mover:
             self._engine_comes(engine, plan)
         if lacks_engines and agree is not None:
             agree(plan, "engines loaded", False)
-        self._end_with(ahead)
+        self.end_with(ahead)
 
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
         """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
@@ -211,7 +203,8 @@ class Mover:
             self._fire_steps(paths, _FROM_MOVES_ON, errors)
             if is_moved or errors:
                 errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
-            self._finish(others)
+            self._drop_gradients(others)
+            self._finish()
         finally:
             self._end()
         errors += self._complaints
@@ -220,7 +213,7 @@ class Mover:
         engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
         if not errors:
-            self._end_with(ahead)
+            self.end_with(ahead)
         return errors
 
     def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
@@ -238,15 +231,15 @@ class Mover:
 
     def _begin(self, room_bytes: int = 0, **fields: Any) -> None:
         """Begin a phase transition with the chunks that the one before left, and with these fields of its `Exchange`."""
-        chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
-        self._exchange, self._moved = Exchange(self._device, chunk_pool, self._verifier, **fields), {}
+        self.chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
+        self._exchange, self._moved = Exchange(self._device, self.chunk_pool, self._verifier, **fields), {}
 
     def _end(self) -> None:
         """End the phase transition: forget it, except for errors still to be raised, and return its chunks to the driver."""
         self._begin()
         self.chunk_pool.release()
 
-    def _end_with(self, ahead: Ahead) -> None:
+    def end_with(self, ahead: Ahead) -> None:
         """End the phase transition: what arrives early gets the memory that it has freed (an exit has none left), the driver the rest."""
         try:
             if ahead.begin is not None:
@@ -254,19 +247,13 @@ class Mover:
         finally:
             self._end()
 
-    def _finish(self, handles: Iterable[Handle]) -> None:
-        """After the moves: drop the gradients of what has left TRAINING and stays on the device, take in state that modules have dropped as
-        their gradient, and note host copies for verification."""
-        holdings = {each.storage: each for each in handles if isinstance(each.storage, ManagedStorage)}
-        for holding in self._exchange.dropping:
-            if holding in holdings and holdings[holding].state is not State.TRAINING and holding.on_device:
+    def _drop_gradients(self, handles: Iterable[Handle]) -> None:
+        """After the moves: drop the gradients of what has left TRAINING and stays on the device."""
+        for handle in handles if self._exchange.dropping else ():
+            holding = handle.holding
+            if holding in self._exchange.dropping and holding is not None and holding.on_device and handle.state is not State.TRAINING:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
-        for holding, handle in holdings.items():
-            if handle.kind == "optimizer":
-                holding.adopt_dropped()
-        if self._verifier is not None:
-            self._verifier.note(holdings)
 
     def complete(self, handles: Iterable[Handle]) -> list[Exception]:
         """Commit the loads that waited for the group's decision, whatever it is: the other ranks do it, too. Returns the errors."""

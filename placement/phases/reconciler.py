@@ -23,7 +23,7 @@ from placement.group.lease import lease_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
-from placement.phases.open_phases import OpenPhase, innermost
+from placement.phases.phase import OpenPhase, innermost
 from placement.planning.host_tier import disk_tier_for
 from placement.planning.planner import Planner, check_fits, is_there, meant, unknown_handle, with_kept, without_surplus
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
@@ -31,6 +31,7 @@ from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
+from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
 
 
@@ -48,19 +49,14 @@ class Reconciler:
     """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases."""
 
     def __init__(
-        self,
-        device: Device,
-        policy: Any,
-        settings: Settings,
-        journal: Journal,
-        registry: Registry,
-        vote: GroupVote | None,
+        self, device: Device, policy: Any, settings: Settings, journal: Journal, registry: Registry, vote: GroupVote | None
     ) -> None:
         self._device = device
         self._journal = journal
         self._registry = registry
         self._handles = registry.handles
-        self._mover = Mover(device, journal, settings)
+        self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
+        self._mover = Mover(device, journal, settings.strict, self._verifier, self._finish)
         self.vote = vote
         self.lease = lease = None if settings.leases is None else lease_for(device, settings, None if vote is None else vote.group)
         self.writes = WrongWrites(device, journal, registry.handles)
@@ -118,7 +114,9 @@ class Reconciler:
         if self.prefetcher.has_any:
             self.prefetcher.pause()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        self.carry_out(name, plan, room_bytes, is_there(self._handles, plan), agree)
+        if not (all_are_there := is_there(self._handles, plan)):
+            self.writes.look(wait=False)  # before anything is loaded over them; the next phase transition raises them
+        self.carry_out(name, plan, room_bytes, all_are_there, agree)
 
     def carry_out(self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None) -> None:
         """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a group (`agree`) is asked.
@@ -133,7 +131,7 @@ class Reconciler:
         go_on = (lambda _: None) if self.vote is None else self.vote.propose
         try:
             if all_are_there and agree is None:
-                self._mover.end_without_moves(self._handles, ahead)
+                self._end_without_moves(ahead)
             else:
                 self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
         except LostWritesError as error:
@@ -174,7 +172,7 @@ class Reconciler:
         except Exception as error:  # the device failed
             failures.append(error)
         if all_are_there:
-            self._mover.end_without_moves(self._handles, ahead)
+            self._end_without_moves(ahead)
         else:
             try:
                 self.writes.look_at_gradients()
@@ -201,6 +199,19 @@ class Reconciler:
         if plan.prefetch or plan.streamed or self.prefetcher.has_any:
             return self.prefetcher.look_ahead(name, plan, self._mover.chunk_pool)
         return NOTHING_AHEAD, 0
+
+    def _end_without_moves(self, ahead: Ahead) -> None:
+        self._finish()
+        if ahead is not NOTHING_AHEAD or self._mover.chunk_pool:  # the pool has chunks
+            self._mover.end_with(ahead)
+
+    def _finish(self) -> None:
+        """Everything is where it belongs: take in state that modules have dropped as their gradient, note host copies for verification."""
+        for handle in self._handles.values():
+            if handle.kind == "optimizer" and (holding := handle.holding) is not None:
+                holding.adopt_dropped()
+        if self._verifier is not None:
+            self._verifier.note(each for handle in self._handles.values() if (each := handle.holding) is not None)
 
     def _settle(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""

@@ -19,7 +19,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
-from placement.phases.open_phases import OpenPhase, OpenPhases, TransitionLock, innermost
+from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock, innermost
 from placement.phases.reconciler import PhaseRequest, Reconciler
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
@@ -39,14 +39,7 @@ _GONE = (
 class PhaseStack:
     """The phase transitions of one manager, and its handles as they come and go while phases may be open. Used by `Manager` and `Phase`."""
 
-    def __init__(
-        self,
-        device: Device,
-        policy: Any,
-        settings: Settings,
-        journal: Journal,
-        group: Group | None,
-    ) -> None:
+    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None) -> None:
         self._device = device
         self._journal = journal
         self._gone: deque[Handle] = deque()  # handles whose objects were garbage-collected, or that could not be handed back as a whole
@@ -233,7 +226,6 @@ class PhaseStack:
             plan = phases.base_plan()
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
-            self.reconciler.writes.look(wait=False)  # before an owner is loaded over them; the next phase transition raises them
             self.reconciler.carry_out_within(phases.name, plan, phases.kept, agree)
             interrupts.check()
         except BaseException:

@@ -227,7 +227,7 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         "tags": storage.bytes_by_tag() if storage.tags else NO_TAGS,
         "resident_tags": storage.resident_tags,
         "streaming": state is not State.CPU_OFFLOADED and not is_on_device,
-        "window_bytes": 0 if streamed is None else streamed.window_bytes,
+        "window_bytes": handle.window_bytes,
         "unstreamable": None if streamed is None else streamed.refusal,
     }
     if (last := handle.last_view) is None or last[0] != facts:

@@ -236,5 +236,5 @@ def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part:
 def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
     """The fingerprints of the values that are valid now, on the CPU; None where they are not known."""
     if isinstance(storage, ManagedStorage) and storage.on_device:
-        return storage.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+        return r.fingerprint(0, len(r.chunk_sizes)).cpu()
     return None if r.pages.prints is None or r.is_shown else r.pages.prints.cpu()  # whoever was shown the host copy may have written there

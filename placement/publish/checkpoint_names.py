@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from placement.core import is_a
 from placement.frameworks.weights import Computation, ComputedWeight, Reader, Weight
+from placement.tensors.plain import is_a
 
 Names = Literal["module", "checkpoint"]
 _LAYER = re.compile(r".*?\.\d+(?=\.)")

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from placement.core import is_a
 from placement.frameworks.weights import Computation, ComputedWeight, Reader, Weight
 from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
-from placement.tensors.plain import is_scaled
+from placement.tensors.plain import is_a, is_scaled
 
 Adapters = Literal["merged", "separate", "base"]
 """The part of a PEFT model that is published: base with the adapters merged in, the adapters alone, or the base without adapters."""

@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement.core import is_a
 from placement.core.call_guard import CHECKS, CallGuard, MethodCall
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.states import ROLES, State
@@ -30,7 +29,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import undo_initial_step
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown
 from placement.storage.range import RANGES
-from placement.tensors.plain import plain_parts
+from placement.tensors.plain import is_a, plain_parts
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle

@@ -210,6 +210,14 @@ class Handle:
         return self.state in (State.SYNCING, State.TRAINING) and not self.storage.on_device
 
     @property
+    def window_bytes(self) -> int:
+        """The most device bytes that a streamed step holds of an optimizer's state at a time; 0 where no plan may stream it."""
+        if (streamed := self.streamed) is None or streamed.refusal is not None:
+            return 0
+        whole = streamed.storage.device_bytes + streamed.storage.unborn_bytes
+        return whole if whole <= streamed.buckets_bytes else streamed.measured()[0]
+
+    @property
     def node(self) -> Node:
         """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
         state = _STATES[self._state]
@@ -398,7 +406,7 @@ class Handle:
         same in 80 calls, for callbacks that nobody registers."""
         if (found := _MACHINE.events[trigger].transitions.get(self._state)) is None:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
-        _MACHINE.set_state(found[0].dest, self)
+        _MACHINE.set_state(found[0].dest or self._state, self)
 
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""

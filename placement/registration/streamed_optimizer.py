@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from placement.core import is_a
 from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import PhaseError
-from placement.devices.base import Device
-from placement.devices.host.slab import round_up
+from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import find
@@ -32,7 +30,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.streamed import AHEAD, Piece, Streamed, StreamedStep, first_chunks, window_of
-from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
+from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
 
@@ -70,9 +68,10 @@ class StreamedOptimizer:
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
+        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # of all buckets on the device at a time, where each has its size
         self._found_in: tuple[Range, ...] = ()
         self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `_measured`
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `measured`
         self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one.
         self._is_installed = False
         self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
@@ -84,17 +83,12 @@ class StreamedOptimizer:
             self.refusal = f"{why}; use optimizer_in='train' for it"
 
     @property
-    def window_bytes(self) -> int:
-        """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
-        whole = 0 if self.refusal is not None else self.storage.device_bytes + self.storage.unborn_bytes
-        return whole if whole <= (1 + AHEAD) * self._bucket_bytes else self._measured()[0]  # without a look at every parameter, if it can
-
-    @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
         """The chunks to bring before the coming step, while the forward and backward pass leave the link idle; empty where none is sure."""
-        return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self._measured()[1]
+        return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self.measured()[1]
 
-    def _measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
+    def measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
+        """The most device bytes that a streamed step holds of the state at a time, and the first chunks. Looks at every parameter."""
         ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             pieces: list[Piece] = []
@@ -151,7 +145,7 @@ class StreamedOptimizer:
                 with without_modes():  # last of all, because it waits for the backward pass
                     self.storage.nan_check.refuse_gradients(step.parameters)
             streamed = StreamedStep(
-                self.storage, pieces, self._bucket_bytes, self.window_bytes, lambda first, last: step.run(stepped[first:last])
+                self.storage, pieces, self._bucket_bytes, self.measured()[0], lambda first, last: step.run(stepped[first:last])
             ).run()
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)

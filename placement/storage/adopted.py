@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,11 +21,9 @@ from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityE
 from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
 from placement.core.states import State
-from placement.devices.base import Device
-from placement.devices.host.slab import round_up
+from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
-from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
@@ -65,6 +64,7 @@ class AdoptedStorage(Storage):
     `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
     can_prefetch = True
+    looks_for_nan = True  # see `Settings.nan_check`
     on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
@@ -75,9 +75,6 @@ class AdoptedStorage(Storage):
         self.scanner = scanner or StorageScanner(device, adapter, name, self)
         self.object_ranges = self.scanner.ranges
         self.state_dict_tensors = self.scanner.state_dict_tensors
-        self.gradients = Gradients(adapter)
-        self.writes = WritesWhileOffloaded(self.scanner, self.gradients, device)
-        self.nan_check = NanCheck(self.object_ranges, device, adapter.kind, readonly=readonly)
         self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
         self._host_readers: list[threading.Event] = []
         self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
@@ -87,6 +84,18 @@ class AdoptedStorage(Storage):
         self._offload = Offload()  # empty while none is under way
         self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
         self.casts: WeakIdSet[Any] = WeakIdSet()  # each `CastStorage` whose weights may be left to these values, which are their masters
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        return Gradients(self.adapter)
+
+    @cached_property
+    def writes(self) -> WritesWhileOffloaded:
+        return WritesWhileOffloaded(self.scanner, self.gradients, self.device)
+
+    @cached_property
+    def nan_check(self) -> NanCheck:
+        return NanCheck(self.object_ranges, self.device, self.adapter.kind, readonly=self.readonly, is_on=self.looks_for_nan)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -181,14 +190,6 @@ class AdoptedStorage(Storage):
             self.look_at_unborn()
         return is_changed
 
-    def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
-        """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
-        sizes = r.used_sizes[first:last]
-        if not sizes:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        known = self.device.known_fingerprints(r.layout.addresses, r.starts[first], sizes)
-        return fingerprints(r.on_device(r.starts[first], sum(sizes)), sizes) if known is None else known
-
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
@@ -233,13 +234,13 @@ class AdoptedStorage(Storage):
         return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
 
     def stray_references(self) -> dict[str, int]:
-        return stray_references(self.ranges, self.gradients.lasting())
+        return stray_references(self.ranges, self.adapter.lasting_gradients())
 
     def count_uses(self) -> None:
         """Count once the references that each storage has by right. Called when placement itself holds none of them."""
         if uncounted(self.ranges):
             self.scanner.rescan()  # since the last look rebinding has given tensors another storage
-            self.writes.note_more()  # these storages have not been written yet
+            self.object_ranges.note_more_versions(self.scanner.versions)  # these storages have not been written yet
         count_uses(self.ranges)
 
     # --- the host copy
@@ -336,6 +337,20 @@ class AdoptedStorage(Storage):
 
     # --- adopting
 
+    def adopt(self) -> None:
+        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place."""
+        try:
+            was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
+            self.look_at_framework_memory()
+            self.scanner.align_wrappers()
+            self.count_uses()
+            self.object_ranges.note_versions(self.scanner.versions)
+            if was_on_device:
+                self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
+        except BaseException:
+            self.unadopt()
+            raise
+
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
         born = self._first_look()
@@ -392,7 +407,7 @@ class AdoptedStorage(Storage):
         self.scanner.note_places(born)
         lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.adoptee.owned[0].transient]
         transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.adoptee.owned[0].transient]
-        self.writes.note()
+        self.object_ranges.note_versions(self.scanner.versions)
         if drops:
             transient = self.gradients.besides(transient)
         self._offload = Offload(frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient)), born.relocated)
@@ -414,7 +429,7 @@ class AdoptedStorage(Storage):
         if len(self.ranges) > len(before):
             self.scanner.align_wrappers()
             self.scanner.rescan()
-            self.writes.note_more()  # the load may fail and be tried again
+            self.object_ranges.note_more_versions(self.scanner.versions)  # the load may fail and be tried again
         self._unadopted_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]

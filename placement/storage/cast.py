@@ -28,11 +28,10 @@ from placement.devices.base import Device
 from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
-from placement.storage.range import Range
+from placement.storage.range import Range, fingerprints
 
 STAGING_BYTES = 64 << 20  # the most bytes of masters on the device at a time while weights are cast from masters on the host
 

@@ -1,9 +1,4 @@
-"""Which bytes changed: fingerprints show it, and a record keeps what changes in a range after a publication.
-
-`Tensor._version` can prove a tensor dirty, never clean: fused optimizers, collectives and writes through `.data` leave it alone.
-So the fingerprint is computed from the bytes themselves. Each 8-byte word is mixed with its position and the results are summed, so that
-sign flips, permutations and pairs of equal changes show; a changed piece keeps its fingerprint with a chance of about 2**-64.
-The mixing steps are those of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+"""The record of what changes in a range after a publication.
 
 Where the host copy has the values that receivers have, an offload overwrites just what a later publication would compare with. So the old
 bytes of each page come to the device, slice by slice, before the new ones go, and are compared there in the published dtype. Positions are
@@ -17,27 +12,19 @@ unseen) the page is forgotten, and what lies in it is published whole.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.host.slab import upload
 from placement.devices.memory import Copy, Direction
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer type that shows a dtype's bits, by its bytes
-STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
 SLICE_BYTES = 64 << 20
 """Bytes that are compared at once. The first slice is the only one whose new bytes wait while the link carries nothing to the host. To
 start one takes the host 0.9 ms, to copy it the link 1.2 ms (H100)."""
@@ -45,65 +32,6 @@ SLICES = 4
 """The number of slices on the device: while one is compared, the next ones are on their way. Each takes one and a half times its bytes."""
 MOST = 8
 """A record of more than one in `MOST` elements is dropped: of a slice, and of a piece. In bf16 it takes a quarter of the piece's bytes."""
-
-
-# --- fingerprints
-
-
-def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing waits for the host.
-    `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
-    `sizes`: bytes of each piece, multiples of 8."""
-    if not sizes:
-        return torch.empty(0, dtype=torch.int64, device=data.device)
-    with torch.no_grad():
-        words = data[: sum(sizes)].view(torch.int64)
-        if data.is_cuda and (kernel := _kernel(data.device)) is not None and kernel.fits(sizes):
-            found: torch.Tensor = kernel.fingerprints(words, sizes)
-            return found
-        return _by_torch(words, sizes)
-
-
-def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
-    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all where none are.
-    `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
-    `first`: the number of the first chunk."""
-    places = range(len(found)) if known is None else (known != found).nonzero().flatten().tolist()
-    return [first + index for index in places]
-
-
-@functools.cache
-def _kernel(device: torch.device) -> ModuleType | None:
-    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile (it needs a C compiler)."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        kernel = importlib.import_module("placement.storage.transfer.fingerprint_triton")
-        kernel.fingerprints(torch.zeros(1, dtype=torch.int64, device=device), [8])
-    except Exception as error:  # a missing compiler shows as errors of many kinds, and none of them may fail an offload
-        logger.warning("Triton's kernel for fingerprints does not run here, so they take about three times as long: %s", error)
-        return None
-    return kernel
-
-
-def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The definition of fingerprints, used where Triton does not run. It takes about three times as long, and temporaries of 3 pieces."""
-    keys = torch.arange(1, max(sizes) // 8 + 1, dtype=torch.int64, device=words.device).mul_(STEP)
-    out = []
-    for piece in words.split([size // 8 for size in sizes]):
-        mixed = piece + keys[: piece.numel()]
-        mixed = mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MIX_1 - (1 << 64))
-        mixed = mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MIX_2 - (1 << 64))
-        out.append(mixed.bitwise_xor_(_shift(mixed, 31)).sum())
-    return torch.stack(out)
-
-
-def _shift(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right: torch's shift of a signed integer drags the sign along."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
-
-
-# --- the record
 
 
 @dataclass(slots=True, eq=False)

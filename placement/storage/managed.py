@@ -18,9 +18,8 @@ from placement.core.call_guard import without_modes
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
-from placement.storage.changes import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
-from placement.storage.range import Range
+from placement.storage.range import Range, differing
 from placement.storage.state_dicts import handed_out
 
 
@@ -81,21 +80,7 @@ class ManagedStorage(AdoptedStorage):
         ranges = self.object_ranges
         self.calls.wait_for_saves(lambda storage: storage._cdata in new or ranges.at(storage.data_ptr()) is not None)
 
-    # --- adopting
-
-    def adopt(self) -> None:
-        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place."""
-        try:
-            was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
-            self.look_at_framework_memory()
-            self.scanner.align_wrappers()
-            self.count_uses()
-            self.writes.note()
-            if was_on_device:
-                self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
-        except BaseException:
-            self.unadopt()
-            raise
+    # --- adopting what comes later
 
     def adopt_restored(self) -> None:
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
@@ -235,7 +220,7 @@ class ManagedStorage(AdoptedStorage):
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
             if r.pages.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value now
-                r.pages.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
+                r.pages.prints = r.fingerprint(0, len(r.chunk_sizes))
             r.is_shown = False
         self.state_dict_tensors.raise_written()
         self.on_device = True
@@ -302,7 +287,7 @@ class ManagedStorage(AdoptedStorage):
                     self.set_ranges((*self.ranges, fresh))
                     fresh.move_in()
                 self.scanner.rescan()
-                self.writes.note()  # the step has written the state
+                self.object_ranges.note_versions(self.scanner.versions)  # the step has written the state
             self.stage = Stage.BEGUN
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
@@ -310,7 +295,7 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.point_to_host()
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
-            self.writes.allow()
+            self.object_ranges.may_be_written = True
         self._unadopted_bytes = 0
         self.look_at_unborn()
         self.adapter.drop_caches()
@@ -347,7 +332,7 @@ class ManagedStorage(AdoptedStorage):
                 continue
             r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
             host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-            device_prints = self.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+            device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):
                 self.make_host_copy_own(r)
                 if r.pages.record is not None:

@@ -115,11 +115,12 @@ Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
 
 class NanCheck:
     """The look at one object's tensors. It keeps what it found until the offload that is committed next tells it.
-    `readonly`: whether the host copy is never replaced."""
+    `readonly`: whether the host copy is never replaced.
+    `is_on`: whether anything is looked at."""
 
-    def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool) -> None:
+    def __init__(self, ranges: ObjectRanges, device: Device, kind: str, *, readonly: bool, is_on: bool) -> None:
         self._ranges, self._device, self._kind, self._readonly = ranges, device, kind, readonly
-        self.is_on = True  # whether anything is looked at (`Settings.nan_check`)
+        self._is_on = is_on
         self._samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
         self._put_right: list[str] = []
         self._left: list[str] = []  # tensors without earlier values
@@ -128,7 +129,7 @@ class NanCheck:
     def ask(self) -> Asked:
         """Have the device read the samples of everything in place. Nothing waits for it."""
         asked = []
-        for r in self._ranges.all if self.is_on and not self._readonly else ():
+        for r in self._ranges.all if self._is_on and not self._readonly else ():
             if r.transient or r.moving_in is not None:
                 continue
             samples = self._samples.get(r)
@@ -155,7 +156,7 @@ class NanCheck:
 
     def refuse_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
-        parts = [part.detach() for each in parameters if self.is_on and each.grad is not None for _, part in plain_parts(each.grad, "")]
+        parts = [part.detach() for each in parameters if self._is_on and each.grad is not None for _, part in plain_parts(each.grad, "")]
         firsts = [each.view(-1)[:_SAMPLES] for each in parts if each.is_floating_point() and each.itemsize > 1 and each.is_contiguous()]
         # One look at all, because each look waits for the device. None is NaN throughout if none begins with NaN.
         if len(firsts) == len(parts) and len({each.device for each in firsts}) == 1 and not torch.cat(firsts).isnan().any():
@@ -183,7 +184,7 @@ class NanCheck:
     def look_at_new(self, adoptees: Sequence[Adoptee]) -> None:
         """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values. Others may be NaN
         if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before."""
-        owned = [each for adoptee in adoptees for each in adoptee.owned] if self.is_on else []
+        owned = [each for adoptee in adoptees for each in adoptee.owned] if self._is_on else []
         places = self._ranges.named_places() if owned else {}
         for each in owned:
             place, storage = places.get(each.name), each.tensor.untyped_storage()

@@ -2,22 +2,33 @@
 
 A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same weights, would move the same bytes
 against each other. So every adoption looks into the table of all ranges first (`RANGES`), which says who owns an address.
+
+Fingerprints show which bytes of a range changed. They are computed from the bytes themselves, because `Tensor._version` can prove a tensor
+dirty, never clean: fused optimizers, collectives and writes through `.data` leave it alone. Each 8-byte word is mixed with its position and
+the results are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps its fingerprint with a
+chance of about 2**-64. They are mixed as in splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
+import importlib
+import importlib.util
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.interrupts import WeakIdSet
+from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
@@ -25,6 +36,9 @@ from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, fo
 from placement.storage.pages import Pages
 from placement.tensors.plain import Outline, Owned, is_wrapper
 
+STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 if only weak references are left."""
 
@@ -158,6 +172,14 @@ class Range:
             self.spill.require_values()
         return view
 
+    def fingerprint(self, first: int, last: int) -> torch.Tensor:
+        """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
+        sizes = self.used_sizes[first:last]
+        if not sizes:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        known = self._device.known_fingerprints(self.layout.addresses, self.starts[first], sizes)
+        return fingerprints(self.on_device(self.starts[first], sum(sizes)), sizes) if known is None else known
+
     def on_device(self, offset: int, nbytes: int) -> torch.Tensor:
         """A tensor over a part of the range, with what is behind its addresses: the bytes on the device, or poison."""
         return self._device.view(self.layout.addresses, offset, nbytes)
@@ -184,6 +206,62 @@ class Range:
 
 
 RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
+
+
+# --- fingerprints
+
+
+def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing waits for the host.
+    `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
+    `sizes`: bytes of each piece, multiples of 8."""
+    if not sizes:
+        return torch.empty(0, dtype=torch.int64, device=data.device)
+    with torch.no_grad():
+        words = data[: sum(sizes)].view(torch.int64)
+        if data.is_cuda and (kernel := _kernel(data.device)) is not None and kernel.fits(sizes):
+            found: torch.Tensor = kernel.fingerprints(words, sizes)
+            return found
+        return _by_torch(words, sizes)
+
+
+def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
+    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all where none are.
+    `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
+    `first`: the number of the first chunk."""
+    places = range(len(found)) if known is None else (known != found).nonzero().flatten().tolist()
+    return [first + index for index in places]
+
+
+@functools.cache
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile (it needs a C compiler)."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        kernel = importlib.import_module("placement.storage.transfer.fingerprint_triton")
+        kernel.fingerprints(torch.zeros(1, dtype=torch.int64, device=device), [8])
+    except Exception as error:  # a missing compiler shows as errors of many kinds, and none of them may fail an offload
+        logger.warning("Triton's kernel for fingerprints does not run here, so they take about three times as long: %s", error)
+        return None
+    return kernel
+
+
+def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The definition of fingerprints, used where Triton does not run. It takes about three times as long, and temporaries of 3 pieces."""
+    keys = torch.arange(1, max(sizes) // 8 + 1, dtype=torch.int64, device=words.device).mul_(STEP)
+    out = []
+    for piece in words.split([size // 8 for size in sizes]):
+        mixed = piece + keys[: piece.numel()]
+        mixed = mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MIX_1 - (1 << 64))
+        mixed = mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MIX_2 - (1 << 64))
+        out.append(mixed.bitwise_xor_(_shift(mixed, 31)).sum())
+    return torch.stack(out)
+
+
+def _shift(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift right: torch's shift of a signed integer drags the sign along."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # --- who owns an address
@@ -276,8 +354,35 @@ class Place(NamedTuple):
         return over(self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form)
 
 
+class Versions(NamedTuple):
+    """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
+
+    storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
+    versions: Sequence[int] = ()
+
+    def but(self, other: Versions, *, among: Collection[int]) -> Versions:
+        """These counters, but those of another look for the storages `among` that it has."""
+        theirs = {key for key in other.storages if key in among}
+        kept = [pair for pair in zip(*self, strict=True) if pair[0] not in theirs]
+        kept += [pair for pair in zip(*other, strict=True) if pair[0] in theirs]
+        return Versions([key for key, _ in kept], [version for _, version in kept])
+
+    def written_since(self, before: Versions) -> set[int]:
+        """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
+        if self == before:  # the common case, and fast for tens of thousands of tensors
+            return set()
+        sums, known, counts, others = self._sums(), before._sums(), Counter(self.storages), Counter(before.storages)
+        return {key for key, now in sums.items() if now > known.get(key, now) and counts[key] == others[key]}
+
+    def _sums(self) -> dict[int, int]:
+        sums = dict.fromkeys(self.storages, 0)
+        for key, version in zip(*self, strict=True):
+            sums[key] += version
+        return sums
+
+
 class ObjectRanges:
-    """The ranges of one object, and the places and forms of its tensors there, as of its last offload. Holds no tensor."""
+    """The ranges of one object, and the places, forms and version counters of its tensors, as of its last offload. Holds no tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -285,6 +390,8 @@ class ObjectRanges:
         self._forms: dict[str, Form] = {}  # equal forms are one object: each object more is one more for the garbage collector
         self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
         self._other_names: Mapping[str, str] = {}
+        self.versions = Versions()
+        self.may_be_written = False  # whether values may be, though not gradients: tensors of a state dict share the counters
         self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
         self.set(())
 
@@ -303,6 +410,14 @@ class ObjectRanges:
     def named_places(self) -> dict[str, Place]:
         """The places of what lasts, by name. What a forward has left under a name is no earlier value of a parameter of that name."""
         return self.places([r for r in self.all if not r.transient])
+
+    def note_versions(self, versions: Versions) -> None:
+        """Take these version counters as those of the offload: later writes count as written while offloaded."""
+        self.versions, self.may_be_written = versions, False
+
+    def note_more_versions(self, versions: Versions) -> None:
+        """Add the counters of storages that were found for the first time now. Counters noted earlier stay."""
+        self.versions = versions.but(self.versions, among={*self.versions.storages})
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Replace all places by those of these tensors, which are there now."""

@@ -24,16 +24,15 @@ import torch
 
 from placement.core.errors import HostMemoryError, RegistrationError
 from placement.core.journal import logger
-from placement.devices.base import Device
+from placement.devices.base import Device, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
-from placement.devices.host.slab import PAGE, round_up
+from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy, HostSlab, Mark
 from placement.ownership.adapter import Adapter
-from placement.storage.changes import fingerprints
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
-from placement.storage.range import Owner, Range, used_bytes
+from placement.storage.range import Owner, Range, fingerprints, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.shared import ALONE, LEFT, Ranks, Refusal, SharedCopy, SharedRange, others, spans_of
 from placement.storage.state_dicts import are_only_read
@@ -202,7 +201,7 @@ class ReplicatedStorage(ManagedStorage):
             return
         held = r.pages.at(Behind.OWN)
         prints = None if r.pages.prints is None else r.pages.prints.cpu()
-        if not self.readonly and (prints is None or any(self.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in held)):
+        if not self.readonly and (prints is None or any(r.fingerprint(each, each + 1).cpu()[0] != prints[each] for each in held)):
             self.make_host_copy_own(r)
             r.pages.note_changed(held)
         else:

@@ -28,7 +28,7 @@ from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
 from placement.storage.layout import ALIGNMENT, Adoptee, RangeLayout, byte_view, expected_bytes, move_out
-from placement.storage.range import RANGES, ObjectRanges, Owner, PlacedStorage, Range, storage_use_count, used_bytes
+from placement.storage.range import RANGES, ObjectRanges, Owner, PlacedStorage, Range, Versions, storage_use_count, used_bytes
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import Owned, align_all, dense_parts, follow, has_storage, is_leaf, is_plain_type, is_sparse, own_storages
 
@@ -94,33 +94,6 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
     elif owned.transient:
         advice = "Give it a gradient of its own (clone()), and drop this one with zero_grad()."
     return f"{owned.name!r} of {name!r} lies in a storage that belongs to {owner!r} already; a storage has one owner. {advice}"
-
-
-class Versions(NamedTuple):
-    """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
-
-    storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
-    versions: Sequence[int] = ()
-
-    def but(self, other: Versions, *, among: Collection[int]) -> Versions:
-        """These counters, but those of another look for the storages `among` that it has."""
-        theirs = {key for key in other.storages if key in among}
-        kept = [pair for pair in zip(*self, strict=True) if pair[0] not in theirs]
-        kept += [pair for pair in zip(*other, strict=True) if pair[0] in theirs]
-        return Versions([key for key, _ in kept], [version for _, version in kept])
-
-    def written_since(self, before: Versions) -> set[int]:
-        """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
-        if self == before:  # the common case, and fast for tens of thousands of tensors
-            return set()
-        sums, known, counts, others = self._sums(), before._sums(), Counter(self.storages), Counter(before.storages)
-        return {key for key, now in sums.items() if now > known.get(key, now) and counts[key] == others[key]}
-
-    def _sums(self) -> dict[int, int]:
-        sums = dict.fromkeys(self.storages, 0)
-        for key, version in zip(*self, strict=True):
-            sums[key] += version
-        return sums
 
 
 def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:

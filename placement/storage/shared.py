@@ -40,10 +40,9 @@ import torch
 
 from placement.core import interrupts
 from placement.core.states import Plan
-from placement.devices.base import Device
-from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import PAGE, round_up
-from placement.devices.memory import Copy, HostSlab
+from placement.devices.base import Device, round_up
+from placement.devices.host.slab import PAGE
+from placement.devices.memory import Copy, HostSlab, SharedHostSlab
 from placement.storage.layout import Adoptee, RangeLayout
 from placement.storage.pages import Pages, Side
 from placement.storage.range import Range, used_bytes
@@ -156,7 +155,7 @@ class SharedCopy:
     `change`: returns the number of the group's present change, see `Ranks.change`.
     `is_over`: returns whether that change has ended, because a rank has failed."""
 
-    def __init__(self, slab: MappedSlab, shares: Shares, change: Callable[[], int], is_over: Callable[[], bool]) -> None:
+    def __init__(self, slab: SharedHostSlab, shares: Shares, change: Callable[[], int], is_over: Callable[[], bool]) -> None:
         self.slab = slab
         self.shares = shares
         self._change, self._is_over = change, is_over

@@ -25,7 +25,7 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, Form, exchange, form_of, point
 from placement.storage.nan_check import has_nan, is_poison, listed
 from placement.storage.range import Place, Range
-from placement.storage.scan import Relocated, Scan, StorageScanner, Versions, lent_gradients
+from placement.storage.scan import Relocated, Scan, StorageScanner, lent_gradients
 from placement.tensors.plain import Outline, dense_parts, is_sparse, parts_of, restore
 
 
@@ -103,13 +103,10 @@ class Gradients:
 
         return [each for each in adoptees if each.storage._cdata in lent or is_more(each)]
 
-    def lasting(self) -> set[int]:
-        """The storages (`_cdata`) that the framework goes on using when the gradients are dropped."""
-        return {buffer.untyped_storage()._cdata for framework in self._adapter.frameworks for buffer in framework.gradient_buffers()}
-
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when gradients are dropped."""
-        dead = {part.untyped_storage()._cdata for part in self.tensors().values() if part.layout is torch.strided} | self.lasting()
+        dead = self._adapter.lasting_gradients()
+        dead |= {part.untyped_storage()._cdata for part in self.tensors().values() if part.layout is torch.strided}
         dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.transient} | lent_gradients()
         return tuple(r for r in among if r.transient and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed))
 
@@ -130,7 +127,7 @@ class Gradients:
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
         """Zero the host copies of the ranges that hold the framework's lasting buffers: they will load as zeros. Returns these ranges."""
-        lasting = self.lasting()
+        lasting = self._adapter.lasting_gradients()
         staying = [r for r in dropped if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)]
         for r in staying:
             r.note_written()
@@ -157,22 +154,9 @@ class WritesWhileOffloaded:
 
     def __init__(self, scanner: StorageScanner, gradients: Gradients, device: Device) -> None:
         self._scanner = scanner
+        self._ranges = scanner.ranges
         self._gradients = gradients
         self._device = device
-        self._noted = Versions()  # the version counters as of the offload
-        self._is_allowed = False  # whether values may be written, though not gradients: tensors of a state dict share the counters
-
-    def note(self) -> None:
-        """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
-        self._noted, self._is_allowed = self._scanner.versions, False
-
-    def note_more(self) -> None:
-        """Add the counters of storages that the last look found for the first time. Counters noted earlier stay."""
-        self._noted = self._scanner.versions.but(self._noted, among={*self._noted.storages})
-
-    def allow(self) -> None:
-        """Find no writes to values until the next `note`: tensors of a state dict share the counters, and their holder may write."""
-        self._is_allowed = True
 
     def found(self) -> list[str]:
         """Names of the storages that were written in place since the offload, without gradients, as far as version counters tell."""
@@ -181,24 +165,24 @@ class WritesWhileOffloaded:
 
     def take_gradients(self) -> list[str]:
         """Names of the gradients that were written since, other than by `zero_grad()` (see `ZeroCall`). They are not reported again."""
-        if not any(r.transient and r.is_alive for r in self._scanner.ranges.all):
+        if not any(r.transient and r.is_alive for r in self._ranges.all):
             return []
         with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
             self._scanner.rescan()
         if names := self._written(transient=True):
-            values = {entry.ref.cdata for r in self._scanner.ranges.all if not r.transient for entry in r.placed}
-            self._noted = self._scanner.versions.but(self._noted, among=values)
+            values = {entry.ref.cdata for r in self._ranges.all if not r.transient for entry in r.placed}
+            self._ranges.versions = self._scanner.versions.but(self._ranges.versions, among=values)
         return names
 
     def _written(self, *, transient: bool) -> list[str]:
-        is_asked = transient or not self._is_allowed
-        written = self._scanner.versions.written_since(self._noted) if is_asked else ()
-        ranges = [r for r in self._scanner.ranges.all if r.transient is transient] if written else []
+        is_asked = transient or not self._ranges.may_be_written
+        written = self._scanner.versions.written_since(self._ranges.versions) if is_asked else ()
+        ranges = [r for r in self._ranges.all if r.transient is transient] if written else []
         return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in written]
 
     def forget(self) -> None:
         """Do not report again the writes that the last look has found."""
-        self._noted = self._scanner.versions
+        self._ranges.versions = self._scanner.versions
 
     def new_unless_changed(self) -> Scan:
         """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised."""

@@ -14,8 +14,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from placement.core import loaded_class
-
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs its own adapter.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 SEQUENCES = (list, tuple, deque)
@@ -27,6 +25,18 @@ _SIMPLE = {type(None), bool, int, float, str, bytes}
 """The types of values without a tensor. Most containers (a configuration, a vocabulary) have nothing else."""
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the short names of dtypes
 _carriers: set[tuple[str, str]] = set()
+
+
+def loaded_class(module: str, name: str) -> type | None:
+    """The class of a framework if that framework has been imported, else None: then no object can be an instance of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def is_a(obj: object, module: str, name: str) -> bool:
+    """Whether an object is an instance of a framework's class. The framework is not imported for the question."""
+    cls = loaded_class(module, name)
+    return cls is not None and isinstance(obj, cls)
 
 
 def set_carriers(classes: Iterable[tuple[str, str]]) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from placement import Manager
-from placement.storage import changes
-from placement.storage.changes import fingerprints
+from placement.storage import range as ranges
+from placement.storage.range import fingerprints
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import assert_same
 
@@ -202,11 +202,11 @@ def test_a_kernel_that_cannot_be_compiled_is_reported_and_done_without(
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(fingerprints=fails))
-    changes._kernel.cache_clear()
+    ranges._kernel.cache_clear()
     try:
-        assert changes._kernel(torch.device("cpu")) is None
-        assert changes._kernel(torch.device("cpu")) is None
+        assert ranges._kernel(torch.device("cpu")) is None
+        assert ranges._kernel(torch.device("cpu")) is None
     finally:
-        changes._kernel.cache_clear()
+        ranges._kernel.cache_clear()
     assert [record.getMessage() for record in caplog.records if "Failed to find C compiler" in record.getMessage()] != []
     assert len(caplog.records) == 1, "said once"

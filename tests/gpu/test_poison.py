@@ -144,7 +144,7 @@ def test_a_write_is_found_although_nothing_is_offloaded_any_more(manager: placem
     before = as_bytes(actor.values)
     manager.register("actor", actor, role="actor")
     actor.values.data.add_(1)
-    with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("log_prob") as phase:
+    with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("log_prob") as phase:  # noqa: PT012
         for _ in range(3):
             phase.switch("eval")
     with manager.phase("log_prob") as phase:

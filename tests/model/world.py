@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine
 from placement import IntegrityError, Manager, Plan, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.simulated.device import SimulatedDevice
-from placement.phases.phase import Hold, PhaseContext
+from placement.phases.hold import Hold
+from placement.phases.phase import PhaseContext
 from placement.planning.planner import without_surplus
 from placement.testing import Faults
 from tests.model.shadow import Recording, Shadow, raw

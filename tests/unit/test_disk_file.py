@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.core.errors import HostMemoryError
+from placement.devices.base import round_up
 from placement.devices.host import disk_file
 from placement.devices.host import slab as slab_module
 from placement.devices.host.disk_file import DiskFile
 from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import PAGE, Slab, libc, round_up
+from placement.devices.host.slab import PAGE, Slab, libc
 
 BLOCK = 8192
 MIB = 1 << 20

@@ -176,7 +176,7 @@ def test_the_device_holds_the_model_and_a_window_at_most(make: Any, width: int) 
     for step in range(3):
         pair.device.peak_bytes = 0
         with pair.manager.phase("train"):
-            window = pair.handle.streamed.window_bytes  # type: ignore[union-attr]
+            window = pair.handle.window_bytes
             early = pair.handle.resident_bytes  # the first buckets
             assert 0 < early <= window <= 4 * BUCKET if step else early == 0
             held = pair.device.memory().chunk_bytes - early
@@ -347,7 +347,7 @@ def test_the_first_buckets_are_there_before_the_step_and_are_not_fetched_again(p
 
 def test_a_phase_whose_window_does_not_fit_is_refused() -> None:
     enough = Pair(adamw)
-    needed = enough.actor.num_bytes + enough.handle.streamed.window_bytes  # type: ignore[union-attr]
+    needed = enough.actor.num_bytes + enough.handle.window_bytes
     assert needed < enough.actor.num_bytes + enough.handle.num_bytes
     small = Pair(adamw, budget_bytes=needed - 1)
     with pytest.raises(placement.DeviceMemoryError, match="adam"), small.manager.phase("train"):

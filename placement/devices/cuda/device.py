@@ -13,7 +13,7 @@ from torch.multiprocessing import reductions
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, HostMemoryError
-from placement.devices.base import Adopter, Device
+from placement.devices.base import Adopter, Device, check_span, round_up
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
 from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
@@ -21,7 +21,7 @@ from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
 from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, check_span, placing, round_up
+from placement.devices.host.slab import Slab, placing
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from placement.devices.base import check_slots
+from placement.devices.base import check_slots, check_span
 from placement.devices.cuda.driver import Driver
-from placement.devices.host.slab import check_span
 from placement.devices.memory import Chunk
 
 Mapping = tuple[int, int, int, int, int]  # arguments of cuMemMap: address, bytes, 0, handle, 0

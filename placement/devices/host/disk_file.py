@@ -19,7 +19,8 @@ from collections.abc import Callable
 import torch
 
 from placement.core.interrupts import BackgroundThread
-from placement.devices.host.slab import PAGE, libc, round_up
+from placement.devices.base import round_up
+from placement.devices.host.slab import PAGE, libc
 
 BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
 DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.

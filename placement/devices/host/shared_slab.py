@@ -15,17 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from placement.core.errors import HostMemoryError
+from placement.devices.base import check_span, tensor_at
 from placement.devices.host.reserve import Register
-from placement.devices.host.slab import (
-    READ_WRITE,
-    Place,
-    ReservedSlab,
-    check_available,
-    check_span,
-    map_for_life,
-    populate,
-    tensor_at,
-)
+from placement.devices.host.slab import READ_WRITE, Place, ReservedSlab, check_available, map_for_life, populate
+from placement.devices.memory import SharedHostSlab
 
 
 @contextmanager
@@ -61,12 +54,9 @@ def _closing(file: int) -> Iterator[int]:
         os.close(file)
 
 
-class MappedSlab(ReservedSlab):
-    """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it.
-
-    `extra` is the bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive. Each
-    process places its own share (`place`), and calls `pin` once every process has taken its own. Each pins all of it: with its own share
-    alone torch could not copy a state dict's tensor that crosses two ranks' shares, and one that loads alone would be four times slower.
+class MappedSlab(ReservedSlab, SharedHostSlab):
+    """The `SharedHostSlab` of a memory file. Each process places its own share (`place`) and pins all of it: with its own share alone
+    torch could not copy a state dict's tensor that crosses two ranks' shares, and one that loads alone would be four times slower.
     Raises HostMemoryError where the machine or the control group does not have that share.
     """
 

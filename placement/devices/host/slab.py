@@ -22,12 +22,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from placement.core.errors import HostMemoryError
 from placement.core.interrupts import deferred
+from placement.devices.base import check_span, round_up, tensor_at
 from placement.devices.host.reserve import Register, Reservation, Touch, promised_bytes, wait_until_ready
 from placement.devices.memory import HostSlab
 
@@ -61,11 +61,6 @@ Place = Callable[[int, int], object]  # (address, bytes) -> ignored
 logger = logging.getLogger("placement")
 
 _mapped: dict[int, int] = {}  # bytes by first address: what this process has mapped and its children will not have
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that is at least `nbytes`."""
-    return -(-nbytes // multiple) * multiple
 
 
 def map_for_life(
@@ -216,21 +211,6 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
 # --- slabs
 
 
-@functools.lru_cache(maxsize=1024)
-def _array_type(nbytes: int) -> Any:
-    # A subclass, because instances of the plain array type cannot hold attributes.
-    return type("Bytes", (ctypes.c_char * nbytes,), {"__slots__": ("owner",)})
-
-
-def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    """A uint8 CPU tensor over `[address, address + nbytes)`, with a storage of exactly that size. It keeps `owner` alive."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    array = _array_type(nbytes).from_address(address)
-    array.owner = owner
-    return torch.frombuffer(array, dtype=torch.uint8)
-
-
 def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
     """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is registered. A cast is made on the device."""
     is_plain = type(source) is type(target) is torch.Tensor
@@ -240,12 +220,6 @@ def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = F
         return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
     return target.copy_(source, non_blocking=non_blocking)
-
-
-def check_span(offset: int, nbytes: int, size: int) -> None:
-    """Raise ValueError unless `[offset, offset + nbytes)` lies within `size` bytes."""
-    if offset < 0 or nbytes < 0 or offset + nbytes > size:
-        raise ValueError(f"[{offset}, {offset + nbytes}) is not within {size} bytes")
 
 
 class ReservedSlab(HostSlab):

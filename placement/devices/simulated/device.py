@@ -29,10 +29,10 @@ from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.interrupts import WeakIdSet
 from placement.core.settings import bytes_of
-from placement.devices.base import POISON_WORD, Device, check_slots, poison_bytes
+from placement.devices.base import POISON_WORD, Device, check_slots, check_span, poison_bytes, round_up, tensor_at
 from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, check_span, libc, map_for_life, round_up, tensor_at
+from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, libc, map_for_life
 from placement.devices.ledger import Ledger, Note
 from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
 

@@ -24,7 +24,7 @@ from placement.core.states import State
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
-from placement.phases.phase import Around, Hold
+from placement.phases.hold import Around, Hold
 from placement.publish.ahead import ReadAhead, plainly
 from placement.publish.changes import Publication as Changes
 from placement.publish.skeleton import named_places

@@ -25,7 +25,7 @@ from placement.integrations.verl.placed import current_manager, cut_off_all, log
 
 if TYPE_CHECKING:
     from placement.manager import Manager
-    from placement.phases.phase import Hold
+    from placement.phases.hold import Hold
 
     _Adapter = Any
 else:

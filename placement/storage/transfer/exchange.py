@@ -22,10 +22,9 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
-from placement.storage.changes import differing
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
-from placement.storage.range import Range
+from placement.storage.range import Range, differing
 from placement.storage.transfer.verification import Verifier
 
 WINDOW = 2  # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 % of both directions (H200).
@@ -71,7 +70,7 @@ class Comparison:
         """Have the device compute the fingerprints of the next pages, behind all that it has to do. Idempotent."""
         if self._asked is None:
             first = self._num_compared
-            self._asked = self._device.ask(self._holding.fingerprint(self._range, first, first + self.num_next))
+            self._asked = self._device.ask(self._range.fingerprint(first, first + self.num_next))
         return self._asked
 
     def take(self) -> tuple[range, list[int]]:

@@ -1,4 +1,4 @@
-"""The fingerprints of `placement.storage.changes` by one Triton kernel. It reads the memory once, without temporaries.
+"""The fingerprints of `placement.storage.range` by one Triton kernel. It reads the memory once, without temporaries.
 
 This module is imported on first use on a CUDA device, and only there: Triton comes with torch's CUDA wheels.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from placement.storage.changes import MIX_1, MIX_2, STEP
+from placement.storage.range import MIX_1, MIX_2, STEP
 
 _BLOCK = 1024
 _BLOCKS_A_PROGRAM = 16  # so that there is one atomic addition for each 128 KiB read
@@ -51,7 +51,7 @@ def fits(sizes: Sequence[int]) -> bool:
 
 
 def fingerprints(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Compute `placement.storage.changes.fingerprints` of data as int64. `fits` must be True of the sizes."""
+    """Compute `placement.storage.range.fingerprints` of data as int64. `fits` must be True of the sizes."""
     out = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)
     span = _BLOCK * _BLOCKS_A_PROGRAM
     piece_words = sizes[0] // 8 if len(sizes) > 1 else -(-words.numel() // span) * span

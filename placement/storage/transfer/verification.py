@@ -14,12 +14,11 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.core.settings import Verify
-from placement.storage.changes import differing, fingerprints
 from placement.storage.disk import NO_OTHER_COPY, chunk_words
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.nan_check import listed
-from placement.storage.range import Range
+from placement.storage.range import Range, differing, fingerprints
 
 
 class Verifier:
@@ -52,7 +51,7 @@ class Verifier:
         `wanted`: the fingerprints that the host copy of the range must have."""
         if bad := differing(wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start):
             # Have the chunks written again: now if the object is readonly and no offload would do it, else by the next offload.
-            found = [holding.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+            found = [r.fingerprint(index, index + 1).cpu() for index in bad] if holding.readonly else []
             if found and not any(differing(wanted[index : index + 1], each) for each, index in zip(found, bad, strict=True)):
                 holding.device.copy(r.pages.copies(bad), "to_host")
                 holding.device.wait(holding.device.mark("to_host"))
@@ -84,7 +83,7 @@ class Verifier:
         for r, chunks in self.choose(holding.ranges).items():
             first, last = chunks.start, chunks.stop
             wanted = _of_host(r, first, last) if r.pages.prints is None or r.is_shown else r.pages.prints[first:last].cpu()
-            bad = differing(wanted, holding.fingerprint(r, first, last).cpu(), first)
+            bad = differing(wanted, r.fingerprint(first, last).cpu(), first)
             if not bad:
                 continue
             spoilt = [index for index in bad if differing(wanted[index - first :][:1], _of_host(r, index, index + 1))]
