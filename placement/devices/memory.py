@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ Direction = Literal["to_device", "to_host"]
 Communicator = snapshot.Communicator
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One contiguous run of bytes to copy. Both addresses are absolute."""
 
     device_address: int

@@ -5,8 +5,7 @@ created at the first step, and gradients come and go. What a framework knows of 
 
 `Steady` and `SteadyState` check that a module tree, or an optimizer's state, is unchanged since the last walk, by passes over flat lists
 that run in C. Models of experts have tens of thousands of tensors, and every phase transition that moves an object must know that no tensor
-of it was added, replaced or given a gradient. A walk takes 4 us for each tensor (20 us for optimizer state); this check 0.3 us, and the
-number of its Python calls does not depend on how many tensors there are.
+of it was added, replaced or given a gradient. The number of Python calls does not depend on how many tensors there are.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
 _KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
 """Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
-_FIELDS = operator.attrgetter("__dict__")
-_REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
+_FIELDS, _VERSION = operator.attrgetter("__dict__"), operator.attrgetter("_version")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
 """The types of values under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
 _ALIVE: Any = weakref.ref.__call__
@@ -86,9 +85,10 @@ class Adapter(abc.ABC):
     def check(self, owned: Iterable[Owned]) -> None:
         """Raise RegistrationError if one of these tensors, which the first `owned()` has yielded, has to be moved and cannot be."""
         for each in owned if self.external is None else ():
-            is_cache = type(each.tensor) is torch.Tensor and each.tensor.is_inference()  # moves; a weight could never be trained
-            if (self.kind == "optimizer" or not is_cache) and (problem := problem_of(each.tensor, self.compute_device)) is not None:
-                raise RegistrationError(f"{self._name!r}: {each.name!r} {problem}.")
+            if (problem := problem_of(each.tensor, self.compute_device)) is not None:
+                is_cache = type(each.tensor) is torch.Tensor and each.tensor.is_inference()  # moves; a weight could never be trained
+                if self.kind == "optimizer" or not is_cache:
+                    raise RegistrationError(f"{self._name!r}: {each.name!r} {problem}.")
         for path, problem in self.immovable() if self.external is None else ():
             raise RegistrationError(f"{self._name!r}: {path!r} {problem}.")
 
@@ -185,15 +185,13 @@ class Steady:
     of attributes that may come to contain tensors. It keeps no tensor and no module alive."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
-        self._modules = list(map(weakref.ref, modules))
-        fields = list(map(_FIELDS, modules))
-        same: dict[tuple[str, ...], list[int]] = {}
-        for index, names in enumerate(map(tuple, fields)):
-            same.setdefault(names, []).append(index)
-        others = {names: [name for name in names if name not in _KNOWN] for names in same}
-        self._attributes = [(operator.itemgetter(*others[names]), len(others[names]), at) for names, at in same.items() if others[names]]
-        """For modules with the same attributes: what reads those that are no bookkeeping, how many these are, and which modules."""
-        self._lengths, _, values = self._read(fields)
+        same: dict[tuple[str, ...], list[weakref.ref[torch.nn.Module]]] = {}
+        for module in modules:
+            same.setdefault(tuple(vars(module)), []).append(weakref.ref(module))
+        read = {names: [*_REGISTRIES, *(name for name in names if name not in _KNOWN)] for names in same}
+        self._alike = [(operator.itemgetter(*read[names]), len(read[names]), those) for names, those in same.items()]
+        """For modules with the same attributes: what reads registries and all but bookkeeping, how many these are, and the modules."""
+        self._lengths, _, values = self._read()
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
         place = _places(self._ids)
@@ -208,29 +206,33 @@ class Steady:
     def look(self) -> Seen | None:
         """The present tensors, if nothing changed and none of them has a gradient or a graph; else None."""
         try:
-            fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
-            lengths, forwards, values = self._read(fields)
+            lengths, forwards, values = self._read()
+            if not forwards <= _FORWARDS or (lengths != self._lengths and not self._have_only_guards_come()):
+                return None
         except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
-            return None
-        if lengths != self._lengths or not forwards <= _FORWARDS:
             return None
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
         if _forms(map(values.__getitem__, self._others)) != self._forms_of_others:  # one of them may have to move now
             return None
-        if (seen := seen_now(list(map(values.__getitem__, self._owned)), self._versions)) is None:
+        seen = seen_now(list(map(values.__getitem__, self._owned)), self._versions)
+        if seen is None or any(next(nested_tensors(values[each], "", OBJECT_LEVELS), None) is not None for each in self._containers):
             return None
-        if any(next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None for index in self._containers):
-            return None
-        self._versions = seen.versions
+        self._lengths, self._versions = lengths, seen.versions
         return seen
+
+    def _have_only_guards_come(self) -> bool:
+        """Whether the modules have no more attributes than at the last walk, but for what is called in place of methods."""
+        found = [(fields, fields.keys() - MODULE_FIELDS, n) for _, n, those in self._alike for fields in map(_FIELDS, map(_ALIVE, those))]
+        are_methods = all(callable(fields[name]) for fields, names, _ in found for name in names & _KNOWN)
+        return are_methods and all(len(names - _KNOWN) == count - len(_REGISTRIES) for _, names, count in found)
 
     def stands(self) -> bool:
         """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is None:
-                own = [(alive, name, each) for alive in self._modules for name, each in _ALIVE(alive)._parameters.items()]
-                trained = [(alive, name) for alive, name, each in own if each is not None and each.requires_grad]
+                own = [(alive, key, each) for *_, at in self._alike for alive in at for key, each in _ALIVE(alive)._parameters.items()]
+                trained = [(alive, key) for alive, key, each in own if each is not None and each.requires_grad]
                 few = trained[:: -(-len(trained) // _FEW) or 1]
                 self._watched = [alive for alive, _ in few], [name for _, name in few]
             parameters = map(operator.attrgetter("_parameters"), map(_ALIVE, self._watched[0]))
@@ -239,17 +241,20 @@ class Steady:
             return False
         return all(map(operator.is_not, found, itertools.repeat(None))) and _are_leaves(found) and not _has_gradient(found)
 
-    def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
+    def _read(self) -> tuple[list[int], set[type], list[Any]]:
         """How many attributes each module has beside `forward`, the types of what lies under that name, and every value of every module.
         No pass makes a container for each module: that would start the garbage collector."""
-        registries = filter(None, itertools.chain.from_iterable(map(_REGISTRIES, fields)))  # most are empty
-        values = list(itertools.chain.from_iterable(map(operator.methodcaller("values"), registries)))
-        for read, count, at in self._attributes:
-            attributes = map(read, map(fields.__getitem__, at))
-            values.extend(attributes if count == 1 else itertools.chain.from_iterable(attributes))
-        forwards = list(map(dict.get, fields, itertools.repeat("forward")))
-        are_there = map(operator.is_not, forwards, itertools.repeat(None))
-        return list(map(operator.sub, map(len, fields), are_there)), {*map(type, forwards)}, values
+        lengths, forwards, values = list[int](), set[type](), list[Any]()
+        for read, count, modules in self._alike:
+            fields = list(map(_FIELDS, map(_ALIVE, modules)))
+            attributes = list(itertools.chain.from_iterable(map(read, fields)))
+            values += attributes
+            for index in range(len(_REGISTRIES)):
+                values += itertools.chain.from_iterable(map(dict.values, filter(None, attributes[index::count])))  # most are empty
+            own = list(map(dict.get, fields, itertools.repeat("forward")))
+            forwards.update(map(type, own))
+            lengths += map(operator.sub, map(len, fields), map(operator.is_not, own, itertools.repeat(None)))
+        return lengths, forwards, values
 
 
 class SteadyState:
@@ -287,9 +292,8 @@ class SteadyState:
     def fits(optimizers: Sequence[Any]) -> bool:
         """Whether every entry of every state is a plain dictionary by text that holds nothing with further tensors."""
         entries = [*itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers)]
-        if not {*map(type, entries)} <= {dict} or not {*map(type, itertools.chain.from_iterable(entries))} <= {str}:
-            return False
-        return {*map(type, itertools.chain.from_iterable(map(dict.values, entries)))} <= _SIMPLE
+        are_plain = {*map(type, entries)} <= {dict} and {*map(type, itertools.chain.from_iterable(entries))} <= {str}
+        return are_plain and {*map(type, itertools.chain.from_iterable(map(dict.values, entries)))} <= _SIMPLE
 
 
 _SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
@@ -339,15 +343,15 @@ def _state(optimizers: Sequence[Any]) -> tuple[tuple[list[int], list[Any]], list
 
 def seen_now(tensors: list[torch.Tensor], before: list[int] | None = None) -> Seen | None:
     """The tensors with their versions and addresses. With `before` (versions at the last look), None if one has a gradient or a graph."""
-    try:
-        versions = list(map(operator.attrgetter("_version"), tensors))
+    try:  # both in one pass: most of what either costs is to fetch the tensor from memory
+        facts = list(itertools.chain.from_iterable(zip(map(_VERSION, tensors), map(torch.Tensor.data_ptr, tensors), strict=True)))
     except RuntimeError:  # one of them is an inference tensor
-        versions = list(map(version_of, tensors))
+        facts = [fact for each in tensors for fact in (version_of(each), each.data_ptr())]
+    seen = Seen(tensors, facts[::2], facts[1::2])
     # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one reads the
     # gradient of a tensor inside a graph.
-    if before is not None and ((versions != before and not _are_leaves(tensors)) or _has_gradient(tensors)):
-        return None
-    return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
+    has_come = before is not None and ((seen.versions != before and not _are_leaves(tensors)) or _has_gradient(tensors))
+    return None if has_come else seen
 
 
 def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:

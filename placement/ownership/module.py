@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,8 +86,8 @@ class ModuleAdapter(Adapter):
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
         """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator already. Decided before adoption."""
-        weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
-        return self.compute_device.type != "cpu" and any(weight.device == self.compute_device for weight in weights)
+        weights = [*module.parameters()] or module.buffers() if self.compute_device.type != "cpu" else ()
+        return any(weight.device == self.compute_device for weight in weights)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living([*self._immovable, *self._left]))
@@ -193,7 +192,7 @@ class ModuleAdapter(Adapter):
             first = len(found)
             if all(key in transient for key in keys) or all(self._is_free(part) for _, part in parts_of(tensor, path)):
                 self._add(path, tensor, found, seen, any(transient.get(key, False) for key in keys if key is not None))
-                found[first:] = [replace(owned, held=True) for owned in found[first:]]
+                found[first:] = [owned._replace(held=True) for owned in found[first:]]
             elif any(part.device == self.compute_device and nbytes_of(part) for _, part in parts_of(tensor, "")):
                 self._left.append((path, weakref.ref(tensor)))
             self._nests = True

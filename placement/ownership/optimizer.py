@@ -112,11 +112,11 @@ class OptimizerAdapter(Adapter):
         if self.external is not None or self.hands_back or _holds_optimizers(objects) or not SteadyState.fits(optimizers):
             return None
         is_lent = any(True for _ in self._lent_gradients)  # it becomes the optimizer's own when the modules drop it
-        values = {id(value) for each in optimizers for entry in each.state.values() for value in entry.values()}
-        if is_lent or any(each.wrapper is not None or id(each.tensor) not in values for each in owned):
-            return None
-        steady = SteadyState(optimizers, [each.tensor for each in owned])
-        return steady if steady.leaves_numbers_alone else None
+        values = {*map(id, itertools.chain.from_iterable(entry.values() for each in optimizers for entry in each.state.values()))}
+        tensors = [each.tensor for each in owned]
+        is_loose = is_lent or any(each.wrapper is not None for each in owned) or not values.issuperset(map(id, tensors))
+        steady = None if is_loose else SteadyState(optimizers, tensors)
+        return steady if steady is not None and steady.leaves_numbers_alone else None
 
     def _walk(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
@@ -125,9 +125,9 @@ class OptimizerAdapter(Adapter):
         objects, leaves = find(self._root())
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
-        seen = {id(parameter) for parameter in parameters}
         theirs = {id(own): own for own in (*models.values(), *(models.get(id(each), each) for each in parameters))}.values()
         gradients = gradients_of(theirs)
+        seen = {*map(id, parameters), *gradients}
         of_gradients = _storages(gradients.values())
         storages = _storages(theirs) | of_gradients
         mains = main_parameters(parameters, models) if self.external is None else ()
@@ -141,7 +141,7 @@ class OptimizerAdapter(Adapter):
             for name, key, group, tensor in state_of(leaf):
                 if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
                     self._lent_gradients.add(tensor)
-                if id(tensor) in seen or id(tensor) in gradients or (in_groups and not in_groups.isdisjoint(_storages((tensor,)))):
+                if id(tensor) in seen or (in_groups and not in_groups.isdisjoint(_storages((tensor,)))):
                     continue
                 seen.add(id(tensor))
                 if is_sparse(tensor):

@@ -137,7 +137,7 @@ def state_of(leaf: Leaf, levels: int = 1) -> Iterator[tuple[str, str, Mapping[st
         index, group = order.get(id(owner), last)
         unlisted = "unlisted" if isinstance(owner, torch.Tensor) else owner
         label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
-        if not isinstance(entry, Mapping):
+        if not isinstance(entry, (dict, Mapping)):
             yield from ((name, str(owner), group, tensor) for name, tensor in nested_tensors(entry, label, levels))
             continue
         for key, value in entry.items():
@@ -180,7 +180,7 @@ def is_all_born(optimizer: Any, given: Container[int]) -> bool:
 
 
 def has_state(entry: Any) -> bool:
-    return bool(entry) if isinstance(entry, Mapping) else True
+    return bool(entry) if isinstance(entry, (dict, Mapping)) else True
 
 
 Form = tuple[int, torch.Size, torch.dtype]

@@ -9,8 +9,7 @@ mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,8 +24,7 @@ _SMALL_ALIGNMENT = 64  # that of storages below `_SMALL` bytes: enough for every
 _SMALL = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Adoptee:
+class Adoptee(NamedTuple):
     """One storage to adopt, and every tensor known to use it."""
 
     name: str

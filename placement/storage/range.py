@@ -61,8 +61,6 @@ class PlacedStorage:
     are stray references."""
 
     def storage(self) -> torch.UntypedStorage | None:
-        if self.ref.expired():
-            return None
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
     def uses(self) -> int:
@@ -286,6 +284,12 @@ class AddressMap(Generic[T]):
             return None
         return self._spans[index][2], address - self._bases[index]
 
+    def all_at(self, addresses: Iterable[int]) -> Iterator[T | None]:
+        """The value of the span that each address lies in; None where it lies in none."""
+        spans, asked = [(0, 0, None), *self._spans], list(addresses)
+        indices = map(bisect.bisect_right, itertools.repeat(self._bases), asked)
+        return (spans[index][2] if address < spans[index][1] else None for address, index in zip(asked, indices, strict=True))
+
 
 class Owner(Protocol):
     """The `ManagedStorage` that a range belongs to. (The owners of an optimizer's handle are the handles of modules.)"""
@@ -312,14 +316,16 @@ class _RangeOwners:
         self._change = next(self._changes)
 
     def owner_of(self, address: int) -> Owner | None:
-        """The owner of the range that an address lies in; None where there is no range, or its owner is gone."""
+        return self.owners_of((address,))[0]
+
+    def owners_of(self, addresses: Iterable[int]) -> list[Owner | None]:
+        """The owner of the range that each address lies in; None where there is no range, or its owner is gone."""
         change, known = self._map
         if change != self._change:
             change, living = self._change, [(r.layout.addresses.base, r.nbytes, owner) for owner in self._owners for r in owner.ranges]
             known = AddressMap((base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living)
             self._map = change, known
-        found = known.at(address)
-        return None if found is None else found[0]()
+        return [None if found is None else found() for found in known.all_at(addresses)]
 
 
 RANGES = _RangeOwners()

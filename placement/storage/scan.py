@@ -98,8 +98,9 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
 
 def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
     """The storage of these tensors of the object, and of those that state dicts show. One with elements names it, if there is any."""
-    found.sort(key=lambda each: not each.tensor.numel())
-    return Adoptee(found[0].name, found[0].tensor.untyped_storage(), (*(each.tensor for each in found), *shown), tuple(found))
+    if len(found) > 1:
+        found.sort(key=lambda each: not each.tensor.numel())
+    return Adoptee(found[0].name, found[0].tensor.untyped_storage(), (*[each.tensor for each in found], *shown), tuple(found))
 
 
 class _Walk:
@@ -114,14 +115,12 @@ class _Walk:
         self.in_place = in_place = list[Owned]()  # the tensors whose storages are adopted and at their places
         self.elsewhere = elsewhere = dict[int, list[Owned]]()  # adopted storages that are not at their places
         self.new = new = dict[int, list[Owned]]()  # storages that are not adopted and not empty
-        self.aliases = aliases = dict[int, int]()  # how many tensors use each storage
-        self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to the keys of `aliases`
+        self.references = references = [entry.ref for r in ranges for entry in r.placed]  # weak references to `storages`, and more
         self.versions = Versions(placed_at := list[int](), versions := list[int]())
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
             storages.append(key)
-            aliases[key] = aliases.get(key, 0) + 1
             if (address := places.get(key)) is None:
                 references.append(StorageWeakRef(storage))
                 if storage.nbytes():
@@ -200,7 +199,7 @@ class StorageScanner:
         BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
-        self.aliases = dict(Counter(walk.aliases) + Counter(host.cdata for host in hosts)) if hosts else walk.aliases
+        self.aliases = dict(Counter([*walk.storages, *(host.cdata for host in hosts)]))
         self._last = None
         if walk.storages and len(walk.in_place) == len(walk.storages) and (seen := self.adapter.unchanged()) is not None:
             self._last = ranges, walk.storages, seen.addresses, seen.versions
@@ -208,13 +207,10 @@ class StorageScanner:
         for tensor in self.state_dict_tensors:
             shown[tensor.untyped_storage()._cdata].append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if walk.elsewhere else {}
-        relocated = [Relocated(*entries[key], _adoptee(each, shown[key])) for key, each in walk.elsewhere.items()]
-        lasting: list[Adoptee] = []
-        transient: list[Adoptee] = []
-        for adoptee in [_adoptee(each, shown[key]) for key, each in walk.new.items()]:
-            if adoptee.owned[0].tensor.numel():
-                (transient if adoptee.owned[0].transient else lasting).append(adoptee)
-        return Scan(lasting, transient, relocated, walk.in_place)
+        relocated = [Relocated(*entries[key], _adoptee(each, shown.get(key, ()))) for key, each in walk.elsewhere.items()]
+        adoptees = [_adoptee(each, shown.get(key, ())) for key, each in walk.new.items()]
+        moving = [(each, each.owned[0].transient) for each in adoptees if each.owned[0].tensor.numel()]
+        return Scan([each for each, goes in moving if not goes], [each for each, goes in moving if goes], relocated, walk.in_place)
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
@@ -255,7 +251,7 @@ class StorageScanner:
         hosts = self._note_borrowed()
         self.discovered, self.versions = frozenset(), Versions(keys, found.versions)
         self._alive = [*(entry.ref for r in ranges for entry in r.placed), *hosts]
-        self.aliases = dict(Counter(keys) + Counter(host.cdata for host in hosts))
+        self.aliases = dict(Counter([*keys, *(host.cdata for host in hosts)]))
         self._last = ranges, keys, found.addresses, found.versions
         return True
 
@@ -263,18 +259,18 @@ class StorageScanner:
         """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None. An
         optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
         whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen."""
-        owners = {key: RANGES.owner_of(each[0].tensor.untyped_storage().data_ptr()) for key, each in found.items()}
-        theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
+        owners = RANGES.owners_of(each[0].tensor.untyped_storage().data_ptr() for each in found.values())
+        theirs = {key: owner for key, owner in zip(found, owners, strict=True) if owner is not None and owner is not self._owner()}
         modules: Collection[Owner] = ()
         if self.adapter.kind == "optimizer" and found and not self.adapter.hands_back:
-            steps = {RANGES.owner_of(each.untyped_storage().data_ptr()) for each in self.adapter.stepped()}
+            steps = {*RANGES.owners_of(each.untyped_storage().data_ptr() for each in self.adapter.stepped())}
             modules = [each for each in steps if each is not None and each is not self._owner()]
         for other in _SCANNERS if found and not self.adapter.hands_back else ():
             owner = other._owner()
             shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
             if owner is None or other is self or not (owner in modules or shares):
                 continue
-            now = {tensor.untyped_storage()._cdata for tensor in other.tensors_now()}
+            now = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
             theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.discovered) and key not in theirs}
         for key, owner in theirs.items():
             first = next((owned for owned in found[key] if not owned.held), found[key][0])

@@ -7,7 +7,6 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -80,9 +79,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None:
     """The problem of a tensor and its remedy, as text for an error message; None when the tensor can be moved."""
-    if is_lazy(tensor):
-        return "has no shape yet: run one forward pass before registering"
     if not is_plain_type(type(tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_lazy(tensor):
+            return "has no shape yet: run one forward pass before registering"
         kind = type(tensor)
         return (
             f"is a {kind.__module__}.{kind.__qualname__}: only plain tensors and parameters can be moved now; "
@@ -274,8 +273,7 @@ def restore(wrapper: torch.Tensor, outline: Outline) -> None:
             setattr(wrapper, name, getattr(fresh, name))
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(NamedTuple):
     """One tensor of an object."""
 
     name: str  # the name as users would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"
