@@ -58,16 +58,6 @@ class Crates(Framework):
         return (" in a bad mood,", "wait") if getattr(optimizer, "is_moody", False) else None
 
 
-class LateCrates(Framework):
-    """One that is imported after the optimizer was registered."""
-
-    packages = ("late_crates",)
-
-    @classmethod
-    def optimizer_scalars(cls, objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((f"scale {index}", torch.ones(3)) for index, _ in enumerate(objects))
-
-
 @pytest.fixture
 def crates() -> Iterator[type[Framework]]:
     base.add(Crates)
@@ -118,7 +108,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_it_is_asked_for_scalars_from_its_import_on(manager: placement.Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    base.add(LateCrates)
+    scalars = classmethod(lambda cls, objects: [("scale", torch.ones(3))])
+    late = type("LateCrates", (Framework,), {"packages": ("late_crates",), "optimizer_scalars": scalars})
+    base.add(late)
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     manager.register("actor", model, role="actor")
@@ -127,7 +119,7 @@ def test_it_is_asked_for_scalars_from_its_import_on(manager: placement.Manager, 
     with manager.phase("train"):
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-    base.remove(LateCrates)
+    base.remove(late)
     assert handle.foreign_bytes == 12
 
 
