@@ -7,7 +7,6 @@ because a loss scaler makes them NaN and then skips the step.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -31,7 +30,7 @@ _NUMBERS = sorted(
 """The signed integers that poison reads as, in every width, and as which they come out of a conversion (to a narrower type: -1)."""
 _SAMPLES = 8
 _PIECE = 1 << 24  # the elements that are looked at together. It bounds the memory that a look in full takes.
-_ALLOCATION = 1 << 20  # the bytes above which torch's allocator takes 20 MiB of the device at once
+_TOGETHER = (1 << 20) // (8 * _SAMPLES)  # the tensors that are sampled together: above 1 MiB torch's allocator takes 20 MiB at once
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _CAUSES = (
     "Either they were computed from a tensor of an offloaded handle, which reads NaN (an average of weights, an anchor to another model or "
@@ -82,35 +81,36 @@ def listed(names: Sequence[str]) -> str:
 # --- the look at an object
 
 
+Asked = Sequence[tuple[Range, "Samples", Sequence[tuple[Sequence[str], torch.Tensor, Callable[[], torch.Tensor]]]]]
+"""The names of each range's tensors, whether each may be NaN throughout (on the device), and what gives the number of those that may."""
+
+
 class Samples:
-    """A few elements of every tensor in one range, read as the 8-byte words in which they lie: one kernel reads those of all types."""
+    """A few elements of every tensor in one range, read as the 8-byte words in which they lie, and looked at on the device: there may be
+    tens of thousands of tensors, and only a number has to come to the host."""
 
     def __init__(self, r: Range, places: Mapping[str, Place], device: torch.device) -> None:
         self.placed = r.placed
         alike = {(entry.offset, form): (name, entry, form) for name, (_, entry, form) in places.items() if 0 not in form[2]}
-        tensors = sorted(alike.values(), key=lambda each: str(each[2][0]))
-        self._groups = [(_REAL.get(dtype, dtype), [*those]) for dtype, those in itertools.groupby(tensors, key=lambda each: each[2][0])]
-        self.places = {name: (entry, form) for name, entry, form in tensors}  # without the range, which is the key in a weak table of these
-        offsets = torch.tensor([_spots(*each) for each in self.places.values()], dtype=torch.int64, device="cpu").view(-1, _SAMPLES)
-        sizes = torch.tensor([dtype.itemsize for dtype, those in self._groups for _ in those], dtype=torch.int64, device="cpu")
-        self._elements = (torch.arange(0, 8 * _SAMPLES, 8, device="cpu") + offsets % 8) // sizes.view(-1, 1)
-        """The place of each sample among the elements of its tensor's words."""
-        self.words = [part.to(device) for part in (offsets // 8).flatten().split(_ALLOCATION // 8)]  # the words' indices in the range
+        self.places = {name: (entry, form) for name, entry, form in alike.values()}  # without the range: it is the key in a weak table
+        self._groups: list[tuple[torch.dtype, list[str], torch.Tensor, torch.Tensor]] = []
+        """Tensors of one dtype: their names, the indices of their words in the range, and each sample's place among the words' elements."""
+        for dtype in dict.fromkeys(form[0] for _, form in self.places.values()):
+            names, real = [name for name, (_, form) in self.places.items() if form[0] == dtype], _REAL.get(dtype, dtype)
+            for some in [names[start : start + _TOGETHER] for start in range(0, len(names), _TOGETHER)]:
+                offsets = torch.tensor([_spots(*self.places[name]) for name in some], dtype=torch.int64, device="cpu")
+                elements = (torch.arange(0, 8 * _SAMPLES, 8, device="cpu") + offsets % 8) // real.itemsize
+                self._groups.append((real, some, (offsets // 8).to(device), elements.to(device)))
 
-    def suspects(self, words: torch.Tensor) -> Iterator[str]:
-        """The names of the tensors that may be NaN throughout, by what the device has in their words."""
-        start = 0
-        for dtype, those in self._groups:
-            part, signed = slice(start, start := start + len(those)), BITS[dtype.itemsize]
-            mine = words.view(-1, _SAMPLES)[part].view(signed).gather(1, self._elements[part])
+    def ask(self, device: Device, words: torch.Tensor) -> Iterator[tuple[Sequence[str], torch.Tensor, Callable[[], torch.Tensor]]]:
+        """Have the device look at the samples in the range's words. See `Asked`."""
+        for dtype, names, indices, elements in self._groups:
+            mine = words[indices].view(BITS[dtype.itemsize]).gather(1, elements)
             wrong = are_nan(mine.view(dtype))
             if dtype.itemsize == 1 or not dtype.is_floating_point:
                 wrong |= are_poison(mine)
-            rows = (wrong.sum(1) >= _SAMPLES - 1).nonzero().flatten().tolist()  # one may be a number: see `has_nan`
-            yield from (those[row][0] for row in rows)
-
-
-Asked = Sequence[tuple[Range, Samples, Sequence[Callable[[], torch.Tensor]]]]
+            rows = wrong.sum(1) >= _SAMPLES - 1  # one may be a number: see `has_nan`
+            yield names, rows, device.ask(rows.sum().view(1))
 
 
 class NanCheck:
@@ -135,8 +135,7 @@ class NanCheck:
             samples = self._samples.get(r)
             if samples is None or samples.placed is not r.placed:
                 samples = self._samples[r] = Samples(r, self._ranges.places([r]), self._device.torch_device)
-            words = r.on_device(0, r.nbytes).view(torch.int64)
-            asked.append((r, samples, [self._device.ask(words[indices]) for indices in samples.words]))
+            asked.append((r, samples, [*samples.ask(self._device, r.on_device(0, r.nbytes).view(torch.int64))]))
         return asked
 
     def put_right(self, asked: Asked) -> None:
@@ -196,7 +195,8 @@ class NanCheck:
     def _gone(self, asked: Asked) -> dict[str, Place]:
         """The tensors in place that are NaN throughout and were numbers, as far as is known. Those that have become NaN in part beside
         them, too: they would spoil the others at the next use. By itself that may be meant."""
-        suspects = [name for _, samples, words in asked for name in samples.suspects(torch.cat([part() for part in words]))]
+        found = [(names, rows) for *_, groups in asked for names, rows, count in groups if int(count())]
+        suspects = [names[row] for names, rows in found for row in rows.nonzero().flatten().tolist()]
         everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
         places = {name: place for name, place in everything if not place.entry.ref.expired()}
         likely = [name for name in suspects if name in places and _is_gone(places[name].on_device())]
