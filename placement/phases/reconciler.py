@@ -1,7 +1,7 @@
 """One phase transition: ask the policy for a plan, agree on it with the group, lease the memory, and move the handles; or go back.
 
-`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at phase transitions, while there are such handles and
-at two looks after that, and remembered until a transition raises them.
+`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase transition, and remembered until one
+raises them.
 """
 
 from __future__ import annotations
@@ -332,9 +332,6 @@ def _decision(handle: Handle, plan: Plan) -> str:
 # --- writes into the memory of offloaded handles
 
 
-_READ_AFTER = 2  # looks: the first reads what was begun before the last load, the second what was begun behind it
-
-
 class WrongWrites:
     """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error."""
 
@@ -344,7 +341,6 @@ class WrongWrites:
         self._handles = handles
         self._found: dict[str | None, list[str]] = {}
         """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
-        self._num_idle = 0  # how many looks in a row have found no poison behind any handle
 
     def look(self, *, wait: bool, at_counters: bool = False) -> None:
         """Look for writes since the last look. See `look_at_poison`."""
@@ -360,11 +356,6 @@ class WrongWrites:
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
         """Ask the device for changed poison; without `wait`, a later look has the answer. If it found some, or `at_counters`, look at every
         tensor's version counter, too: it tells the tensor's name."""
-        # The comparison that one look begins is read by the next. After that there is nothing to find until something is offloaded, and the
-        # look before that waits.
-        self._num_idle = 0 if wait or next(self._offloaded(), None) is not None else self._num_idle + 1
-        if self._num_idle > _READ_AFTER and not at_counters:
-            return
         # Wait if writes are known by name already, so that a late comparison does not report the same writes once more.
         is_damaged = self._device.heal_poison(wait or bool(self._found))
         if is_damaged or at_counters:

@@ -17,7 +17,7 @@ _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
 class Poison:
     """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere. They are compared at
-    phase transitions, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
+    every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
     `view`: all bytes of both chunks, on the device.
     `answer`: two words for the result. Not torch's pinned memory, which kills a forked child that drops it."""
 
