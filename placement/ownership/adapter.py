@@ -25,7 +25,7 @@ from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import reference
 from placement.frameworks.base import Framework
-from placement.tensors.plain import OBJECT_LEVELS, Owned, is_leaf, nested_tensors, problem_of, version_of
+from placement.tensors.plain import OBJECT_LEVELS, Owned, has_fields, is_leaf, nested_tensors, problem_of, version_of
 
 MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
@@ -182,7 +182,7 @@ class Adapter(abc.ABC):
 
 class Steady:
     """A record of a module tree as of the last walk, which found `owned`, none of it loose or part of a wrapper. `containers`: identities
-    of attributes that may come to contain tensors. It keeps no tensor and no module alive."""
+    of attributes that may come to contain tensors. It keeps no tensor and no module alive. Raises KeyError: one has a method's name."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
         same: dict[tuple[str, ...], list[weakref.ref[torch.nn.Module]]] = {}
@@ -192,13 +192,12 @@ class Steady:
         self._alike = [(operator.itemgetter(*read[names]), len(read[names]), those) for names, those in same.items()]
         """For modules with the same attributes: what reads registries and all but bookkeeping, how many these are, and the modules."""
         self._lengths, _, values = self._read()
-        self._ids = list(map(id, values))
-        self._types = list(map(type, values))
+        self._ids, self._types = list(map(id, values)), list(map(type, values))
         place = _places(self._ids)
         self._owned = list(map(place.__getitem__, map(id, owned)))
         self._others = sorted({*itertools.compress(itertools.count(), _are_tensors(self._types))}.difference(self._owned))
         self._forms_of_others = _forms(map(values.__getitem__, self._others))
-        self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
+        self._containers = list(map(place.__getitem__, containers))
         self._versions: list[int] = []  # the versions of the owned tensors at the last look
         self._watched: tuple[list[weakref.ref[torch.nn.Module]], list[str]] | None = None
         """The modules and names of a few parameters that are trained, spread over the tree."""
@@ -224,7 +223,8 @@ class Steady:
     def _have_only_guards_come(self) -> bool:
         """Whether the modules have no more attributes than at the last walk, but for what is called in place of methods."""
         found = [(fields, fields.keys() - MODULE_FIELDS, n) for _, n, those in self._alike for fields in map(_FIELDS, map(_ALIVE, those))]
-        are_methods = all(callable(fields[name]) for fields, names, _ in found for name in names & _KNOWN)
+        come = [fields[name] for fields, names, _ in found for name in names & _KNOWN]
+        are_methods = all(map(callable, come)) and not any(map(has_fields, map(type, come)))
         return are_methods and all(len(names - _KNOWN) == count - len(_REGISTRIES) for _, names, count in found)
 
     def stands(self) -> bool:
@@ -264,11 +264,9 @@ class SteadyState:
         self._optimizers = list(map(reference, optimizers))
         self._counts = _counts(optimizers)
         self._holders, values = _state(optimizers)
-        self._ids = list(map(id, values))
-        self._types = list(map(type, values))
+        self._ids, self._types = list(map(id, values)), list(map(type, values))
         self._owned = list(map(_places(self._ids).__getitem__, map(id, owned)))
-        moved = map({*map(id, owned)}.__contains__, self._ids)
-        self._staying = list(map(operator.gt, _are_tensors(self._types), moved))  # tensors that are not moved
+        self._staying = list(map(operator.gt, _are_tensors(self._types), map({*map(id, owned)}.__contains__, self._ids)))  # not moved
         self.leaves_numbers_alone = self._leaves_numbers_alone(values)
 
     def stands(self) -> bool:

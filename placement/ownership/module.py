@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ class ModuleAdapter(Adapter):
         # A walk for handing back refuses nothing, so the next one has to look at everything.
         is_loose = any(each.transient or each.wrapper is not None for each in found)
         if not (is_loose or self.frameworks or self._nests or self._immovable or self.hands_back):
-            self.steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
+            with suppress(KeyError):
+                self.steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
     def unchanged(self) -> Seen | None:

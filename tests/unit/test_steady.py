@@ -30,6 +30,8 @@ CHUNK = 16384
 class Forward:
     """A call with a tensor of its own."""
 
+    __call__ = dict
+
     def __init__(self) -> None:
         self.scale = torch.ones(2)
 
@@ -51,11 +53,6 @@ class Net(nn.Module):
         self.number = 7
 
 
-def two_parameters_that_changed_places(net: Net) -> None:
-    first, second = net.body[0], net.body[1]
-    first._parameters["weight"], second._parameters["weight"] = second.weight, first.weight
-
-
 CHANGES: dict[str, Callable[[Net], object]] = {
     "nothing": lambda net: None,
     "gradients": lambda net: net.body(torch.randn(2, 3)).sum().backward(),
@@ -64,7 +61,9 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "a_tensor_without_elements_that_joins_a_graph": lambda net: net.empty.mul_(net.body[0].bias.sum()),
     "another_parameter": lambda net: setattr(net.body[1], "weight", nn.Parameter(torch.randn(3, 3))),
     "a_parameter_more": lambda net: net.register_parameter("lora", nn.Parameter(torch.randn(2))),
-    "two_parameters_that_changed_places": two_parameters_that_changed_places,
+    "two_parameters_that_changed_places": lambda net: [
+        each._parameters.update(weight=weight) for each, weight in zip(net.body, [net.body[1].weight, net.body[0].weight], strict=True)
+    ],
     "tensors_that_were_swapped": lambda net: torch.utils.swap_tensors(net.body[1].weight, nn.Parameter(torch.randn(3, 3))),
     "other_data": lambda net: setattr(net.body[1].weight, "data", torch.randn(3, 3)),
     "another_attribute": lambda net: setattr(net, "scale", torch.randn(2)),
@@ -72,6 +71,8 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "an_attribute_more": lambda net: setattr(net, "more", torch.randn(4)),
     "an_attribute_for_another": lambda net: (delattr(net, "number"), setattr(net, "cache", torch.randn(4))),
     "a_forward_of_its_own": lambda net: setattr(net, "forward", Forward()),
+    "a_method_of_its_own": lambda net: setattr(net, "half", Forward()),
+    "a_tensor_under_a_method's_name": lambda net: setattr(net, "half", torch.ones(2)),
     "a_tensor_in_a_list": lambda net: net.notes.append(torch.randn(2)),
     "another_module": lambda net: setattr(net.body, "1", nn.Linear(3, 3, bias=False)),
     "a_module_more": lambda net: setattr(net, "head", nn.Linear(3, 1)),
@@ -121,9 +122,8 @@ class Scene:
         return found
 
     @property
-    def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = self.entry["exp_avg"]
-        return found
+    def tensor(self) -> Any:
+        return self.entry["exp_avg"]
 
     def replace(self, value: Any) -> None:
         self.kept.append(self.tensor)
