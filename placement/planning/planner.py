@@ -201,8 +201,8 @@ class Planner:
 def _follow_param_groups(handles: Iterable[Handle]) -> bool:
     """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any. This looks
     at every parameter, so the optimizers that a phase does not use are not asked."""
-    optimizers = [handle.storage for handle in handles if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage)]
-    return True in [each.follow_param_groups() for each in optimizers]  # a list: each must be asked
+    storages = [handle.storage for handle in handles if handle.kind == "optimizer"]
+    return True in [each.follow_param_groups() for each in storages if isinstance(each, ManagedStorage)]  # each must be asked
 
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:

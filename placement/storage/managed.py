@@ -96,7 +96,7 @@ class ManagedStorage(AdoptedStorage):
 
     def adopt_dropped(self) -> None:
         """Adopt state that has become the offloaded optimizer's own since its offload: modules have dropped it as their gradient."""
-        if self.adapter.lent_gradients() and not self.on_device and self.is_consistent:
+        if not self.on_device and self.is_consistent and self.adapter.lent_gradients():
             with suppress(HostMemoryError):  # it stays on the device, and the next phase transition tries again
                 self.adopt_restored()
 
