@@ -53,8 +53,9 @@ class PhaseHistory:
         for place in reversed(range(len(phases))[-MOST_PHASES:]):
             if longest >= place:
                 break  # fewer phases are before all places that are left
-            if (not is_known or phases[place] == phase) and (length := _common_end(phases[:place], phases)) > longest:
-                longest, after = length, place
+            more = longest + 1  # a better place has at least so many in common
+            if (not is_known or phases[place] == phase) and phases[place - more : place] == phases[len(phases) - more :]:
+                longest, after = _common_end(phases[:place], phases), place
         return tuple(phases[after + is_known :])
 
 
@@ -201,8 +202,8 @@ class Planner:
 def _follow_param_groups(handles: Iterable[Handle]) -> bool:
     """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any. This looks
     at every parameter, so the optimizers that a phase does not use are not asked."""
-    storages = [handle.storage for handle in handles if handle.kind == "optimizer"]
-    return True in [each.follow_param_groups() for each in storages if isinstance(each, ManagedStorage)]  # each must be asked
+    optimizers = [handle.storage for handle in handles if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage)]
+    return True in [each.follow_param_groups() for each in optimizers]  # a list: each must be asked
 
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
@@ -337,8 +338,11 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
 
 def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    elsewhere = [handle for handle in handles.values() if not handle.is_at(target_of(handle, plan))]
-    return not elsewhere
+    for handle in handles.values():
+        target = target_of(handle, plan)
+        if handle.node != target or handle.broken is not None or not handle.storage.is_consistent_in(target[0]):
+            return False
+    return True
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:

@@ -98,7 +98,7 @@ class Handle:
         self.readonly = readonly  # whether the values never change
         self.owners: tuple[Handle, ...] = ()  # for an optimizer: the module handles whose parameters it steps
         self.counters = HandleCounters()
-        self.state = State.CPU_OFFLOADED
+        self.state: State = State.CPU_OFFLOADED
         """The state, which says what may be done with the object now. Only `fire` changes it, by the machine that all handles share."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
@@ -375,10 +375,6 @@ class Handle:
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         # Without modules the owners' are gone, and the optimizer is still used.
         return sum(id(parameter) not in known for parameter in self.adapter.parameters() if modules)
-
-    def is_at(self, node: Node) -> bool:
-        """Whether the handle is in a state, with the bytes on its side, and nothing has to be repaired."""
-        return self.node == node and self.broken is None and self.storage.is_consistent_in(node[0])
 
     def require(self, trigger: Trigger) -> None:
         """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the handle is broken."""

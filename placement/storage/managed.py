@@ -296,7 +296,7 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
             self.object_ranges.may_be_written = True
-        self._unadopted_bytes = 0
+        self.unadopted_bytes = 0
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
