@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from placement import Plan, State, View
 
-from .colocated import Colocated, OptimizerIn, optimizers, parts_of
+from .colocated import Colocated, OptimizerIn, parts_of
 
 
 class Resident(Colocated):
@@ -33,10 +33,11 @@ class Resident(Colocated):
         if view.phase == "checkpoint":
             return plan
         plan = _whole_where_it_fits(view, plan)
-        rest = [h for h in view.handles.values() if h.built and not h.external and plan[h.name] is State.CPU_OFFLOADED]
+        rest = [h for h in view.handles.values() if h.built and not h.external and plan.targets[h.name] is State.CPU_OFFLOADED]
         staying = [h for h in rest if h.state is not State.CPU_OFFLOADED]
         room = view.budget_bytes - view.bytes_of(plan)
-        evicted = view.evicted({h.name: h.num_bytes for h in staying}, sum(h.num_bytes for h in staying) - room)
+        sizes = {h.name: h.num_bytes for h in staying}
+        evicted = view.evicted(sizes, sum(sizes.values()) - room)
         kept = [h for h in staying if h.name not in evicted]
         if view.phase == "idle":
             room -= sum(h.num_bytes for h in kept)
@@ -44,6 +45,8 @@ class Resident(Colocated):
                 if handle.state is State.CPU_OFFLOADED and handle.num_bytes <= room:
                     kept.append(handle)
                     room -= handle.num_bytes
+        if not kept:
+            return plan
         targets = {**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}
         return view.total_plan(targets, plan.streamed, plan.dropped, {**plan.parts, **parts_of(kept)})
 
@@ -55,7 +58,7 @@ def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
         wider = replace(plan, parts={**plan.parts, name: view.handles[name].resident_tags | needed})
         if view.fits(wider):
             plan = wider
-    for name in [h.name for h in optimizers(view) if h.name in plan.streamed]:
+    for name in [name for name in view.handles if name in plan.streamed]:
         whole = replace(plan, streamed=plan.streamed - {name})
         if view.fits(whole):
             plan = whole

@@ -257,7 +257,7 @@ class View:
 
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
         """The handles with one of these roles, in registration order; only of one kind if `kind` is given."""
-        return tuple(h for h in self.handles.values() if h.role in roles and kind in (None, h.kind))
+        return tuple([h for h in self.handles.values() if h.role in roles and kind in (None, h.kind)])
 
     @property
     def known_phases(self) -> tuple[str, ...]:
@@ -315,11 +315,10 @@ class View:
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:
     """Device bytes that one handle has under a plan. External handles count 0, a streamed step the most that it holds."""
-    if handle.external:
+    if handle.external or (state := plan.targets[handle.name]) is State.CPU_OFFLOADED:
         return 0
-    if not plan.on_device(handle.name):
-        is_stepped = handle.name in plan.streamed and plan.targets[handle.name] is State.TRAINING
-        return handle.window_bytes if is_stepped else 0
+    if handle.name in plan.streamed:
+        return handle.window_bytes if state is State.TRAINING else 0
     tags = plan.parts.get(handle.name)
     return handle.num_bytes if tags is None else sum(handle.tags.get(tag, 0) for tag in tags)
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -19,6 +19,7 @@ from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal, Record
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
+from placement.engines.tagged import Residency
 from placement.group.vote import Agree
 from placement.planning.planner import target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
@@ -29,9 +30,6 @@ from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
-
-if TYPE_CHECKING:
-    from placement.engines.tagged import Residency
 
 _BEFORE_MOVES = ((Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),)
 _FROM_MOVES_ON = ((Trigger.OFFLOAD,), (Trigger.LOAD,), tuple(Trigger))
@@ -44,8 +42,8 @@ Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
 def _residency_of(handle: Handle) -> Residency:
-    assert handle.residency is not None
-    return handle.residency
+    assert isinstance(handle.storage, Residency)
+    return handle.storage
 
 
 def _lacks(engine: Handle, plan: Plan) -> bool:
@@ -54,18 +52,18 @@ def _lacks(engine: Handle, plan: Plan) -> bool:
 
 def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
-    engines = [handle for handle in handles.values() if handle.residency is not None]
+    engines = [handle for handle in handles.values() if isinstance(handle.storage, Residency)]
     return [handle for handle in handles.values() if handle not in engines], engines
 
 
 def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
     """The storages that the plan takes out of TRAINING, dropping their gradients."""
-    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
-    return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
+    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING and target_of(h, plan)[0] is not h.state]
+    return tuple([h.holding for h in leaving if h.holding is not None])
 
 
-def _path(handle: Handle, target: Node) -> list[Trigger]:
-    if wanted := PATHS[handle.node, target]:
+def _path(handle: Handle, source: Node, target: Node) -> list[Trigger]:
+    if wanted := PATHS[source, target]:
         handle.require(wanted[0])
     return [*wanted]
 
@@ -123,7 +121,7 @@ class Mover:
             if agree is not None and (any(have_left) or any(not target_of(each, plan)[1] for each in writes)):
                 agree(plan, "engines left", False)
                 go_on(_AFTER_ENGINES)
-            paths = [(handle, _path(handle, target_of(handle, plan))) for handle in others]
+            paths = [(handle, _path(handle, source, target_of(handle, plan))) for handle, source in sources.items()]
             self._fire_steps(paths, _BEFORE_MOVES)
             self._move(paths)
             self._fire_steps(paths, _FROM_MOVES_ON)
@@ -189,7 +187,7 @@ class Mover:
         targets = {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
         paths: list[tuple[Handle, list[Trigger]]] = []
         try:
-            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, targets[handle]))))
+            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, handle.node, targets[handle]))))
             is_moved = any(triggers for _, triggers in paths)
             self._fire_steps(paths, _BEFORE_MOVES, errors)
             for _ in range(len(paths) + 1):
@@ -322,10 +320,13 @@ class Mover:
             with self._failing([(handle, trigger)]):
                 handle.require(trigger)
             self._move([(handle, [trigger])])
-        with self._failing([(handle, trigger)]):
+        try:
             handle.require(trigger)
             moved = self._work(handle, trigger, tags)
             handle.fire(trigger)
+        except BaseException as error:
+            self._journal.failed(handle.counters, handle.name, trigger, error)
+            raise
         self._record(handle, trigger, source, began, moved)
 
     def _work(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None) -> MoveResult:
@@ -338,7 +339,7 @@ class Mover:
             self._device.trim()  # the buckets' memory, in torch's cache or lent to another process, is for who comes next
         if trigger not in _MOVES:
             return MoveResult()
-        if (residency := handle.residency) is not None:
+        if isinstance(residency := handle.storage, Residency):
             began = time.monotonic()
             tags = residency.resident_tags if tags is None else tags
             copied = residency.offload(tags) if trigger is Trigger.OFFLOAD else residency.load(tags)
@@ -384,8 +385,8 @@ class Mover:
 
     def _make_consistent(self, handle: Handle) -> None:
         """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes."""
-        holding, residency = handle.holding, handle.residency
-        if residency is not None:
+        holding, residency = handle.holding, handle.storage
+        if isinstance(residency, Residency):
             handle.broken = residency.doubt
             if residency.doubt is None and bool(residency.resident_tags) is (handle.state is State.CPU_OFFLOADED):
                 self._fire_all(handle, (State.GPU_RESIDENT, True) if residency.resident_tags else (State.CPU_OFFLOADED, False))

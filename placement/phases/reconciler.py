@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
 from placement.core.journal import Journal
 from placement.core.settings import Settings
-from placement.core.states import IDLE, WEIGHTS, Plan, State, View
+from placement.core.states import IDLE, WEIGHTS, HandleView, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.memory import Outside, WrittenPoison
 from placement.group.lease import lease_for
@@ -93,7 +93,7 @@ class Reconciler:
             raise
         self._refuse_stale(name, plan)
         all_are_there = is_there(handles, plan)
-        decisions = ["keep"] * len(handles) if all_are_there else [_decision(handle, plan) for handle in handles.values()]
+        decisions = ["keep"] * len(handles) if all_are_there else [_decision(handle, plan) for handle in view.handles.values()]
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
@@ -323,9 +323,9 @@ class Reconciler:
                 )
 
 
-def _decision(handle: Handle, plan: Plan) -> str:
+def _decision(handle: HandleView, plan: Plan) -> str:
     """The word under which the journal counts what a plan does with a handle (`Journal.decisions`)."""
-    on, wanted = handle.is_on_device, plan.on_device(handle.name)
+    on, wanted = handle.state is not State.CPU_OFFLOADED and not handle.streaming, plan.on_device(handle.name)
     return "keep" if on is wanted else "load" if wanted else "offload"
 
 

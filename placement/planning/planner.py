@@ -53,8 +53,9 @@ class PhaseHistory:
         for place in reversed(range(len(phases))[-MOST_PHASES:]):
             if longest >= place:
                 break  # fewer phases are before all places that are left
-            if (not is_known or phases[place] == phase) and (length := _common_end(phases[:place], phases)) > longest:
-                longest, after = length, place
+            more = longest + 1  # a better place has at least so many in common
+            if (not is_known or phases[place] == phase) and phases[place - more : place] == phases[len(phases) - more :]:
+                longest, after = _common_end(phases[:place], phases), place
         return tuple(phases[after + is_known :])
 
 
@@ -337,8 +338,11 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
 
 def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
-    elsewhere = [handle for handle in handles.values() if not handle.is_at(target_of(handle, plan))]
-    return not elsewhere
+    for handle in handles.values():
+        target = target_of(handle, plan)
+        if handle.node != target or handle.broken is not None or not handle.storage.is_consistent_in(target[0]):
+            return False
+    return True
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:

@@ -22,7 +22,6 @@ from placement.core.errors import BrokenHandleError, IntegrityError, NotResident
 from placement.core.journal import HandleCounters
 from placement.core.states import TRANSITIONS, HandleView, State, Trigger
 from placement.engines.base import Engine
-from placement.engines.tagged import Residency
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -43,12 +42,11 @@ logging.getLogger("transitions").setLevel(logging.WARNING)  # the package logs o
 
 _MACHINE = Machine(
     model=None,
-    states=[state.value for state in State],
-    transitions=[{"trigger": trigger.value, "source": source.value, "dest": target.value} for trigger, source, target in TRANSITIONS],
-    initial=State.CPU_OFFLOADED.value,
+    states=State,
+    transitions=[{"trigger": trigger.value, "source": source, "dest": target} for trigger, source, target in TRANSITIONS],
+    initial=State.CPU_OFFLOADED,
     auto_transitions=False,
     queued=False,
-    model_attribute="_state",
 )
 
 Node = tuple[State, bool]
@@ -75,8 +73,6 @@ def _all_paths() -> dict[tuple[Node, Node], tuple[Trigger, ...]]:
 PATHS = _all_paths()
 """The shortest sequence of triggers from one node to another. Every node can reach every other."""
 
-_STATES = {state.value: state for state in State}  # faster than the enum's own lookup, which counts in a phase transition of many handles
-
 
 class Lazy:
     """A factory that is registered in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
@@ -102,8 +98,8 @@ class Handle:
         self.readonly = readonly  # whether the values never change
         self.owners: tuple[Handle, ...] = ()  # for an optimizer: the module handles whose parameters it steps
         self.counters = HandleCounters()
-        self._state = State.CPU_OFFLOADED.value
-        """The state, which only `fire` changes. The shared machine drives the handle without registering it: no added methods, no cycle."""
+        self.state: State = State.CPU_OFFLOADED
+        """The state, which says what may be done with the object now. Only `fire` changes it, by the machine that all handles share."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()  # says where the bytes are, whoever moves them
@@ -136,19 +132,9 @@ class Handle:
         return None if self._object is None else self._object()
 
     @property
-    def state(self) -> State:
-        """The state, which says what may be done with the object now."""
-        return _STATES[self._state]
-
-    @property
     def holding(self) -> ManagedStorage | None:
         """The storage, if placement moves its bytes; None if an engine or a framework does, or there is no object."""
         return self.storage if isinstance(self.storage, ManagedStorage) else None
-
-    @property
-    def residency(self) -> Residency | None:
-        """The storage, if it is that of an engine that moves its own bytes; else None."""
-        return self.storage if isinstance(self.storage, Residency) else None
 
     @property
     def resident_bytes(self) -> int:
@@ -198,7 +184,7 @@ class Handle:
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
-        return None if self.external else reason
+        return None if reason is None or self.external else reason
 
     @property
     def is_built(self) -> bool:
@@ -220,7 +206,7 @@ class Handle:
     @property
     def node(self) -> Node:
         """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
-        state = _STATES[self._state]
+        state = self.state
         if state is State.SYNCING or state is State.TRAINING:
             return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
@@ -390,13 +376,9 @@ class Handle:
         # Without modules the owners' are gone, and the optimizer is still used.
         return sum(id(parameter) not in known for parameter in self.adapter.parameters() if modules)
 
-    def is_at(self, node: Node) -> bool:
-        """Whether the handle is in a state, with the bytes on its side, and nothing has to be repaired."""
-        return self.node == node and self.broken is None and self.storage.is_consistent_in(node[0])
-
     def require(self, trigger: Trigger) -> None:
         """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the handle is broken."""
-        if self._state not in _MACHINE.events[trigger].transitions:
+        if self.state not in _MACHINE.events[trigger].transitions:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
         if self.broken is not None:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
@@ -404,9 +386,9 @@ class Handle:
     def fire(self, trigger: Trigger) -> None:
         """Commit one state transition, whose work is done. PhaseError: the table has none such. The package's own `trigger` would do the
         same in 80 calls, for callbacks that nobody registers."""
-        if (found := _MACHINE.events[trigger].transitions.get(self._state)) is None:
+        if (found := _MACHINE.events[trigger].transitions.get(self.state)) is None:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
-        _MACHINE.set_state(found[0].dest or self._state, self)
+        _MACHINE.set_state(found[0].dest or self.state, self)
 
     def look_for_strays(self) -> None:
         """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""

@@ -82,7 +82,7 @@ class AdoptedStorage(Storage):
         self.host_has_newest = threading.Event()  # cleared while an offload hides. Who is to be shown the host copy waits for it.
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
-        self._unadopted_bytes = self._born_bytes = self._num_entries = 0  # as of the last look. `_num_entries` is the adapter's.
+        self._num_entries = 0  # the adapter's, as of the last look
         self.casts: WeakIdSet[Any] = WeakIdSet()  # each `CastStorage` whose weights may be left to these values, which are their masters
 
     @cached_property
@@ -128,20 +128,12 @@ class AdoptedStorage(Storage):
             device_bytes += r.device_bytes
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
-        unadopted_bytes = self._unadopted_bytes if self.on_device else 0
+        unadopted_bytes = self.unadopted_bytes
         return device_bytes + unadopted_bytes + self.unborn_bytes, own_bytes + aside_bytes + unadopted_bytes, aside_bytes
 
     @property
     def chunk_bytes(self) -> int:
         return self.resident_bytes - self.unadopted_bytes
-
-    @property
-    def unadopted_bytes(self) -> int:
-        return self._unadopted_bytes if self.on_device else 0
-
-    @property
-    def born_bytes(self) -> int:
-        return self._born_bytes if self.on_device else 0
 
     @property
     def host_bytes(self) -> int:
@@ -166,11 +158,11 @@ class AdoptedStorage(Storage):
         """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created state."""
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
             self.adapter.follow_param_groups()
-            self._born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
+            self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
         if (unadopted_bytes := self.scanner.unadopted_bytes()) is not None:
-            self._unadopted_bytes = unadopted_bytes
+            self.unadopted_bytes = unadopted_bytes
             self.look_at_unborn()
             self.look_at_framework_memory()
 
@@ -178,7 +170,7 @@ class AdoptedStorage(Storage):
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
         self._num_entries = self.adapter.num_entries()
         self.adapter.follow_param_groups()
-        self.unborn_bytes, self._born_bytes = self._measure_unborn(), 0
+        self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
 
     def _measure_unborn(self) -> int:
         sizes = self.adapter.unborn_sizes()
@@ -430,7 +422,7 @@ class AdoptedStorage(Storage):
             self.scanner.align_wrappers()
             self.scanner.rescan()
             self.object_ranges.note_more_versions(self.scanner.versions)  # the load may fail and be tried again
-        self._unadopted_bytes = here
+        self.unadopted_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]
 

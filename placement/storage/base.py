@@ -72,16 +72,6 @@ class Storage(abc.ABC):
         return 0
 
     @property
-    def unadopted_bytes(self) -> int:
-        """The part of `resident_bytes` that is in torch's own memory. It gets a place in a range at the next offload."""
-        return 0
-
-    @property
-    def born_bytes(self) -> int:
-        """The part of `unborn_bytes` that steps have created since that measurement, in torch's own memory."""
-        return 0
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of the host copy in host memory, and of host memory reserved for state that is not created yet; an engine's own copy."""
         return 0
@@ -102,7 +92,9 @@ class Storage(abc.ABC):
         return 0
 
     can_prefetch = False  # whether bytes may arrive early: placement moves them, from a host copy of this process alone
+    unadopted_bytes = 0  # the part of `resident_bytes` in torch's own memory, which gets a place in a range at the next offload
     unborn_bytes = 0  # the part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement
+    born_bytes = 0  # the part of `unborn_bytes` that steps have created since that measurement, in torch's own memory
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
         """Update `kept_by_framework`; for an audit also with what is found only by looking everywhere."""

@@ -96,7 +96,7 @@ class ManagedStorage(AdoptedStorage):
 
     def adopt_dropped(self) -> None:
         """Adopt state that has become the offloaded optimizer's own since its offload: modules have dropped it as their gradient."""
-        if self.adapter.lent_gradients() and not self.on_device and self.is_consistent:
+        if not self.on_device and self.is_consistent and self.adapter.lent_gradients():
             with suppress(HostMemoryError):  # it stays on the device, and the next phase transition tries again
                 self.adopt_restored()
 
@@ -296,7 +296,7 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
             self.object_ranges.may_be_written = True
-        self._unadopted_bytes = 0
+        self.unadopted_bytes = 0
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
