@@ -50,7 +50,7 @@ which ranks they are.
 600 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl.
 
 400 of the lines record what an offload changes since a publication (`storage.changes`): changes alone are sent in any order of phases."""
-WALKS = {"register": (25, 12), "enter": (25, 14), "leave": (25, 14), "weights": (9, 8)}
+WALKS = {"register": (24, 12), "enter": (24, 14), "leave": (24, 14), "weights": (9, 8)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""
 
 

@@ -19,9 +19,9 @@ from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Expor
 from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
-from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, placing
+from placement.devices.host.slab import Register, Slab, wait_until_ready
+from placement.devices.inspection import placing
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20

@@ -16,8 +16,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.base import check_span, tensor_at
-from placement.devices.host.reserve import Register
-from placement.devices.host.slab import READ_WRITE, Place, ReservedSlab, check_available, map_for_life, populate
+from placement.devices.host.slab import READ_WRITE, Place, Register, ReservedSlab, check_available, map_for_life, populate
 from placement.devices.memory import SharedHostSlab
 
 
