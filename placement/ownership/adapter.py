@@ -101,10 +101,10 @@ class Adapter(abc.ABC):
         """The tensors of the last `owned()`, in order, if a quick check shows that they are the same, none loose or wrapped; else None."""
         return self.steady.look() if isinstance(self.steady, Steady) else None
 
-    def standing(self) -> object | None:
+    def record_if_current(self) -> object | None:
         """A record of the last `owned()`, to be compared by `==` with that of another call: equal if there was no walk between. None where
         a gradient or an entry of optimizer state has come since, or it cannot be told. Only a few tensors are looked at."""
-        return self.steady if self.steady is not None and self.steady.stands() else None
+        return self.steady if self.steady is not None and self.steady.seems_current() else None
 
     def other_names(self) -> Mapping[str, str]:
         """Further names of tensors that the last `owned()` yielded once (tied weights), by the yielded name."""
@@ -243,7 +243,7 @@ class Steady:
         are_methods = all(map(callable, come)) and not any(map(has_fields, map(type, come)))
         return are_methods and all(len(names - _KNOWN) == count - len(_REGISTRIES) for _, names, count in found)
 
-    def stands(self) -> bool:
+    def seems_current(self) -> bool:
         """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is None:
@@ -285,7 +285,7 @@ class SteadyState:
         self._staying = list(map(operator.gt, _are_tensors(self._types), map({*map(id, owned)}.__contains__, self._ids)))  # not moved
         self.leaves_numbers_alone = self._leaves_numbers_alone(values)
 
-    def stands(self) -> bool:
+    def seems_current(self) -> bool:
         """Whether they have as many parameters and entries as at the last walk, and the same in the first entry: a load replaces all."""
         optimizers = [alive() for alive in self._optimizers]
         return None not in optimizers and _counts(optimizers) == self._counts

@@ -223,7 +223,7 @@ class OptimizerAdapter(Adapter):
         return find(self._root())[1]
 
     def optimizers(self) -> list[Any]:
-        """The same without their paths."""
+        """The optimizers of `leaves`."""
         return [leaf.optimizer for leaf in find(self._root())[1]]
 
     def key_objects(self) -> Sequence[Any]:

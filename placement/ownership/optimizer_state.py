@@ -358,7 +358,7 @@ def _held(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _twin_of(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """The same on the meta device. A scalar gets a dimension, because meta tensors without one cannot be indexed by a mask (Rprop)."""
+    """A parameter like this one on the meta device. A scalar gets a dimension: meta tensors without one have no index by a mask (Rprop)."""
     twin = torch.empty_like(parameter, device="meta")
     return torch.nn.Parameter(twin if twin.dim() else twin.reshape(1))
 

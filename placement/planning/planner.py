@@ -21,7 +21,7 @@ from placement.registration.handle import Handle, Node
 from placement.storage.managed import ManagedStorage
 
 MOST_PHASES = 64  # how far back a history goes
-_GENERATING: dict[str, tuple[str, ...]] = {
+_COMPUTING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
     "log_prob": ("actor", "ref"),
@@ -123,15 +123,15 @@ class Planner:
             phases=self._settings.phases,
         )
 
-    def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
-        """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
+    def whereabouts(self) -> dict[str, tuple[int, bool, list[str]]]:
+        """Where each handle is: its device bytes, whether they are on the device, and an engine's tags there. Ranks compare these facts."""
         _follow_param_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
         handles = self._handles.items()
         return {name: (each.num_bytes, each.is_on_device, sorted(each.storage.resident_tags)) for name, each in handles}
 
-    def generating(self, phase: str) -> tuple[str, ...]:
+    def computing_roles(self, phase: str) -> tuple[str, ...]:
         """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
-        return _GENERATING.get(phase, tuple(self._settings.phases.get(phase, ())))
+        return _COMPUTING.get(phase, tuple(self._settings.phases.get(phase, ())))
 
     # --- the budget
 

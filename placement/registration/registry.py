@@ -95,7 +95,7 @@ class Registry:
         masters: Any = None,
     ) -> Handle:
         """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values. `ranks`: those that share the host copy."""
-        self._check_words(name, role)
+        self._check_name_and_role(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
@@ -158,7 +158,7 @@ class Registry:
         handle.guards, handle.streamed = [], None
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
 
-    def _check_words(self, name: object, role: str | None) -> None:
+    def _check_name_and_role(self, name: object, role: str | None) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RegistrationError(f"handle name {name!r} must match {NAME.pattern}")
         if name in self.handles:

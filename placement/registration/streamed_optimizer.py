@@ -259,7 +259,7 @@ class ParameterSlice(NamedTuple):
     stop: int
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """The same elements of the parameter, of its gradient, or of a tensor of its state. A view of one dimension."""
+        """The slice's elements of the parameter, of its gradient, or of a tensor of its state. A view of one dimension."""
         flat = _elements(tensor, self.parameter)
         assert flat is not None
         return flat[self.start : self.stop]

@@ -104,7 +104,7 @@ def bytes_of(chunks: Iterable[RangeChunk]) -> int:
 
 
 def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
-    """The same chunks as runs of neighbours in one range."""
+    """These chunks as runs of neighbours, each in one range."""
     for r, those in itertools.groupby(chunks, key=operator.itemgetter(0)):
         for run in runs(index for _, index in those):
             yield r, run
