@@ -51,8 +51,8 @@ class Comparison:
 
     def __init__(self, device: Device, holding: ManagedStorage, r: Range) -> None:
         self.host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
-        # which are in transient ranges, may change.
+        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs is an error. Its gradients, which are in
+        # transient ranges, may change.
         self.keeps_host_copy = holding.readonly and (r.is_shared or (self.host_prints is not None and not r.transient))
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
