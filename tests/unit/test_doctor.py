@@ -94,7 +94,7 @@ def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
         pci_address = "0000:3b:00.0"
 
         def host(self, nbytes: int) -> Slab:
-            return Slab(nbytes, register=lambda *_: "over the limit of locked memory")
+            return Slab(nbytes, pin=lambda *_: "over the limit of locked memory")
 
     looked_at = OnTheBus(capacity_bytes=1 << 50, chunk_bytes=CHUNK)
     monkeypatch.setattr(inspection, "num_nodes", lambda: 2)

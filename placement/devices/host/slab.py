@@ -55,7 +55,7 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 Place = Callable[[int, int], object]  # (address, bytes) -> ignored
-Register = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why the registration failed
+Pin = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why it failed
 Touch = Callable[[int, int, Callable[[int], bool]], str | None]
 """(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each step; stops when it returns False."""
 
@@ -63,29 +63,29 @@ _mapped: dict[int, int] = {}  # bytes by first address: what this process has ma
 
 
 def map_for_life(
-    owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
+    owner: object, nbytes: int, protection: int, flags: int, undo: list[Callable[[], None]] | None = None, *, file: int = -1
 ) -> int:
     """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
-    `pinned`: functions to call before unmapping; the list is read when the owner dies.
+    `undo`: functions to call before unmapping; the list is read when the owner dies.
     `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
     Raises OSError: the kernel refused."""
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    weakref.finalize(owner, _unmap, address, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
+    weakref.finalize(owner, _unmap, address, nbytes, [] if undo is None else undo, os.getpid()).atexit = False
     _mapped[address] = nbytes
     libc.madvise(address, nbytes, MADV_DONTFORK)
     return address
 
 
-def _unmap(address: int, nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
+def _unmap(address: int, nbytes: int, undo: list[Callable[[], None]], pid: int) -> None:
     if os.getpid() != pid:  # a forked child never had the mapping
         return
     with deferred():
         try:
-            for unpin in pinned:
-                unpin()
+            for each in undo:
+                each()
         finally:
             _mapped.pop(address, None)  # first: another thread may map memory there as soon as it is free
             libc.munmap(address, nbytes)
@@ -167,12 +167,12 @@ def _read(path: Path) -> str:
 
 # --- memory that is prepared in the background
 #
-# A few threads touch it piece by piece, and the last one registers it with the driver, in one call: the driver refuses a copy across two
-# registrations ("invalid argument"), and anybody may copy any part of a slab. The other calls of the driver wait for a registration, about
-# 1 s for 16 GB (H100), once.
+# A few threads touch it piece by piece, and the last one has the driver pin it, in one call: the driver refuses a copy across what two
+# calls have pinned ("invalid argument"), and anybody may copy any part of a slab. The driver's other calls wait for this one, about 1 s
+# for 16 GB (H100), once.
 #
 # A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
-# the memory is registered: faster than a copy from untouched pageable memory, which pays for page faults on one thread.
+# the memory is pinned: faster than a copy from untouched pageable memory, which pays for page faults on one thread.
 
 _alive: WeakIdSet[Reservation] = WeakIdSet()
 os.register_at_fork(after_in_child=_alive.clear)
@@ -186,20 +186,20 @@ class Reservation:
     def __init__(self, slab: object, nbytes: int) -> None:
         self._dead: list[object] = []
         self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
-        self.ready = threading.Event()  # set once it is registered or refused
+        self.ready = threading.Event()  # set once it is pinned or refused
         self.undo: list[Callable[[], None]] = []  # functions to call before unmapping
         self.untouched = [nbytes]  # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
-        self.pinned: bool | None = None  # whether it is registered; None while that is undecided
+        self.pinned: bool | None = None  # whether it is pinned; None while that is undecided
         self.reason: str | None = None  # why it is not
         self._address = self._nbytes = 0
         self._let_go = itertools.count(1)
         _alive.add(self)
 
-    def begin(self, address: int, nbytes: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
+    def begin(self, address: int, nbytes: int, touch: Touch | None, pin: Pin, unpin: Callable[[int], None] | None) -> None:
         """Hand the memory over to the threads.
         `touch`: allocates memory; None if it is allocated already.
-        `unregister`: undoes `register`; called for a successful registration, and for one that raised."""
-        self._touch, self._register, self._unregister = touch, register, unregister
+        `unpin`: undoes `pin`; called where that has succeeded or raised."""
+        self._touch, self._pin_by, self._unpin_by = touch, pin, unpin
         self.ready.clear()
         self.pinned = self.reason = None
         self._address, self._nbytes = address, nbytes
@@ -210,14 +210,14 @@ class Reservation:
         POOL.submit(self, len(pieces))
 
     def unpin(self) -> None:
-        """Undo the registration. Call it when `ready` is set; `begin` may be called again afterwards."""
+        """Undo the pinning. Call it when `ready` is set; `begin` may be called again afterwards."""
         self.pinned = self.reason = None
         while self.undo:
             self.undo[-1]()
             self.undo.pop()
 
     def wait(self) -> None:
-        """Wait until it is registered or refused."""
+        """Wait until it is pinned or refused."""
         while not self.ready.wait(_LOOK_SECONDS):
             interrupts.check()
 
@@ -230,7 +230,7 @@ class Reservation:
         return not self._dead and not POOL.stopping.is_set()
 
     def prepare(self, index: int) -> None:
-        """Touch one piece. After the last one, register the whole."""
+        """Touch one piece. After the last one, pin the whole."""
         start = index * PIECE_BYTES
 
         def progress(done: int) -> bool:
@@ -247,10 +247,10 @@ class Reservation:
 
     def _pin(self) -> None:
         if self.reason is None:
-            undo = functools.partial(self._unregister or (lambda _: None), self._address)
-            self.undo.append(undo)  # first, because a registration that raises may still have happened
+            undo = functools.partial(self._unpin_by or (lambda _: None), self._address)
+            self.undo.append(undo)  # first, because a call that raises may have pinned it all the same
             try:
-                self.reason = self._register(self._address, self._nbytes)
+                self.reason = self._pin_by(self._address, self._nbytes)
                 if self.reason is not None:
                     self.undo.remove(undo)
             except Exception as exc:
@@ -269,7 +269,7 @@ def promised_bytes() -> int:
 
 
 def wait_until_ready(address: int, nbytes: int) -> None:
-    """Wait until the slab of `[address, address + nbytes)` is registered or refused. It moves to the front of the queue."""
+    """Wait until the slab of `[address, address + nbytes)` is pinned or refused. It moves to the front of the queue."""
     for each in [] if POOL.stopping.is_set() else _alive:  # at interpreter exit no thread works any more
         if not each.ready.is_set() and each._address < address + nbytes and address < each._address + each._nbytes:
             POOL.hurry(each)
@@ -280,7 +280,7 @@ def wait_until_ready(address: int, nbytes: int) -> None:
 
 
 def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is registered. A cast is made on the device."""
+    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is pinned. A cast is made on the device."""
     is_plain = type(source) is type(target) is torch.Tensor
     if is_plain and source.dtype != target.dtype and target.device.type != "cpu":
         return target.copy_(upload(torch.empty_like(source, device=target.device), source, non_blocking=non_blocking))
@@ -294,20 +294,20 @@ class ReservedSlab(HostSlab):
     """Host memory with a `Reservation` of its own.
     `taken_bytes`: bytes that count as taken from now on, so that two slabs made at once count each other."""
 
-    def __init__(self, nbytes: int, taken_bytes: int, register: Register | None, unregister: Callable[[int], None] | None) -> None:
+    def __init__(self, nbytes: int, taken_bytes: int, pin: Pin | None, unpin: Callable[[int], None] | None) -> None:
         self.nbytes = nbytes
         self._size = round_up(nbytes, PAGE)
-        self._register, self._unregister = register, unregister
+        self._pin_by, self._unpin_by = pin, unpin
         self._memory = Reservation(self, taken_bytes)
         self.ready = self._memory.ready
 
     def pin(self, touch: Touch | None = None) -> None:
         """Pin all of it in the background, if the device wants that. `touch`: allocates the memory; None if it is allocated already."""
-        if self._register is None or not self.nbytes:
+        if self._pin_by is None or not self.nbytes:
             self._memory.untouched = [0]
             self.ready.set()
         else:
-            self._memory.begin(self.address, self._size, touch, self._register, self._unregister)
+            self._memory.begin(self.address, self._size, touch, self._pin_by, self._unpin_by)
 
     @property
     def pinned(self) -> bool:
@@ -319,21 +319,19 @@ class ReservedSlab(HostSlab):
 
 
 class Slab(ReservedSlab):
-    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `register` the memory is touched before the
-    constructor returns. With it the constructor returns at once, and the memory is touched and registered in the background.
+    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `pin` the memory is touched before the
+    constructor returns. With it the constructor returns at once, and the memory is touched and pinned in the background.
     `nbytes`: the exact size; 0 maps nothing.
-    `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
+    `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
     thread. A slab that it refuses stays pageable.
-    `unregister`: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
+    `unpin`: undoes `pin`, given the address. Called before the memory is freed, also for a `pin` that raised.
     `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before the memory is touched.
     Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
-    def __init__(
-        self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None, place: Place | None = None
-    ) -> None:
+    def __init__(self, nbytes: int, pin: Pin | None = None, unpin: Callable[[int], None] | None = None, place: Place | None = None) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
-        super().__init__(nbytes, round_up(nbytes, PAGE), register, unregister)
+        super().__init__(nbytes, round_up(nbytes, PAGE), pin, unpin)
         self.address = 0
         self.is_released = False  # whether the memory was given back: see `release`
         self.before_use: Callable[[], object] = lambda: None  # called for each new view, once it counts: brings back what was released
@@ -406,7 +404,7 @@ class Slab(ReservedSlab):
     def _prepare(self, *, is_touched: bool = False) -> None:
         """Touch all of the memory, now or in the background, unless it `is_touched`, and have it pinned."""
         # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
-        if not is_touched and (self._register is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
+        if not is_touched and (self._pin_by is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
             populate(self.address, self._size)
             is_touched = True
         self.pin(None if is_touched else _touch)
