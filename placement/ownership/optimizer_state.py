@@ -44,7 +44,7 @@ class Leaf:
         return self.wraps and not self.optimizer.state
 
 
-def find(root: Any) -> tuple[list[Any], list[Leaf]]:
+def optimizers_in(root: Any) -> tuple[list[Any], list[Leaf]]:
     """All objects on the way to the optimizers in an object, and each optimizer with a state of its own, inner ones first. There are none
     in None, an object that was garbage-collected."""
     objects: list[Any] = []

@@ -26,7 +26,7 @@ from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.optimizer_state import find, undo_initial_step
+from placement.ownership.optimizer_state import optimizers_in, undo_initial_step
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
@@ -397,6 +397,6 @@ def _is_known(optimizer: Any) -> bool:
     if _is_guarded(optimizer):
         return True
     roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
-    held = (value for root in roots for each in find(root)[0] for value in getattr(each, "__dict__", {}).values())
+    held = (value for root in roots for each in optimizers_in(root)[0] for value in getattr(each, "__dict__", {}).values())
     parts = (each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,) for each in held)
     return any(part is optimizer for part in itertools.chain.from_iterable(parts))

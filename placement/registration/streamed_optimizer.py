@@ -25,7 +25,7 @@ from placement.core.errors import PhaseError
 from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.optimizer_state import find
+from placement.ownership.optimizer_state import optimizers_in
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
@@ -326,7 +326,7 @@ def allow(cls: type) -> type:
 
 def refusal(root: Any) -> str | None:
     """Why the step of a registered optimizer cannot be made in parts, and what to do; None if it can."""
-    objects, leaves = find(root)
+    objects, leaves = optimizers_in(root)
     inner = leaves[0].optimizer if len(leaves) == 1 else None
     instead = "use optimizer_in='train' or 'optimizer_step' for it"
     around = [each for each in objects if each is not inner]
