@@ -46,7 +46,7 @@ class Inspection(Frozen):
     chunk_bytes: int  # the size in which device memory moves between handles
     link: LinkRates
     host_available_bytes: int  # host memory that this process can still take: the machine's, or what its control groups leave
-    disk_free_bytes: int | None = None  # of the disk that host copies leave for (`Settings.disk_directory`); None where none is set
+    disk_free_bytes: int | None = None  # free bytes where host copies leave for (`Settings.disk_directory`); None where none is set
     pageable_reason: str | None  # why host memory could not be page-locked, so that copies are slower; None if it could
     numa_nodes: int
     numa_node: int | None  # the device's node. None: the machine has one node, or does not say.

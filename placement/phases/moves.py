@@ -80,7 +80,7 @@ class Mover:
         self._strict = strict
         self._verifier = verifier
         self._finish = finish
-        self.chunk_pool = ChunkPool(device)  # of the phase transition under way; between two, with what the next one begins with
+        self.chunk_pool = ChunkPool(device)  # the pool of the phase transition under way; between two, what the next one begins with
         self._exchange = Exchange(device, self.chunk_pool, verifier)
         """The exchange of the phase transition under way. Between two phase transitions: one that may take no memory from the driver."""
         self._moved: dict[Handle, MoveResult] = {}  # results of the exchange. The state transition of a handle takes its result out.

@@ -68,11 +68,12 @@ class StreamedOptimizer:
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
-        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # of all buckets on the device at a time, where each has its size
-        self._found_in: tuple[Range, ...] = ()
-        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `measured`
-        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one.
+        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # bytes of all buckets that are on the device at a time
+        self._found_in: tuple[Range, ...] = ()  # the ranges in which `_chunks` were found
+        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # the chunks of a parameter's state, by its tensors' addresses
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
+        """The ranges and the numbers for which `measured` was computed last, and what it returned."""
+        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether another one comes.
         self._is_installed = False
         self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
         self.is_running = False  # whether a streamed step is under way. Only then a step may begin although the state is not on the device.

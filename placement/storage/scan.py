@@ -148,8 +148,8 @@ class StorageScanner:
         self.versions = Versions()  # the counters of the adopted storages, as of the last look. A write raises them.
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
-        self._alive: list[StorageWeakRef] = []  # of the keys of `aliases`: no new storage gets a dead one's `_cdata`, and its count
-        self.discovered: frozenset[int] = frozenset()  # its new storages (`_cdata`) as of the last look: its own from then on
+        self._alive: list[StorageWeakRef] = []  # the keys of `aliases`: no new storage gets a dead one's `_cdata`, and its count
+        self.discovered: frozenset[int] = frozenset()  # the object's new storages (`_cdata`) as of the last look: its own from then on
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._adopted: object | None = None  # the `Adapter.steady` of what `adopt` was given, until the next look: it has moved in by then

@@ -149,7 +149,7 @@ class Publication(Around[tuple[Any, ...]]):
             self.hold.release(error)
 
 
-_publications: WeakIdSet[Publication] = WeakIdSet()  # those of all engines of this process
+_publications: WeakIdSet[Publication] = WeakIdSet()  # the publications of all engines of this process
 
 
 def cut_off_all(weights: Any, error: BaseException) -> None:

@@ -90,7 +90,7 @@ class Departure:
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
     waiting: deque[Range] = field(default_factory=deque)  # the ranges of which pages have still to be compared. The first may be begun.
-    comparisons: dict[Range, Comparison] = field(default_factory=dict)  # of the ranges that are begun
+    comparisons: dict[Range, Comparison] = field(default_factory=dict)  # the comparisons of the ranges that are begun
     copied_bytes: int = 0
     skipped_bytes: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
@@ -306,7 +306,7 @@ class Exchange:
         while departure.waiting:
             self._enqueue_part(departure)
             departure.ask_more()  # computed while this part is vacated
-            if departure.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
+            if departure.holding.readonly:  # another's host copy, which readers see from here on, may lack what comes next
                 self._vacate(departure, waits=False)
 
     def _vacate(self, departure: Departure, *, waits: bool) -> None:
