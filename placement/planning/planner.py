@@ -171,7 +171,7 @@ class Planner:
         return max(self._leased_beside_bytes(phase), self._reserved_by_others()) + self._state_bytes
 
     def _leased_beside_bytes(self, phase: str) -> int:
-        """The most that torch's allocator reserved in the phase; before its first run the headroom, if there is no number from the user."""
+        """The most bytes that torch's allocator reserved in the phase; before its first run the headroom, if the user gave no budget."""
         leased = self._leased_from_bytes or 0
         guess = int(leased * self._settings.headroom) if self._settings.budget_bytes is None and phase != IDLE else 0
         return min(leased, self._others_bytes.get(phase, guess))
