@@ -207,7 +207,7 @@ class Manager:
         """
         registry, lock = self._stack.registry, self._stack.lock
         # The group is told of a replicated handle whose registration fails here, even if it is refused before any work begins.
-        attempt = nullcontext() if replicated is False else lock.attempt(self._replication.vote, begins=True, own=True)
+        attempt = nullcontext() if replicated is False else lock.attempt(self._replication.vote, begins=True, raises_own=True)
         with attempt, lock.transition():
             if replace and (old := registry.handles.get(name)) is not None:
                 if old.object is target:
@@ -328,7 +328,7 @@ class Manager:
         self._last_entered("leave").__exit__(None if error is None else type(error), error, None)
 
     def _last_entered(self, what: str) -> PhaseContext:
-        with self._stack.lock.attempt(own=True):
+        with self._stack.lock.attempt(raises_own=True):
             while self._entered and not self._entered[-1].is_open:
                 self._entered.pop()
             if not self._entered:

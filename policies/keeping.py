@@ -41,9 +41,9 @@ class Step(NamedTuple):
     needed: int
     """The units that the phase needs on the device."""
     trained: int = 0
-    """Those of them that are TRAINING in it."""
+    """The units among these that are TRAINING in the phase."""
     streamed: int = 0
-    """Units whose state streams through the device in it. They can neither stay on the device in this phase nor arrive early."""
+    """The units whose state streams through the device in the phase. They can neither stay on the device in this phase nor arrive early."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -29,7 +29,7 @@ from placement.engines import TorchEngine
 from placement.testing import SimulatedDevice
 
 _COPIES = 5  # times the model's bytes: actor, reference, rollout copy, and the two moments of AdamW
-_TRANSITIONS = 5  # of a step: rollout, log_prob, train, weight_sync, idle
+_TRANSITIONS = 5  # the phase transitions of a step: to rollout, log_prob, train, weight_sync, idle
 _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for stalls to be seen
 
 

@@ -233,7 +233,7 @@ def _called(stack: Iterable[types.FrameType], names: tuple[str, ...] = _CALLS) -
 
 
 def _threads_that_call(is_meant: Callable[[Any], bool]) -> set[int]:
-    """The other threads that are in a call of something that is meant."""
+    """The identities of the other threads that are in a call of something for which `is_meant` is true."""
     return {ident for ident, stack in _stacks_of_others() if any(map(is_meant, _called(stack)))}
 
 

@@ -180,7 +180,7 @@ class BackgroundThread(threading.Thread):
 
 
 def is_background() -> bool:
-    """Whether the calling thread is one of these."""
+    """Whether the calling thread is a `BackgroundThread`."""
     return isinstance(threading.current_thread(), BackgroundThread)
 
 

@@ -27,7 +27,7 @@ HostCopies = Literal["reserved", "while_needed"]
 
 _WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
-NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # of a phase, and of a handle
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # what names of phases and of handles match
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
 # Kubernetes sets these variables in every pod of a namespace that has a service called "placement".
 _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")

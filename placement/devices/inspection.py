@@ -1,19 +1,26 @@
-"""The facts about a device and its machine that decide whether models can be moved on and off it fast: `inspect`."""
+"""The facts about a device and its machine that decide whether models can be moved on and off it fast: `inspect`.
+
+`placing` has host memory allocated on the NUMA node of a GPU.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from placement.core import __version__
+from placement.core.journal import logger
 from placement.core.snapshot import Frozen, LinkRates, TransitionSeconds, readable
 from placement.devices.base import Device
-from placement.devices.host import slab
-from placement.devices.host.slab import available_bytes
+from placement.devices.host.slab import Place, available_bytes, libc
 from placement.devices.memory import Copy, Direction
 
 MEASURED_BYTES = 1 << 30  # the size of the buffers whose copies are timed, where the device and the host have room for two of them
@@ -22,6 +29,11 @@ _MOST_TIMES = 30
 _MOST_SECONDS = 2.0
 _BOTH: Sequence[Direction] = ("to_device", "to_host")
 _SECONDS_TO_PIN = 60.0
+_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+"""The number of the system call, from the kernel's tables of system calls; the C library has no function for it."""
+_MPOL_PREFERRED = 1  # take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead.
+_BITS = 1024  # the length of the mask of nodes, which is what the kernel is built for at most
+_SYSTEM = Path("/sys")
 
 
 class Inspection(Frozen):
@@ -34,7 +46,7 @@ class Inspection(Frozen):
     chunk_bytes: int  # the size in which device memory moves between handles
     link: LinkRates
     host_available_bytes: int  # host memory that this process can still take: the machine's, or what its control groups leave
-    disk_free_bytes: int | None = None  # of the disk that host copies leave for (`Settings.disk_directory`); None where none is set
+    disk_free_bytes: int | None = None  # free bytes where host copies leave for (`Settings.disk_directory`); None where none is set
     pageable_reason: str | None  # why host memory could not be page-locked, so that copies are slower; None if it could
     numa_nodes: int
     numa_node: int | None  # the device's node. None: the machine has one node, or does not say.
@@ -56,7 +68,7 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
         link = LinkRates(**{f"{name}_bytes_per_second": buffers.rate(directions) for name, directions in ways.items()})
     finally:
         buffers.release()
-    nodes, node = slab.nodes(), slab.node_of(device.pci_address)
+    nodes, node = num_nodes(), node_of(device.pci_address)
     found = [] if pageable is None else [f"host memory is not page-locked, so copies are slow: {pageable}"]
     if nodes > 1 and node is None and device.pci_address:
         found.append(f"the kernel does not say on which of {nodes} NUMA nodes the device is: copies from the other ones are slower")
@@ -133,3 +145,45 @@ class _Buffers:
         self._device.sync()
         self._device.unmap(self._addresses, self._addresses.nbytes)
         self._device.release(*self._chunks)
+
+
+# --- NUMA nodes: copies between a GPU and memory of another node cross the link between the processors
+
+
+def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
+    """A function that places host memory on the node of a GPU (`name`), see `prefer`. None: the machine has one, or does not say.
+    `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
+    count, node = num_nodes(system), node_of(pci_address, system)
+    if count >= 2 and node is not None:
+        logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, count)
+        return functools.partial(prefer, node=node)
+    why = "the machine has one NUMA node" if count < 2 else f"the kernel does not say on which of {count} NUMA nodes it is"
+    logger.info("%s: %s, so host memory has no preference", name, why)
+    return None
+
+
+def num_nodes(system: Path = _SYSTEM) -> int:
+    """The number of the machine's NUMA nodes; 0 where the kernel does not tell."""
+    return len([*(system / "devices/system/node").glob("node[0-9]*")])
+
+
+def node_of(pci_address: str, system: Path = _SYSTEM) -> int | None:
+    """The NUMA node of a PCI device. None: the kernel does not say, as in many virtual machines, or there is no such device."""
+    try:
+        node = int((system / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer(address: int, nbytes: int, node: int) -> str | None:
+    """Have the memory of a mapping allocated on a node as far as it has room. Memory that is allocated already stays where it is. Returns
+    the reason why the kernel refused, or None; the memory can be used all the same."""
+    if _MBIND is None:
+        return f"the number of the system call mbind is not known for {platform.machine()}"
+    mask = (ctypes.c_ulong * (_BITS // 64))()
+    mask[node // 64] = 1 << node % 64
+    arguments = (ctypes.c_long(_MBIND), ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_MPOL_PREFERRED), mask)
+    if libc.syscall(*arguments, ctypes.c_ulong(_BITS + 1), ctypes.c_uint(0)) == 0:  # the kernel takes one bit less than it is told
+        return None
+    return os.strerror(ctypes.get_errno())

@@ -179,8 +179,8 @@ class EngineAdapter(ModuleAdapter):
     def unchanged(self) -> Seen | None:
         return None if self._has_replaced() else super().unchanged()
 
-    def standing(self) -> object | None:
-        return None if self._has_replaced() else super().standing()
+    def record_if_current(self) -> object | None:
+        return None if self._has_replaced() else super().record_if_current()
 
     def key_objects(self) -> Sequence[Any]:
         engine = self._engine()

@@ -28,7 +28,7 @@ Verify = Literal["memory", "answer"]
 Weights = Literal["keep", "discard"]
 """The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
 _HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"  # the base is complete: adapters alone can fill the weights
-_FREED_SHARE = 0.5  # of a tag's bytes, which the device must show free after an offload. Others may take memory meanwhile.
+_FREED_SHARE = 0.5  # the share of a tag's bytes that must be free after an offload. Others may take memory meanwhile.
 _FREED_SECONDS = 5.0  # how long to wait for the freed memory. An engine may answer before its last worker has given it back.
 _PAUSE_SECONDS = (0.001, 0.1)  # pause between two looks at the free memory: the first pause, and the longest
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
@@ -62,7 +62,7 @@ class Residency(Storage):
         """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
         self._is_taken = False
         self._has_mirror = False
-        self._told_mirror_bytes: int | None = None  # its size as the engine itself told it at the last offload; None where it cannot
+        self._told_mirror_bytes: int | None = None  # the mirror's size, as the engine told it at the last offload; None where it cannot
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:

@@ -273,7 +273,7 @@ class Forecast(Frozen):
     over_host_bytes: int = 0
     """Bytes by which `node_host_bytes` misses the host memory that the link's file says is available; 0 if it fits or is not known."""
     over_disk_bytes: int = 0
-    """The same of `node_disk_bytes` and the disk."""
+    """Bytes by which `node_disk_bytes` misses the disk that the link's file says is free; 0 if it fits or is not known."""
     stall_seconds: float | None
     """How long the moves of all `phases` take together; None if the link is not known."""
     loaded_bytes: int

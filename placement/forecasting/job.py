@@ -480,7 +480,7 @@ class _Splits:
             return None
         style, dimensions = style.removeprefix("local_").removeprefix("packed_"), parameter.dim()
         if style.startswith("colwise"):
-            return max(dimensions - 2, 0)  # of fused experts, (experts, out, in), the second one
+            return max(dimensions - 2, 0)  # the second dimension of fused experts: (experts, out, in)
         if style.startswith("rowwise"):
             return None if own_name == "bias" or dimensions < 2 else dimensions - 1
         if style in ("embedding_rowwise", "embedding_colwise"):

@@ -115,7 +115,7 @@ class Proposal(Message):
     action: str  # for example "enter train only=actor" or "leave train"; must be the same on all ranks
     budget_bytes: int = Field(ge=0)
     plans_may_differ: bool = False
-    placing: str = Field(default="", max_length=64)
+    whereabouts: str = Field(default="", max_length=64)
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base their plans."""
 
 
@@ -206,7 +206,7 @@ class Group:
         self.agreed_epoch = -1  # the number of the last change on which all ranks agreed
         self.is_in_doubt = False  # whether a decision could not be read. If so, this rank may not take part any more.
         self.plans_may_differ = False  # whether a change has failed, a rank was restarted, or this one has given up a handle
-        self.placing = ""
+        self.whereabouts = ""
         """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
         self.compares_plans = False  # whether the ranks compare what stays on their devices before they move, in the present change
         self._keys: list[tuple[int, str]] = []  # the keys on the board that this rank has to delete, each with its epoch
@@ -238,7 +238,7 @@ class Group:
             raise CoordinatorLost(f"an earlier decision could not be read; {_REJOIN}")
         with self._reaching_the_board(action):
             readable = action.encode("utf-8", "backslashreplace").decode()
-            own = Proposal(action=readable, budget_bytes=budget_bytes, plans_may_differ=self.plans_may_differ, placing=self.placing)
+            own = Proposal(action=readable, budget_bytes=budget_bytes, plans_may_differ=self.plans_may_differ, whereabouts=self.whereabouts)
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
                 self._put("proposal", own.encode())
@@ -330,7 +330,7 @@ class Group:
             self._claim(abort({0: f"is about to {action}", **others}))
             return
         least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-        may_differ = len({each.placing for each in proposals}) > 1 or any(each.plans_may_differ for each in proposals)
+        may_differ = len({each.whereabouts for each in proposals}) > 1 or any(each.plans_may_differ for each in proposals)
         self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode())
 
     def _count_votes(self, deadline: float) -> None:

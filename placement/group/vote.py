@@ -68,13 +68,13 @@ class GroupVote:
             self._epoch = None
 
     def propose(
-        self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
+        self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_whereabouts: Callable[[], Mapping[str, Any]] | None = None
     ) -> Basis:
         """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed. Returns what all
         ranks base their plans on.
-        `ask_placing`: returns the bytes of each handle and where they are; None: as told the last time."""
-        if ask_placing is not None:
-            self.group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
+        `ask_whereabouts`: returns the bytes of each handle and where they are; None: as told the last time."""
+        if ask_whereabouts is not None:
+            self.group.whereabouts = hashlib.sha256(json.dumps(ask_whereabouts(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
             epoch = self._current

@@ -201,7 +201,7 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
     except urllib.error.HTTPError as error:
         raise PlacementError(f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)  # of urllib's own error
+        reason = getattr(error, "reason", error)  # the error that urllib has wrapped, if it has
         raise PlacementError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from error
 
 

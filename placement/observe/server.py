@@ -120,7 +120,7 @@ class MetricsServer(ThreadingWSGIServer):
         ValueError: the address is empty, or the port is outside 0..65535.
     """
 
-    request_queue_size = 2 * MAX_CONNECTIONS  # of the standard library's 5, the sixth of a burst waits a second, until its TCP tries again
+    request_queue_size = 2 * MAX_CONNECTIONS  # with the standard library's 5, a sixth at once waits a second, until its TCP tries again
 
     def __init__(
         self,

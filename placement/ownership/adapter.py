@@ -25,7 +25,7 @@ from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import reference
 from placement.frameworks.base import Framework
-from placement.tensors.plain import OBJECT_LEVELS, Owned, has_fields, is_leaf, nested_tensors, problem_of, version_of
+from placement.tensors.plain import OBJECT_LEVELS, Owned, has_fields, is_leaf, nbytes_of, nested_tensors, problem_of_any, version_of
 
 MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 """Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in its three registries."""
@@ -39,6 +39,9 @@ _ALIVE: Any = weakref.ref.__call__
 _FEW = 8  # the number of parameters that tell whether there are gradients
 
 TRACK = "or register it with external=True to have it tracked and never moved"
+
+
+Noted = tuple[str, weakref.ref[torch.Tensor]]  # a tensor's name and the tensor
 
 
 def refusal(found: str, supported: str, advice: str) -> RegistrationError:
@@ -67,6 +70,8 @@ class Adapter(abc.ABC):
     compute_device: torch.device
     _name: str
     _sparse: Iterable[torch.Tensor] = ()
+    _immovable: Sequence[Noted] = ()  # gradients that the last walk has found and that cannot be moved
+    _left: Sequence[Noted] = ()  # what the last walk has found on the device, in objects that a module holds, and that cannot be moved
     steady: Steady | SteadyState | None = None  # a record of the last `owned()`, where a quick check can tell whether it has changed since
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
@@ -85,7 +90,7 @@ class Adapter(abc.ABC):
     def check(self, owned: Iterable[Owned]) -> None:
         """Raise RegistrationError if one of these tensors, which the first `owned()` has yielded, has to be moved and cannot be."""
         for each in owned if self.external is None else ():
-            if (problem := problem_of(each.tensor, self.compute_device)) is not None:
+            if (problem := problem_of_any(each.tensor, self.compute_device)) is not None:
                 is_cache = type(each.tensor) is torch.Tensor and each.tensor.is_inference()  # moves; a weight could never be trained
                 if self.kind == "optimizer" or not is_cache:
                     raise RegistrationError(f"{self._name!r}: {each.name!r} {problem}.")
@@ -94,12 +99,12 @@ class Adapter(abc.ABC):
 
     def unchanged(self) -> Seen | None:
         """The tensors of the last `owned()`, in order, if a quick check shows that they are the same, none loose or wrapped; else None."""
-        return None
+        return self.steady.look() if isinstance(self.steady, Steady) else None
 
-    def standing(self) -> object | None:
+    def record_if_current(self) -> object | None:
         """A record of the last `owned()`, to be compared by `==` with that of another call: equal if there was no walk between. None where
         a gradient or an entry of optimizer state has come since, or it cannot be told. Only a few tensors are looked at."""
-        return self.steady if self.steady is not None and self.steady.stands() else None
+        return self.steady if self.steady is not None and self.steady.seems_current() else None
 
     def other_names(self) -> Mapping[str, str]:
         """Further names of tensors that the last `owned()` yielded once (tied weights), by the yielded name."""
@@ -131,7 +136,9 @@ class Adapter(abc.ABC):
 
     def immovable(self) -> Iterator[tuple[str, str]]:
         """Name and problem of gradients that cannot be moved as bytes, as of the last walk. They stay where they are."""
-        return iter(())
+        for path, tensor in _living(self._immovable):
+            if (problem := problem_of_any(tensor, self.compute_device)) is not None:
+                yield path, problem
 
     @property
     def gathers(self) -> str | None:
@@ -143,8 +150,9 @@ class Adapter(abc.ABC):
         return next(filter(None, (each.away() for each in self.frameworks)), None)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of device memory that a framework keeps for the object and that cannot be moved."""
-        return itertools.chain.from_iterable(each.kept_by_framework() for each in self.frameworks)
+        """Name and bytes of device memory that is kept for the object and cannot be moved: by a framework, or as a tensor."""
+        staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living((*self._immovable, *self._left)))
+        return itertools.chain(*(each.kept_by_framework() for each in self.frameworks), staying)
 
     def ready(self) -> None:
         """Release what frameworks gathered for computing. Called before an offload, with the device synchronised. Idempotent."""
@@ -175,6 +183,14 @@ class Adapter(abc.ABC):
     def num_entries(self) -> int:
         """A number that changes when some of these storages are created. Costs nothing."""
         return 0
+
+
+def _living(noted: Iterable[Noted]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((path, tensor) for path, alive in noted if (tensor := alive()) is not None)
+
+
+def _form_of(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout) if tensor.layout is not torch.strided else type(tensor).__qualname__
 
 
 # --- whether anything has changed since the last walk
@@ -227,7 +243,7 @@ class Steady:
         are_methods = all(map(callable, come)) and not any(map(has_fields, map(type, come)))
         return are_methods and all(len(names - _KNOWN) == count - len(_REGISTRIES) for _, names, count in found)
 
-    def stands(self) -> bool:
+    def seems_current(self) -> bool:
         """Whether no parameter has a gradient, as far as a few tell: the walk has found none, and `zero_grad()` drops those of all."""
         try:  # a weak reference to each parameter would be quicker, but torch swaps no tensor that has one
             if self._watched is None:
@@ -269,7 +285,7 @@ class SteadyState:
         self._staying = list(map(operator.gt, _are_tensors(self._types), map({*map(id, owned)}.__contains__, self._ids)))  # not moved
         self.leaves_numbers_alone = self._leaves_numbers_alone(values)
 
-    def stands(self) -> bool:
+    def seems_current(self) -> bool:
         """Whether they have as many parameters and entries as at the last walk, and the same in the first entry: a load replaces all."""
         optimizers = [alive() for alive in self._optimizers]
         return None not in optimizers and _counts(optimizers) == self._counts

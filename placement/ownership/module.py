@@ -14,7 +14,7 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import WeakIdSet, reference
 from placement.frameworks.base import Advised, answering, frameworks_of
-from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Seen, Steady, refusal
+from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Noted, Steady, refusal
 from placement.tensors.plain import (
     LAZY_VIEW,
     OBJECT_LEVELS,
@@ -63,10 +63,8 @@ class ModuleAdapter(Adapter):
         self._shown: dict[int, torch.Tensor] = {}
         self._kinds: dict[type, int] = {}
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
-        """Name and tensor of gradients that cannot be moved, found by the last walk."""
-        self._left: list[tuple[str, weakref.ref[torch.Tensor]]] = []
-        """Name and tensor of what objects hold on the device and cannot be moved, found by the last walk."""
+        self._immovable: list[Noted] = []
+        self._left: list[Noted] = []
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
         """Identities of the containers and the objects in modules' attributes, which may come to hold tensors. From the last walk."""
@@ -90,17 +88,6 @@ class ModuleAdapter(Adapter):
         weights = [*module.parameters()] or module.buffers() if self.compute_device.type != "cpu" else ()
         return any(weight.device == self.compute_device for weight in weights)
 
-    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living([*self._immovable, *self._left]))
-        return itertools.chain(super().kept_by_framework(), staying)
-
-    def immovable(self) -> Iterator[tuple[str, str]]:
-        for path, tensor in _living(self._immovable):
-            part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
-            problem = problem_of(tensor, self.compute_device) if part is None else problem_of_sparse(part, self.compute_device)
-            if problem is not None:
-                yield path, problem
-
     def owned(self) -> Iterator[Owned]:
         """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live
         autograd graph are transient. Raises RegistrationError: a tensor was added that cannot be moved as bytes."""
@@ -116,9 +103,6 @@ class ModuleAdapter(Adapter):
             with suppress(KeyError):
                 self.steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
-
-    def unchanged(self) -> Seen | None:
-        return None if self.steady is None else self.steady.look()
 
     def other_names(self) -> Mapping[str, str]:
         return self._other_names
@@ -277,14 +261,6 @@ class ModuleAdapter(Adapter):
 
     def _can_go(self, part: torch.Tensor) -> bool:
         return (is_plain(part, self.compute_device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)
-
-
-def _living(noted: Iterable[tuple[str, weakref.ref[torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((path, tensor) for path, alive in noted if (tensor := alive()) is not None)
-
-
-def _form_of(tensor: torch.Tensor) -> str:
-    return "nested" if tensor.is_nested else str(tensor.layout) if tensor.layout is not torch.strided else type(tensor).__qualname__
 
 
 def _kind_of(cls: Any) -> int:

@@ -18,9 +18,9 @@ from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refus
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
-    find,
     is_all_born,
     is_born,
+    optimizers_in,
     parameters_of,
     state_of,
     stepped_by,
@@ -76,7 +76,7 @@ class OptimizerAdapter(Adapter):
         self._copies: WeakIdSet[torch.Tensor] = WeakIdSet()  # stepped tensors that are no module's parameters (see `take_copies`)
         self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
-        objects, leaves = find(optimizer)
+        objects, leaves = optimizers_in(optimizer)
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         if is_scheduler or not (leaves or _holds_optimizers(objects)) or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
@@ -103,11 +103,11 @@ class OptimizerAdapter(Adapter):
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self.steady is None else self.steady.look([leaf.optimizer for leaf in find(self._root())[1]])
+        return None if self.steady is None else self.steady.look([leaf.optimizer for leaf in optimizers_in(self._root())[1]])
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
-        objects, leaves = find(self._root())
+        objects, leaves = optimizers_in(self._root())
         optimizers = [leaf.optimizer for leaf in leaves]
         if self.external is not None or self.hands_back or _holds_optimizers(objects) or not SteadyState.fits(optimizers):
             return None
@@ -122,7 +122,7 @@ class OptimizerAdapter(Adapter):
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
             noted.clear()
         self._with_scalars = answering("optimizer_scalars")
-        objects, leaves = find(self._root())
+        objects, leaves = optimizers_in(self._root())
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
         theirs = {id(own): own for own in (*models.values(), *(models.get(id(each), each) for each in parameters))}.values()
@@ -197,7 +197,7 @@ class OptimizerAdapter(Adapter):
         return ((name, scalar.nbytes) for name, scalar in scalars if scalar.device == self.compute_device)
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
-        objects, leaves = find(self._root())
+        objects, leaves = optimizers_in(self._root())
         steps = {id(each) for each in parameters_of(leaves)}
         moved = {id(each.tensor) for each in self._walk()} if self.external is None else {}
         for name, tensor in tensors_beside(leaves, objects) if self.external is None else ():
@@ -216,15 +216,15 @@ class OptimizerAdapter(Adapter):
 
     def objects(self) -> list[Any]:
         """The registered object, and all wrappers and optimizers found in it."""
-        return find(self._root())[0]
+        return optimizers_in(self._root())[0]
 
     def leaves(self) -> list[Leaf]:
         """The optimizers with a state of their own, inner ones first, with the path to each."""
-        return find(self._root())[1]
+        return optimizers_in(self._root())[1]
 
     def optimizers(self) -> list[Any]:
-        """The same without their paths."""
-        return [leaf.optimizer for leaf in find(self._root())[1]]
+        """The optimizers of `leaves`."""
+        return [leaf.optimizer for leaf in optimizers_in(self._root())[1]]
 
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing if it was garbage-collected."""
@@ -262,7 +262,7 @@ class OptimizerAdapter(Adapter):
     def masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Key in the state ("" for what is stepped in the parameter's place), 16-bit part of a parameter, and a float32 tensor of as many
         elements, which may be its master."""
-        objects, leaves = find(self._root())
+        objects, leaves = optimizers_in(self._root())
         models = stepped_for(objects)
         for leaf in leaves:
             for own in parameters_of([leaf]):
@@ -280,7 +280,7 @@ class OptimizerAdapter(Adapter):
 
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters that are stepped, in their order; the module's own for main parameters and shards, and other ranks'."""
-        objects, leaves = find(self._root())
+        objects, leaves = optimizers_in(self._root())
         if flattened := list(itertools.chain.from_iterable(asked("flattened_parameters", objects))):
             return flattened
         models = self._stepped_for(objects)
@@ -300,7 +300,7 @@ class OptimizerAdapter(Adapter):
         if self.external is not None:
             return ()
         found: list[Unborn] = []
-        objects, leaves = find(self._root())
+        objects, leaves = optimizers_in(self._root())
         given = self._stepped_for(objects)
         for leaf in leaves:
             if is_all_born(leaf.optimizer, given):

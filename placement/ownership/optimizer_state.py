@@ -44,7 +44,7 @@ class Leaf:
         return self.wraps and not self.optimizer.state
 
 
-def find(root: Any) -> tuple[list[Any], list[Leaf]]:
+def optimizers_in(root: Any) -> tuple[list[Any], list[Leaf]]:
     """All objects on the way to the optimizers in an object, and each optimizer with a state of its own, inner ones first. There are none
     in None, an object that was garbage-collected."""
     objects: list[Any] = []
@@ -358,7 +358,7 @@ def _held(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _twin_of(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """The same on the meta device. A scalar gets a dimension, because meta tensors without one cannot be indexed by a mask (Rprop)."""
+    """A parameter like this one on the meta device. A scalar gets a dimension: meta tensors without one have no index by a mask (Rprop)."""
     twin = torch.empty_like(parameter, device="meta")
     return torch.nn.Parameter(twin if twin.dim() else twin.reshape(1))
 

@@ -50,7 +50,7 @@ def _lacks(engine: Handle, plan: Plan) -> bool:
     return not wanted_tags(engine, plan) <= _residency_of(engine).resident_tags
 
 
-def _apart(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
+def _split(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
     """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
     engines = [handle for handle in handles.values() if isinstance(handle.storage, Residency)]
     return [handle for handle in handles.values() if handle not in engines], engines
@@ -78,9 +78,9 @@ class Mover:
         self._strict = strict
         self._verifier = verifier
         self._finish = finish
-        self.chunk_pool = ChunkPool(device)  # of the phase transition under way; between two, with what the next one begins with
+        self.chunk_pool = ChunkPool(device)  # the pool of the phase transition under way; between two, what the next one begins with
         self._exchange = Exchange(device, self.chunk_pool, verifier)
-        """That of the phase transition under way. Between two of them: one that may take no memory from the driver."""
+        """The exchange of the phase transition under way. Between two phase transitions: one that may take no memory from the driver."""
         self._moved: dict[Handle, MoveResult] = {}  # results of the exchange. The state transition of a handle takes its result out.
         self._complaints: list[Exception] = []
         """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
@@ -94,7 +94,7 @@ class Mover:
         plan: Plan,
         room_bytes: int,
         agree: Agree | None,
-        go_on: Callable[[str], object],
+        propose: Callable[[str], object],
         ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
@@ -106,12 +106,12 @@ class Mover:
         `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
         `agree`: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank have
         left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
-        `go_on`: tells the group of each further stage.
+        `propose`: proposes each further stage to the group.
         """
         # A broken handle fails only phase transitions that must move it.
-        if errors := [error for error in self._settle_all(handles.values()) if not isinstance(error, BrokenHandleError)]:
+        if errors := [error for error in self._repair_all(handles.values()) if not isinstance(error, BrokenHandleError)]:
             raise errors[0]
-        others, engines = _apart(handles)
+        others, engines = _split(handles)
         sources = {handle: handle.node for handle in others}
         self._begin(room_bytes, dropping=_dropping(others, plan), staying=ahead.staying, is_together=agree is not None)
         try:
@@ -120,7 +120,7 @@ class Mover:
             writes = (each for each in others if each.holding is not None and each.holding.is_written_together and each.holding.on_device)
             if agree is not None and (any(have_left) or any(not target_of(each, plan)[1] for each in writes)):
                 agree(plan, "engines left", False)
-                go_on(_AFTER_ENGINES)
+                propose(_AFTER_ENGINES)
             paths = [(handle, _path(handle, source, target_of(handle, plan))) for handle, source in sources.items()]
             self._fire_steps(paths, _BEFORE_MOVES)
             self._move(paths)
@@ -130,7 +130,7 @@ class Mover:
             lacks_engines = any(_lacks(engine, plan) for engine in engines)
             if agree is not None:
                 while (decision := agree(plan, "moved", lacks_engines)).stage != "moved":
-                    go_on(_AFTER_ENGINES)  # the engines of other ranks had to leave first
+                    propose(_AFTER_ENGINES)  # the engines of other ranks had to leave first
                 lacks_engines = decision.lacks_engines
             if failures := self.complete(others):
                 raise failures[0]
@@ -142,7 +142,7 @@ class Mover:
         if lacks_engines:
             self._end()
             if agree is not None:
-                go_on("load engines")
+                propose("load engines")
         for engine in engines:
             self._engine_comes(engine, plan)
         if lacks_engines and agree is not None:
@@ -181,7 +181,7 @@ class Mover:
         All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
         a handle raises it once.
         """
-        others, engines = _apart(handles)
+        others, engines = _split(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
         self._begin(dropping=_dropping(others, plan), staying=ahead.staying, while_copying=while_copying, is_together=is_together)
         targets = {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
@@ -200,7 +200,7 @@ class Mover:
                     break
             self._fire_steps(paths, _FROM_MOVES_ON, errors)
             if is_moved or errors:
-                errors += self._settle_all([handle for handle in others if handle.storage.is_complete])
+                errors += self._repair_all([handle for handle in others if handle.storage.is_complete])
             self._drop_gradients(others)
             self._finish()
         finally:
@@ -219,7 +219,7 @@ class Mover:
         errors: list[Exception] = []
         for handle in handles:
             try:
-                self._make_consistent(handle)
+                self._repair(handle)
                 work(handle)
             except Exception as error:
                 errors.append(error)
@@ -267,7 +267,7 @@ class Mover:
                     holding.make_consistent(self.chunk_pool)
                 except Exception as error:
                     errors.append(error)
-        return [*errors, *self._settle_all(handles)] if errors else []
+        return [*errors, *self._repair_all(handles)] if errors else []
 
     # --- the bytes
 
@@ -378,12 +378,12 @@ class Mover:
         )
         self._journal.record(handle.counters, record)
 
-    def _settle_all(self, handles: Iterable[Handle]) -> list[Exception]:
+    def _repair_all(self, handles: Iterable[Handle]) -> list[Exception]:
         """Repair every handle after failed moves, those that free memory before those that need it. Returns the errors."""
         doubtful = [each for each in handles if each.storage.lost != each.broken or not each.storage.is_consistent_in(each.state)]
         return self._each(sorted(doubtful, key=lambda each: each.is_on_device), lambda _: None)
 
-    def _make_consistent(self, handle: Handle) -> None:
+    def _repair(self, handle: Handle) -> None:
         """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes."""
         holding, residency = handle.holding, handle.storage
         if isinstance(residency, Residency):

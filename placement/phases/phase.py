@@ -1,4 +1,5 @@
-"""A phase: what a user has of it, the open phases of one manager with the plans that apply around and between them, and their lock.
+"""A phase as its user sees it (`Phase`), the open phases of one manager with their plans (`OpenPhases`), and the manager's lock
+(`TransitionLock`).
 
 `manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`. A phase belongs to the thread or asyncio task that
 opened it. `Manager.enter` opens a phase that belongs to none, for frameworks whose hooks run in different threads.
@@ -34,7 +35,7 @@ def here() -> Any:
     return threading.current_thread() if task is None else task
 
 
-def _words(holder: Any) -> str:
+def _holder_name(holder: Any) -> str:
     if holder is None:
         return "enter()"
     return f"task {holder.get_name()!r}" if isinstance(holder, asyncio.Task) else f"thread {holder.name!r}"
@@ -89,8 +90,8 @@ class OpenPhases:
         for each in self.all:
             if each.holder not in (None, threading.current_thread()) and each.holder is not (me := here()):
                 raise PhaseError(
-                    f"{_words(me)} wants phase {name!r} while {_words(each.holder)} holds phase {each.name!r}: one manager is in one phase "
-                    "at a time. Use enter() and leave() for a phase that spans threads."
+                    f"{_holder_name(me)} wants phase {name!r} while {_holder_name(each.holder)} holds phase {each.name!r}: one manager is "
+                    "in one phase at a time. Use enter() and leave() for a phase that spans threads."
                 )
 
     def require_open(self, phase: OpenPhase, what: str) -> None:
@@ -116,6 +117,7 @@ class OpenPhases:
     # --- where everything belongs
 
     def base_plan(self) -> Plan:
+        """The plan that applies now, with kept handles."""
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
@@ -177,20 +179,20 @@ class TransitionLock:
         self.is_closed = False
 
     def attempt(
-        self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
+        self, vote: GroupVote | None = None, *, begins: bool = False, raises_own: bool = False, error: BaseException | None = None
     ) -> AbstractContextManager[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
         `vote`: tells the group; None: `self.vote`.
         `begins`: a phase is about to begin.
-        `own`: a rank that fails raises its own error. Otherwise all ranks raise the same error.
+        `raises_own`: a rank that fails raises its own error. Otherwise all ranks raise the same error.
         `error`: the user's exception with which a phase is left, if any."""
         vote = self.vote if vote is None else vote
         if vote is None or os.getpid() != self.pid:  # a forked child is not a rank
             return _NOTHING
-        return self._attempt(vote, begins, own, error)
+        return self._attempt(vote, begins, raises_own, error)
 
     @contextmanager
-    def _attempt(self, vote: GroupVote, begins: bool, own: bool, error: BaseException | None) -> Iterator[None]:
+    def _attempt(self, vote: GroupVote, begins: bool, raises_own: bool, error: BaseException | None) -> Iterator[None]:
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
@@ -204,7 +206,7 @@ class TransitionLock:
                         told = vote.failed(raised)
                     finally:
                         self._is_busy = False
-                    if own or told is None:
+                    if raises_own or told is None:
                         raise
                     try:
                         raise told from raised
@@ -406,7 +408,7 @@ class PhaseContext(Phase):
             return
         if isinstance(error, GeneratorExit) and self._was_entered and self.phase not in self._stack.phases.all:
             return  # an error that passed through a phase around it has left it
-        with self._stack.lock.attempt(own=True, error=error):
+        with self._stack.lock.attempt(raises_own=True, error=error):
             self._stack.leave(self.phase, error)
 
     def abandon(self) -> None:

@@ -78,7 +78,7 @@ class Reconciler:
         name, handles = wanted.name, self._handles
         if self.vote is not None:
             action = f"{verb} {name}" if wanted.only is None else f"{verb} {name} only={','.join(sorted(wanted.only))}"
-            self.planner.least = self.vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
+            self.planner.least = self.vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.whereabouts)
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
@@ -128,16 +128,16 @@ class Reconciler:
             self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
-        go_on = (lambda _: None) if self.vote is None else self.vote.propose
+        propose = (lambda _: None) if self.vote is None else self.vote.propose
         try:
             if all_are_there and agree is None:
                 self._end_without_moves(ahead)
             else:
-                self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, go_on, ahead)
+                self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, propose, ahead)
         except LostWritesError as error:
             self.writes.count(error)
             raise
-        self._settle(name, before)
+        self._end_transition(name, before)
 
     def retreat(
         self,
@@ -189,7 +189,7 @@ class Reconciler:
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE and self.lease_client is not None:
             self._trim()
-        self._settle(name, before)
+        self._end_transition(name, before)
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
@@ -213,7 +213,7 @@ class Reconciler:
         if self._verifier is not None:
             self._verifier.note(each for handle in self._handles.values() if (each := handle.holding) is not None)
 
-    def _settle(self, name: str, before: int) -> None:
+    def _end_transition(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""
         if self.lease_client is not None or self._journal.num_moves != before:
             self.measure()
@@ -313,7 +313,7 @@ class Reconciler:
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
         """Raise EngineError for a phase that would generate with an engine whose weights were discarded and not published again."""
-        roles = self.planner.generating(name)
+        roles = self.planner.computing_roles(name)
         for handle in self._handles.values():
             stale = handle.storage.stale
             if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:

@@ -93,7 +93,7 @@ class PhaseStack:
             phases.require_innermost(phase, f"switch to {name!r}")
             stalled, around = self.reconciler.stopwatch(), phases.all[:-1]
             enclosing = None if only is None else phases.plan_of(around)
-            self._finish(phase)
+            self._note_end(phase)
             kept = phases.kept | self._worth_keeping(phase)
             self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan)
             self._journal.stall_seconds[name] += stalled()
@@ -131,12 +131,12 @@ class PhaseStack:
             if error is not None and phase in phases.all:
                 for inner in phases.inside(phase):  # the exception passes through them: their own `with` statements leave them no more
                     inner.is_abandoned |= not inner.in_any_order
-                self._sweep_abandoned()
+                self._leave_abandoned()
             phases.require_leavable(phase)
             stalled, others = self.reconciler.stopwatch(), phases.without(phase)
             left_to = innermost(others) or IDLE
             try:
-                self._finish(phase)
+                self._note_end(phase)
                 self._expire_keeps()
                 plan, failures = phases.plan_after(phase)
                 phases.kept = self._worth_keeping(phase)
@@ -157,7 +157,7 @@ class PhaseStack:
                 phases.all = others
                 self._journal.enter_phase(phases.name, phases.only)
                 self._journal.stall_seconds[phase.name] += stalled()
-            self._sweep_abandoned()
+            self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
             elif failures:
@@ -191,7 +191,7 @@ class PhaseStack:
             finally:
                 self._journal.stall_seconds[phase.name] += stalled()
 
-    def _finish(self, phase: OpenPhase) -> None:
+    def _note_end(self, phase: OpenPhase) -> None:
         self.reconciler.measure()
         self._planner.note_end_of(phase.name)
 
@@ -331,11 +331,12 @@ class PhaseStack:
                         pass
 
     def _sweep(self) -> None:
+        """Forget what was garbage-collected and leave what was abandoned, before a phase transition begins."""
         if self._gone:
             self._forget_collected()
-        self._sweep_abandoned()
+        self._leave_abandoned()
 
-    def _sweep_abandoned(self) -> None:
+    def _leave_abandoned(self) -> None:
         phases = self.phases
         while gone := [each for each in phases.all if each.is_abandoned and (each.in_any_order or each is phases.all[-1])]:
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself

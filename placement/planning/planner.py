@@ -21,7 +21,7 @@ from placement.registration.handle import Handle, Node
 from placement.storage.managed import ManagedStorage
 
 MOST_PHASES = 64  # how far back a history goes
-_GENERATING: dict[str, tuple[str, ...]] = {
+_COMPUTING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
     "log_prob": ("actor", "ref"),
@@ -124,15 +124,15 @@ class Planner:
             phases=self._settings.phases,
         )
 
-    def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
-        """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
+    def whereabouts(self) -> dict[str, tuple[int, bool, list[str]]]:
+        """Where each handle is: its device bytes, whether they are on the device, and an engine's tags there. Ranks compare these facts."""
         _follow_param_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
         handles = self._handles.items()
         return {name: (each.num_bytes, each.is_on_device, sorted(each.storage.resident_tags)) for name, each in handles}
 
-    def generating(self, phase: str) -> tuple[str, ...]:
+    def computing_roles(self, phase: str) -> tuple[str, ...]:
         """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
-        return _GENERATING.get(phase, tuple(self._settings.phases.get(phase, ())))
+        return _COMPUTING.get(phase, tuple(self._settings.phases.get(phase, ())))
 
     # --- the budget
 
@@ -172,7 +172,7 @@ class Planner:
         return max(self._leased_beside_bytes(phase), self._reserved_by_others()) + self._state_bytes
 
     def _leased_beside_bytes(self, phase: str) -> int:
-        """The most that torch's allocator reserved in the phase; before its first run the headroom, if there is no number from the user."""
+        """The most bytes that torch's allocator reserved in the phase; before its first run the headroom, if the user gave no budget."""
         leased = self._leased_from_bytes or 0
         guess = int(leased * self._settings.headroom) if self._settings.budget_bytes is None and phase != IDLE else 0
         return min(leased, self._others_bytes.get(phase, guess))

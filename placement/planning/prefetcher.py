@@ -292,8 +292,8 @@ class _Copies:
         self._lock = threading.RLock()  # reentrant: a collection on the thread may end the manager
         """Held while a burst is taken and started."""
         self._bursts: deque[_Burst] = deque()
-        """Those still to be started. Each `start` has its own, so that the thread of an earlier one ends."""
-        self._receivers: list[Pages] = []  # those that get memory while the phase computes
+        """The bursts still to be started. Each `start` has its own, so that the thread of an earlier one ends."""
+        self._receivers: list[Pages] = []  # the page tables that get memory while the phase computes
         self.discarded_bytes = 0  # device bytes that arrived early and were given up unused, so far
 
     def pause(self, discarded_bytes: int = 0) -> None:

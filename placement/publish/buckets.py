@@ -35,8 +35,8 @@ from placement.tensors.plain import dtype_of, is_scaled
 def publishable(
     root: torch.nn.Module, frameworks: Sequence[Framework], adapters: Adapters, names: Names = "module"
 ) -> list[tuple[str, Weight]]:
-    """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name;
-    one of adapters alone under each name that PEFT saves. Reads no value, moves nothing and calls no collective. The order is the same on
+    """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name; with
+    adapters "separate" under each name that PEFT saves. Reads no value, moves nothing and calls no collective. The order is the same on
     all ranks of a sharded module. ValueError: the module has no such adapters or names, or they cannot be published so."""
     shown, bare = Shown(root, frameworks), None
     named = shown.named(root)
@@ -72,7 +72,7 @@ def _kept_in_float32(root: torch.nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _keep_dtypes(weights: Sequence[tuple[str, Weight]], names: set[str]) -> None:
-    """Mark the weights that one dtype for all does not cast: those of these names, what is stored quantised, and the scales beside it."""
+    """Mark the weights that one dtype for all does not cast: what has these names, what is stored quantised, and the scales beside it."""
     packed = {name for name, weight in weights if weight.dtype in (torch.int8, torch.uint8, torch.int32) and len(weight.shape) > 1}
     quantized = {name.rpartition(".")[0] for name, weight in weights if name in packed or weight.is_wrapper or is_scaled(weight.dtype)}
     for name, weight in weights:

@@ -212,7 +212,7 @@ def separate(skeleton: Skeleton, root: torch.nn.Module) -> list[tuple[str, torch
         raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")
     parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]
     active = dict.fromkeys(name for part in parts for name in part.active_adapters)
-    one = getattr(model, "active_adapter", None)  # of a PEFT model; that of transformers is a method
+    one = getattr(model, "active_adapter", None)  # a name in a PEFT model, a method in one of transformers
     active = active or dict.fromkeys([one] if isinstance(one, str) else model.peft_config)
     if len(active) != 1:
         names = ", ".join(active)

@@ -83,7 +83,7 @@ class VllmWeightSource:
 
 
 def _handed_over(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, all made on one stream, each for the stream on which it is asked for: vLLM packs one buffer after the other on another."""
+    """Pairs that are all made on one stream, each for the stream on which it is asked for: vLLM packs its buffers on streams by turns."""
     making = torch.accelerator.current_stream()
     while True:
         asking = torch.accelerator.current_stream()

@@ -75,7 +75,7 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
 
 
 def _advise(handle: Handle, advice: str, *phases: str) -> str:
-    """The given advice, which names `phases`; for a caller who is in one of these phases already, why that did not help."""
+    """The advice, which says to open one of `phases`. If one of them is open already, why it does not have the handle on the device."""
     phase, why = handle.phase_now(), ""
     if handle.kind == "module" and handle.role is None:
         why = f"it was registered without role=, so it is loaded only to be trained. Register it with its role, one of {', '.join(ROLES)}"
@@ -274,7 +274,7 @@ class StateDictGuard(Guard):
 
 
 class PartGuard(StateDictGuard):
-    """The same hook on a submodule. It acts only on a call of the submodule itself; in a call of an outer module that one's guard acts."""
+    """The post-hook of a submodule's state_dict. It acts only where the submodule itself was asked; else its root's guard does."""
 
     def __call__(self, owner: Any, state_dict: Any, *rest: Any) -> Any:
         return None if rest[:1] != ("",) else super().__call__(owner, state_dict)

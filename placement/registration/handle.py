@@ -180,7 +180,7 @@ class Handle:
 
     @property
     def gathers(self) -> str | None:
-        """Why the state dict, or that of a module that is stepped, is made on the device alone; None if in every state."""
+        """Why the state dict, or that of an owner, can be made on the device alone; None where it can be made in every state."""
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason

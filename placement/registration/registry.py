@@ -26,7 +26,7 @@ from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.optimizer_state import find, undo_initial_step
+from placement.ownership.optimizer_state import optimizers_in, undo_initial_step
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
@@ -95,7 +95,7 @@ class Registry:
         masters: Any = None,
     ) -> Handle:
         """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values. `ranks`: those that share the host copy."""
-        self._check_words(name, role)
+        self._check_name_and_role(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
@@ -158,7 +158,7 @@ class Registry:
         handle.guards, handle.streamed = [], None
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
 
-    def _check_words(self, name: object, role: str | None) -> None:
+    def _check_name_and_role(self, name: object, role: str | None) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RegistrationError(f"handle name {name!r} must match {NAME.pattern}")
         if name in self.handles:
@@ -397,6 +397,6 @@ def _is_known(optimizer: Any) -> bool:
     if _is_guarded(optimizer):
         return True
     roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
-    held = (value for root in roots for each in find(root)[0] for value in getattr(each, "__dict__", {}).values())
+    held = (value for root in roots for each in optimizers_in(root)[0] for value in getattr(each, "__dict__", {}).values())
     parts = (each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,) for each in held)
     return any(part is optimizer for part in itertools.chain.from_iterable(parts))

@@ -194,7 +194,7 @@ def _is_about_the_object(func: Callable[..., Any]) -> bool:
 
 
 def _on_host(value: Any, live: dict[int, torch.Tensor]) -> Any:
-    """The same arguments with the host copy in place of every offloaded tensor. `live` gets the tensor that each host copy stands for."""
+    """Arguments with the host copy in place of every offloaded tensor in them. `live` gets the tensor that each host copy stands for."""
     if isinstance(value, torch.Tensor):
         found = _host_copy(value)
         if found is not value:

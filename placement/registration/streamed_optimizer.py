@@ -25,7 +25,7 @@ from placement.core.errors import PhaseError
 from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.optimizer_state import find
+from placement.ownership.optimizer_state import optimizers_in
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
@@ -68,11 +68,12 @@ class StreamedOptimizer:
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
-        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # of all buckets on the device at a time, where each has its size
-        self._found_in: tuple[Range, ...] = ()
-        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # of a parameter's state there, by its tensors' addresses
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None  # of what, and `measured`
-        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether there is another one.
+        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # bytes of all buckets that are on the device at a time
+        self._found_in: tuple[Range, ...] = ()  # the ranges in which `_chunks` were found
+        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # the chunks of a parameter's state, by its tensors' addresses
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
+        """The ranges and the numbers for which `measured` was computed last, and what it returned."""
+        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether another one comes.
         self._is_installed = False
         self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
         self.is_running = False  # whether a streamed step is under way. Only then a step may begin although the state is not on the device.
@@ -259,7 +260,7 @@ class ParameterSlice(NamedTuple):
     stop: int
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """The same elements of the parameter, of its gradient, or of a tensor of its state. A view of one dimension."""
+        """The slice's elements of the parameter, of its gradient, or of a tensor of its state. A view of one dimension."""
         flat = _elements(tensor, self.parameter)
         assert flat is not None
         return flat[self.start : self.stop]
@@ -326,7 +327,7 @@ def allow(cls: type) -> type:
 
 def refusal(root: Any) -> str | None:
     """Why the step of a registered optimizer cannot be made in parts, and what to do; None if it can."""
-    objects, leaves = find(root)
+    objects, leaves = optimizers_in(root)
     inner = leaves[0].optimizer if len(leaves) == 1 else None
     instead = "use optimizer_in='train' or 'optimizer_step' for it"
     around = [each for each in objects if each is not inner]

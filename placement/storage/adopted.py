@@ -37,9 +37,9 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class Stage(enum.Enum):
-    """How far the present move of an object has come. Each stage says first what `on_device`, the decision, may be then, and last where
-    the values are read meanwhile, in any thread (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the
-    side that was decided on."""
+    """How far the present move of an object has come. The comment of a stage begins with what `on_device`, the decision, may be then. It
+    ends with where any thread reads the values meanwhile (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`,
+    on the side that was decided on."""
 
     SETTLED = enum.auto()  # Either. Nothing is under way, and everything is where `on_device` says.
     BEGUN = enum.auto()  # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
@@ -276,8 +276,8 @@ class AdoptedStorage(Storage):
         return over(known[address], form_of(tensor))
 
     def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy, for somebody who may also write there, now or later: it follows all moves. None
-        while the values are on the device, and for a tensor without a place."""
+        """A tensor of the same form over its bytes in the host copy, for somebody who may also write there, now or later: it follows all
+        moves. None while the values are on the device, and for a tensor without a place."""
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
             self.before_shown()
@@ -387,7 +387,7 @@ class AdoptedStorage(Storage):
         return [], adoptees
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve places for new storages (`drops`: without gradients) and start saving them. Returns the ranges, and whether any lasts."""
+        """Reserve places for new storages (`drops`: not for gradients), start saving them. Returns ranges, and if any is not transient."""
         fresh, any_lasts = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())

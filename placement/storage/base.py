@@ -49,7 +49,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def sizes(self) -> tuple[int, int, int]:
-        """The next three, which every phase transition asks of every handle."""
+        """`num_bytes`, `resident_bytes` and `prefetched_bytes`: every phase transition asks every handle for them."""
 
     @property
     def num_bytes(self) -> int:
@@ -134,9 +134,9 @@ class Storage(abc.ABC):
         return False
 
     def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
-        """The same tensor with its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
+        """A tensor of the same form over its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
         `lend_host_copy`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
-        `storages`: those that were made for the same reader, by address. Tensors that shared a storage share one again."""
+        `storages`: the storages that were made for the same reader, by address. Tensors that shared a storage share one again."""
         return None
 
     def wait_for_readers(self) -> None:

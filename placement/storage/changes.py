@@ -56,7 +56,7 @@ class RecordedPiece:
         dtype = torch.int32 if self.num_elements < 1 << 31 else torch.int64
         parts = [positions.to(device).to(dtype) + first for positions, first in self.found]
         found = torch.cat([torch.empty(0, dtype=dtype, device=device), *parts])
-        return found if bool((found[1:] > found[:-1]).all()) else found.unique()  # of several offloads
+        return found if bool((found[1:] > found[:-1]).all()) else found.unique()  # several offloads have found some of them
 
     def add(self, positions: torch.Tensor, first: int) -> None:
         if not self.is_dropped and len(positions):
@@ -223,7 +223,7 @@ class ChangeRecord:
         if count <= len(each.differs) // MOST:
             self._send(each, each.found(0, len(each.differs), count))
             return
-        for piece, first, last in each.inside():  # of one piece or another
+        for piece, first, last in each.inside():  # some pieces may have changed little
             count = int(each.differs[first:last].sum())
             if count > piece.num_elements // MOST:
                 piece.drop()

@@ -20,7 +20,7 @@ from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
 ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
-_SMALL_ALIGNMENT = 64  # that of storages below `_SMALL` bytes: enough for every vector load, so that thousands of scalars take little space
+_SMALL_ALIGNMENT = 64  # the alignment below `_SMALL` bytes: enough for every vector load, so that thousands of scalars take little space
 _SMALL = 4096
 
 
@@ -30,7 +30,7 @@ class Adoptee(NamedTuple):
     name: str
     storage: torch.UntypedStorage
     aliases: tuple[torch.Tensor, ...]
-    owned: tuple[Owned, ...] = ()  # those of the aliases that have a name
+    owned: tuple[Owned, ...] = ()  # the aliases that have a name
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:

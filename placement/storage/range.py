@@ -404,7 +404,7 @@ class ObjectRanges:
         return self._map.at(address)
 
     def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The same of the beginning of a tensor's storage."""
+        """The range that a tensor's storage begins in, as for `at`, and the offset there; None for no range."""
         return self._map.at(tensor.untyped_storage().data_ptr())
 
     def named_places(self) -> dict[str, Place]:
@@ -420,12 +420,12 @@ class ObjectRanges:
         self.versions = versions.but(self.versions, among={*self.versions.storages})
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
-        """Replace all places by those of these tensors, which are there now."""
+        """Forget all places, and note those where these tensors are now."""
         self._addresses, self._forms, self._outlines, self._other_names = {}, {}, {}, other_names
         self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
 
     def add_places(self, fresh: Range) -> None:
-        """Add those of the tensors that are about to move into a new range."""
+        """Add the places of the tensors that are about to move into a new range."""
         places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
         self._add((owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned)
 

@@ -148,12 +148,12 @@ class StorageScanner:
         self.versions = Versions()  # the counters of the adopted storages, as of the last look. A write raises them.
         self.aliases: dict[int, int] = {}
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
-        self._alive: list[StorageWeakRef] = []  # of the keys of `aliases`: no new storage gets a dead one's `_cdata`, and its count
-        self.discovered: frozenset[int] = frozenset()  # its new storages (`_cdata`) as of the last look: its own from then on
+        self._alive: list[StorageWeakRef] = []  # the keys of `aliases`: no new storage gets a dead one's `_cdata`, and its count
+        self.discovered: frozenset[int] = frozenset()  # the object's new storages (`_cdata`) as of the last look: its own from then on
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self._adopted: object | None = None  # the `Adapter.steady` of what `adopt` was given, until the next look: it has moved in by then
-        self._stood: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and `Adapter.standing`
+        self._measured_at: tuple[tuple[Range, ...], object] | None = None  # the ranges at the last `unadopted_bytes`, and the record
         self.reserved: HostSlab | None = None  # host memory reserved for storages that are not created yet
         self._reserved_addresses: Addresses | None = None
         self.spare: HostSlab | None = None  # memory of gradients that have died, for those of the present offload: pinning takes long
@@ -256,7 +256,7 @@ class StorageScanner:
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, list[Owned]]) -> tuple[list[int], str | None]:
-        """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None. An
+        """The storages among `found` that another handle owns and this object leaves there; and why one of them is refused, or None. An
         optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
         whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen."""
         owners = RANGES.owners_of(each[0].tensor.untyped_storage().data_ptr() for each in found.values())
@@ -281,11 +281,11 @@ class StorageScanner:
 
     def unadopted_bytes(self) -> int | None:
         """Bytes of the object's storages in torch's own memory. None where nothing that comes with a training has come since the last call,
-        see `Adapter.standing`: a policy that never offloads asks often."""
-        if (standing := self.adapter.standing()) is not None and self._stood == (self.ranges.all, standing):
+        see `Adapter.record_if_current`: a policy that never offloads asks often."""
+        if (record := self.adapter.record_if_current()) is not None and self._measured_at == (self.ranges.all, record):
             return None
         new = self.rescan()
-        self._stood = self.ranges.all, self.adapter.standing()
+        self._measured_at = self.ranges.all, self.adapter.record_if_current()
         return sum({adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)}.values())
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:

@@ -48,7 +48,7 @@ class HostVersions:
         self._written: set[_Span] = set()  # the bytes that were written through wrappers, as far as that has been noticed
 
     def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
-        """The same tensor, with the counter of the bytes that it shows. It begins at the version of the object's own tensor."""
+        """Give a tensor the version counter of the bytes that it shows, which begins at the version of the object's own tensor."""
         with torch.inference_mode(False):
             span = _span(host)
             if span not in self._tensors:
@@ -161,7 +161,7 @@ class StateDictTensors:
         return {address: storage for address, storage in [*self._storages.items()] if not storage.expired()}
 
     def shown(self) -> list[torch.UntypedStorage]:
-        """The same storages."""
+        """The storages that were made for tensors that were handed out, as far as anybody holds them."""
         return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values()]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -320,7 +320,7 @@ class StateDictTensors:
 
 
 def handed_out() -> list[StateDictTensors]:
-    """Those of all objects, where anybody holds a tensor of a state dict."""
+    """The `StateDictTensors` of every object of which anybody holds a tensor of a state dict."""
     return [each for each in _IN_USE if each]
 
 

@@ -396,6 +396,12 @@ def problem_of_sparse(part: torch.Tensor, compute_device: torch.device) -> str |
     return problem_of(part, compute_device)
 
 
+def problem_of_any(tensor: torch.Tensor, compute_device: torch.device) -> str | None:
+    """Why a tensor of any layout cannot be moved; None where it can."""
+    part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
+    return problem_of(tensor, compute_device) if part is None else problem_of_sparse(part, compute_device)
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor of any layout. Bytes beside its values are not counted where torch does not show them."""
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)

@@ -37,7 +37,7 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 32_440, "modules": 148}
+MOST_OF_ALL = {"lines": 32_437, "modules": 148}
 """What the product has in all, policies too. Who needs more changes the number here and says why; the way is down: to 30,000 and 170.
 
 560 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together, `registration.replication`
@@ -50,7 +50,7 @@ which ranks they are.
 600 of the lines publish: weights that come ahead, changes alone, transforms, and sources for vLLM, SGLang and verl.
 
 400 of the lines record what an offload changes since a publication (`storage.changes`): changes alone are sent in any order of phases."""
-WALKS = {"register": (25, 12), "enter": (25, 14), "leave": (25, 14), "weights": (9, 8)}
+WALKS = {"register": (24, 12), "enter": (24, 14), "leave": (24, 14), "weights": (9, 8)}
 """The most files that each call enters, and how deep its calls may nest, on two Linears and AdamW."""
 
 

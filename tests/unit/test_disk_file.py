@@ -21,8 +21,7 @@ from placement.devices.base import round_up
 from placement.devices.host import disk_file
 from placement.devices.host import slab as slab_module
 from placement.devices.host.disk_file import DiskFile
-from placement.devices.host.reserve import promised_bytes
-from placement.devices.host.slab import PAGE, Slab, libc
+from placement.devices.host.slab import PAGE, Slab, libc, promised_bytes
 
 BLOCK = 8192
 MIB = 1 << 20

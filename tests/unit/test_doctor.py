@@ -13,7 +13,6 @@ from placement import PlacementError
 from placement.cli import main
 from placement.cli.doctor import examine, table
 from placement.devices import inspection
-from placement.devices.host import slab
 from placement.devices.host.slab import Slab
 from placement.devices.inspection import Inspection, inspect, settled
 from placement.testing import Faults, InjectedFault, SimulatedDevice
@@ -95,10 +94,10 @@ def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
         pci_address = "0000:3b:00.0"
 
         def host(self, nbytes: int) -> Slab:
-            return Slab(nbytes, register=lambda *_: "over the limit of locked memory")
+            return Slab(nbytes, pin=lambda *_: "over the limit of locked memory")
 
     looked_at = OnTheBus(capacity_bytes=1 << 50, chunk_bytes=CHUNK)
-    monkeypatch.setattr(slab, "nodes", lambda: 2)
+    monkeypatch.setattr(inspection, "num_nodes", lambda: 2)
     found = inspect(looked_at, CHUNK)
     assert found.pageable_reason == "over the limit of locked memory"
     assert len(found.findings) == 3
@@ -110,10 +109,10 @@ def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("node", "shown"), [("1", "from node 1 of 2"), ("-1", "2 nodes, the device's is not known"), (None, "one node")])
 def test_the_numa_node_of_the_device(node: str | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(tmp_path, 1 if node is None else 2, node)
-    nodes, node_of = slab.nodes(tmp_path), slab.node_of(GPU, tmp_path)
+    nodes, node_of = inspection.num_nodes(tmp_path), inspection.node_of(GPU, tmp_path)
     assert (nodes, node_of) == ((2, 1) if node == "1" else (2, None) if node else (1, None))
-    monkeypatch.setattr(slab, "nodes", lambda: nodes)
-    monkeypatch.setattr(slab, "node_of", lambda _: node_of)
+    monkeypatch.setattr(inspection, "num_nodes", lambda: nodes)
+    monkeypatch.setattr(inspection, "node_of", lambda _: node_of)
     assert shown in table(inspect(device(), CHUNK))
 
 

@@ -12,6 +12,7 @@ from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
 from placement.devices.host.shared_slab import MappedSlab, new_file
 from placement.devices.host.slab import PAGE, Slab, cut, free_huge_bytes, left_in_cgroups
+from placement.devices.inspection import placing, prefer
 from tests.support.programs import Programs
 
 
@@ -151,7 +152,7 @@ def policy_of(address: int) -> str:
 @pytest.fixture
 def on_node_0(tmp_path: Path) -> host.Place:
     """Places memory on node 0, which every machine has, as on one with two."""
-    place = host.placing("cuda:0", GPU, machine(tmp_path, 2, "0"))
+    place = placing("cuda:0", GPU, machine(tmp_path, 2, "0"))
     assert place is not None
     if not Path("/proc/self/numa_maps").exists():
         pytest.skip("this kernel is built without NUMA")
@@ -193,13 +194,13 @@ def test_without_a_choice_nothing_is_placed_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: int, node_of_gpu: str | None, said: str
 ) -> None:
     with caplog.at_level(logging.INFO, logger="placement"):
-        assert host.placing("cuda:0", GPU, machine(tmp_path, nodes, node_of_gpu)) is None
+        assert placing("cuda:0", GPU, machine(tmp_path, nodes, node_of_gpu)) is None
     assert said in caplog.text
 
 
 def test_a_node_that_is_not_there_is_refused_and_the_memory_can_be_used() -> None:
     reasons: list[object] = []
-    slab = Slab(PAGE, place=lambda address, nbytes: reasons.append(host.prefer(address, nbytes, 1000)))
+    slab = Slab(PAGE, place=lambda address, nbytes: reasons.append(prefer(address, nbytes, 1000)))
     assert reasons
     assert isinstance(reasons[0], str)
     assert torch.equal(slab.view(0, PAGE), torch.zeros(PAGE, dtype=torch.uint8))

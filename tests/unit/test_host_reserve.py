@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from placement.core.errors import HostMemoryError
-from placement.devices.host import reserve
 from placement.devices.host import slab as host
-from placement.devices.host.reserve import promised_bytes, wait_until_ready
-from placement.devices.host.slab import PAGE, Slab
+from placement.devices.host import threads
+from placement.devices.host.slab import PAGE, Reservation, Slab, promised_bytes, wait_until_ready
 from tests.support.programs import Programs
 from tests.unit.test_host import mapped
 
@@ -28,7 +27,7 @@ def wait_for_threads() -> None:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a page, so that a few pages are a large slab."""
-    monkeypatch.setattr(reserve, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(
     monkeypatch: pytest.MonkeyPatch, gate: threading.Event, reached: threading.Event
 ) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 20 * PAGE)
-    before = set(reserve._alive)  # of slabs that earlier tests have not let go of
+    before = set(host._alive)  # of slabs that earlier tests have not let go of
     slab = Driver().slab(15 * PAGE)
     assert promised_bytes() == 15 * PAGE
     assert reached.wait(LONG)
@@ -162,7 +161,7 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(
     assert slab.ready.wait(LONG)
     assert promised_bytes() == 0
     del other, slab
-    assert set(reserve._alive) <= before
+    assert set(host._alive) <= before
 
 
 def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threading.Event) -> None:
@@ -181,20 +180,20 @@ def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threadi
 
 
 def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
-    monkeypatch.setattr(reserve, "_MOST_THREADS", 1)
+    monkeypatch.setattr(threads, "_MOST_THREADS", 1)
     driver = Driver(gate)
     slabs = [driver.slab(8 * PAGE) for _ in range(3)]
     assert driver.entered.wait(LONG)
     wait_until_ready(1, PAGE)
     waiting = threading.Thread(target=wait_until_ready, args=(slabs[2].address + PAGE, 1))
     hurried = threading.Event()
-    hurry = reserve._pool.hurry
+    hurry = threads.POOL.hurry
 
-    def and_tell(reservation: reserve.Reservation) -> None:
+    def and_tell(reservation: Reservation) -> None:
         hurry(reservation)
         hurried.set()
 
-    monkeypatch.setattr(reserve._pool, "hurry", and_tell)
+    monkeypatch.setattr(threads.POOL, "hurry", and_tell)
     waiting.start()
     assert hurried.wait(LONG)
     gate.set()
@@ -207,9 +206,8 @@ def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: 
 def test_the_process_may_end_while_threads_are_at_work(programs: Programs, ending: str) -> None:
     program = f"""
 import signal, sys, threading, time
-from placement.devices.host import reserve
 from placement.devices.host import slab as host
-reserve.PIECE_BYTES = 4096
+host.PIECE_BYTES = 4096
 host._TOUCH_STEP = 4096
 signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
 begun = threading.Event()

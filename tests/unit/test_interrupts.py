@@ -16,7 +16,7 @@ import pytest
 
 from placement.core.interrupts import WeakIdSet, check, deferred
 from placement.core.journal import Journal
-from placement.devices.host.reserve import Reservation, promised_bytes
+from placement.devices.host.slab import Reservation, promised_bytes
 from tests.support.threads import in_a_thread
 
 

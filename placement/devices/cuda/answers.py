@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 
 from placement.core import interrupts
-from placement.devices.host.reserve import wait_until_ready
+from placement.devices.host.slab import wait_until_ready
 from placement.devices.memory import HostSlab
 
 NUM_BYTES = 128 << 10  # the memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks of 128 MiB
-MOST_BYTES = 16 << 20  # that of large ones
+MOST_BYTES = 16 << 20  # the memory of large answers
 
 
 class Exported:

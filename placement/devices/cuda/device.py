@@ -19,9 +19,9 @@ from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Expor
 from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
-from placement.devices.host.reserve import Register, wait_until_ready
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import Slab, placing
+from placement.devices.host.slab import Pin, Slab, wait_until_ready
+from placement.devices.inspection import placing
 from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
 
 CHUNK_BYTES = 256 << 20
@@ -94,11 +94,11 @@ class CudaDevice(Device):
 
     def _words(self, nbytes: int) -> HostWords:
         """A few words of host memory for answers of kernels."""
-        slab = Slab(nbytes, register=functools.partial(self._pinning.pin, counts=False), unregister=self._pinning.unpin)
+        slab = Slab(nbytes, pin=functools.partial(self._pinning.pin, counts=False), unpin=self._pinning.unpin)
         return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
 
     @property
-    def _pin(self) -> Register:
+    def _pin(self) -> Pin:
         return functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)
 
     def reserve(self, nbytes: int) -> Addresses:

@@ -16,8 +16,7 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.devices.base import check_span, tensor_at
-from placement.devices.host.reserve import Register
-from placement.devices.host.slab import READ_WRITE, Place, ReservedSlab, check_available, map_for_life, populate
+from placement.devices.host.slab import READ_WRITE, Pin, Place, ReservedSlab, check_available, map_for_life, populate
 from placement.devices.memory import SharedHostSlab
 
 
@@ -66,12 +65,12 @@ class MappedSlab(ReservedSlab, SharedHostSlab):
         nbytes: int,
         own: Sequence[tuple[int, int]],
         extra_bytes: int,
-        register: Register | None = None,
-        unregister: Callable[[int], None] | None = None,
+        pin: Pin | None = None,
+        unpin: Callable[[int], None] | None = None,
         place: Place | None = None,
     ) -> None:
         self._own_bytes = sum(length for _, length in own)
-        super().__init__(nbytes, self._own_bytes, register, unregister)
+        super().__init__(nbytes, self._own_bytes, pin, unpin)
         memory = self._memory
         try:
             check_available(self._own_bytes, " of a shared copy", promised_to_it=self._own_bytes)
@@ -85,7 +84,7 @@ class MappedSlab(ReservedSlab, SharedHostSlab):
         finally:
             memory.untouched = [0]
         self.extra = tensor_at(self.address + self._size, extra_bytes, memory)
-        if register is None or not nbytes:
+        if pin is None or not nbytes:
             self.ready.set()
 
     @property

@@ -1,5 +1,4 @@
-"""Host memory: mappings that belong to an owner and to this process alone, slabs of exact size in them, what the machine has left, and on
-which NUMA node it is.
+"""Host memory: mappings that belong to an owner and to this process alone, slabs of exact size in them, and what the machine has left.
 
 Mappings are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
 
@@ -14,21 +13,22 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import logging
+import itertools
 import mmap
 import os
-import platform
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import HostMemoryError
-from placement.core.interrupts import deferred
+from placement.core.interrupts import WeakIdSet, deferred
 from placement.devices.base import check_span, round_up, tensor_at
-from placement.devices.host.reserve import Register, Reservation, Touch, promised_bytes, wait_until_ready
+from placement.devices.host.threads import POOL
 from placement.devices.memory import HostSlab
 
 PAGE = mmap.PAGESIZE
@@ -42,13 +42,10 @@ _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 _HUGE_ORDER = 9  # free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB
 _TOUCH_STEP = 32 << 20  # the bytes touched in one call. During it no other thread of the process can map or unmap memory.
+PIECE_BYTES = 128 << 20  # the unit of work of a background thread
+_LOOK_SECONDS = 0.1  # how often a waiting thread looks for a noted interrupt
 MAP_NORESERVE = 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000  # only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint.
-_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
-"""The number of the system call, from the kernel's tables of system calls; the C library has no function for it."""
-_MPOL_PREFERRED = 1  # take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process instead.
-_BITS = 1024  # the length of the mask of nodes, which is what the kernel is built for at most
-_SYSTEM = Path("/sys")
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -58,35 +55,37 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 Place = Callable[[int, int], object]  # (address, bytes) -> ignored
-logger = logging.getLogger("placement")
+Pin = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why it failed
+Touch = Callable[[int, int, Callable[[int], bool]], str | None]
+"""(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each step; stops when it returns False."""
 
 _mapped: dict[int, int] = {}  # bytes by first address: what this process has mapped and its children will not have
 
 
 def map_for_life(
-    owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
+    owner: object, nbytes: int, protection: int, flags: int, undo: list[Callable[[], None]] | None = None, *, file: int = -1
 ) -> int:
     """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
-    `pinned`: functions to call before unmapping; the list is read when the owner dies.
+    `undo`: functions to call before unmapping; the list is read when the owner dies.
     `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
     Raises OSError: the kernel refused."""
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    weakref.finalize(owner, _unmap, address, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
+    weakref.finalize(owner, _unmap, address, nbytes, [] if undo is None else undo, os.getpid()).atexit = False
     _mapped[address] = nbytes
     libc.madvise(address, nbytes, MADV_DONTFORK)
     return address
 
 
-def _unmap(address: int, nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
+def _unmap(address: int, nbytes: int, undo: list[Callable[[], None]], pid: int) -> None:
     if os.getpid() != pid:  # a forked child never had the mapping
         return
     with deferred():
         try:
-            for unpin in pinned:
-                unpin()
+            for each in undo:
+                each()
         finally:
             _mapped.pop(address, None)  # first: another thread may map memory there as soon as it is free
             libc.munmap(address, nbytes)
@@ -166,53 +165,122 @@ def _read(path: Path) -> str:
         return ""
 
 
-# --- NUMA nodes: copies between a GPU and memory of another node cross the link between the processors
+# --- memory that is prepared in the background
+#
+# A few threads touch it piece by piece, and the last one has the driver pin it, in one call: the driver refuses a copy across what two
+# calls have pinned ("invalid argument"), and anybody may copy any part of a slab. The driver's other calls wait for this one, about 1 s
+# for 16 GB (H100), once.
+#
+# A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
+# the memory is pinned: faster than a copy from untouched pageable memory, which pays for page faults on one thread.
+
+_alive: WeakIdSet[Reservation] = WeakIdSet()
+os.register_at_fork(after_in_child=_alive.clear)
 
 
-def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
-    """A function that places host memory on the node of a GPU (`name`), see `prefer`. None: the machine has one, or does not say.
-    `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
-    count, node = nodes(system), node_of(pci_address, system)
-    if count >= 2 and node is not None:
-        logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, count)
-        return functools.partial(prefer, node=node)
-    why = "the machine has one NUMA node" if count < 2 else f"the kernel does not say on which of {count} NUMA nodes it is"
-    logger.info("%s: %s, so host memory has no preference", name, why)
-    return None
+class Reservation:
+    """The memory behind a slab, and the progress of its preparation. The slab holds it, and so does a thread while it works on a piece. The
+    memory is freed when the last of them lets go. When the slab dies, no further piece is begun. Its bytes count as taken from now on, in
+    every check of available memory."""
+
+    def __init__(self, slab: object, nbytes: int) -> None:
+        self._dead: list[object] = []
+        self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
+        self.ready = threading.Event()  # set once it is pinned or refused
+        self.undo: list[Callable[[], None]] = []  # functions to call before unmapping
+        self.untouched = [nbytes]  # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
+        self.pinned: bool | None = None  # whether it is pinned; None while that is undecided
+        self.reason: str | None = None  # why it is not
+        self._address = self._nbytes = 0
+        self._let_go = itertools.count(1)
+        _alive.add(self)
+
+    def begin(self, address: int, nbytes: int, touch: Touch | None, pin: Pin, unpin: Callable[[int], None] | None) -> None:
+        """Hand the memory over to the threads.
+        `touch`: allocates memory; None if it is allocated already.
+        `unpin`: undoes `pin`; called where that has succeeded or raised."""
+        self._touch, self._pin_by, self._unpin_by = touch, pin, unpin
+        self.ready.clear()
+        self.pinned = self.reason = None
+        self._address, self._nbytes = address, nbytes
+        pieces = range(0, self._nbytes, PIECE_BYTES)
+        self.untouched = [min(PIECE_BYTES, self._nbytes - start) if touch else 0 for start in pieces]
+        # A step of a counter is one step for all threads, so exactly one thread sees the last number.
+        self._touched, self._let_go = itertools.count(1), itertools.count(1)
+        POOL.submit(self, len(pieces))
+
+    def unpin(self) -> None:
+        """Undo the pinning. Call it when `ready` is set; `begin` may be called again afterwards."""
+        self.pinned = self.reason = None
+        while self.undo:
+            self.undo[-1]()
+            self.undo.pop()
+
+    def wait(self) -> None:
+        """Wait until it is pinned or refused."""
+        while not self.ready.wait(_LOOK_SECONDS):
+            interrupts.check()
+
+    def countdown(self) -> Callable[[], None]:
+        """A function for a thread to call when it no longer holds this object. The last call sets `ready`: the slab can die at once."""
+        return functools.partial(_count_down, self._let_go, len(self.untouched), self.ready)
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self._dead and not POOL.stopping.is_set()
+
+    def prepare(self, index: int) -> None:
+        """Touch one piece. After the last one, pin the whole."""
+        start = index * PIECE_BYTES
+
+        def progress(done: int) -> bool:
+            self.untouched[index] -= done
+            return self.is_wanted
+
+        try:
+            if self._touch:
+                self.reason = self._touch(self._address + start, min(PIECE_BYTES, self._nbytes - start), progress) or self.reason
+        except Exception as exc:  # the reason is stored, because nobody could catch an exception of this thread
+            self.reason = f"{type(exc).__name__}: {exc}"
+        if next(self._touched) == len(self.untouched) and self.is_wanted:
+            self._pin()
+
+    def _pin(self) -> None:
+        if self.reason is None:
+            undo = functools.partial(self._unpin_by or (lambda _: None), self._address)
+            self.undo.append(undo)  # first, because a call that raises may have pinned it all the same
+            try:
+                self.reason = self._pin_by(self._address, self._nbytes)
+                if self.reason is not None:
+                    self.undo.remove(undo)
+            except Exception as exc:
+                self.reason = f"{type(exc).__name__}: {exc}"
+        self.pinned = self.reason is None
 
 
-def nodes(system: Path = _SYSTEM) -> int:
-    """The number of the machine's NUMA nodes; 0 where the kernel does not tell."""
-    return len([*(system / "devices/system/node").glob("node[0-9]*")])
+def _count_down(count: Iterator[int], last: int, ready: threading.Event) -> None:
+    if next(count) == last and not POOL.stopping.is_set():
+        ready.set()
 
 
-def node_of(pci_address: str, system: Path = _SYSTEM) -> int | None:
-    """The NUMA node of a PCI device. None: the kernel does not say, as in many virtual machines, or there is no such device."""
-    try:
-        node = int((system / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+def promised_bytes() -> int:
+    """Bytes that living slabs of this process will still allocate."""
+    return sum(sum(reservation.untouched) for reservation in _alive)
 
 
-def prefer(address: int, nbytes: int, node: int) -> str | None:
-    """Have the memory of a mapping allocated on a node as far as it has room. Memory that is allocated already stays where it is. Returns
-    the reason why the kernel refused, or None; the memory can be used all the same."""
-    if _MBIND is None:
-        return f"the number of the system call mbind is not known for {platform.machine()}"
-    mask = (ctypes.c_ulong * (_BITS // 64))()
-    mask[node // 64] = 1 << node % 64
-    arguments = (ctypes.c_long(_MBIND), ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_MPOL_PREFERRED), mask)
-    if libc.syscall(*arguments, ctypes.c_ulong(_BITS + 1), ctypes.c_uint(0)) == 0:  # the kernel takes one bit less than it is told
-        return None
-    return os.strerror(ctypes.get_errno())
+def wait_until_ready(address: int, nbytes: int) -> None:
+    """Wait until the slab of `[address, address + nbytes)` is pinned or refused. It moves to the front of the queue."""
+    for each in [] if POOL.stopping.is_set() else _alive:  # at interpreter exit no thread works any more
+        if not each.ready.is_set() and each._address < address + nbytes and address < each._address + each._nbytes:
+            POOL.hurry(each)
+            each.wait()
 
 
 # --- slabs
 
 
 def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is registered. A cast is made on the device."""
+    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is pinned. A cast is made on the device."""
     is_plain = type(source) is type(target) is torch.Tensor
     if is_plain and source.dtype != target.dtype and target.device.type != "cpu":
         return target.copy_(upload(torch.empty_like(source, device=target.device), source, non_blocking=non_blocking))
@@ -226,20 +294,20 @@ class ReservedSlab(HostSlab):
     """Host memory with a `Reservation` of its own.
     `taken_bytes`: bytes that count as taken from now on, so that two slabs made at once count each other."""
 
-    def __init__(self, nbytes: int, taken_bytes: int, register: Register | None, unregister: Callable[[int], None] | None) -> None:
+    def __init__(self, nbytes: int, taken_bytes: int, pin: Pin | None, unpin: Callable[[int], None] | None) -> None:
         self.nbytes = nbytes
         self._size = round_up(nbytes, PAGE)
-        self._register, self._unregister = register, unregister
+        self._pin_by, self._unpin_by = pin, unpin
         self._memory = Reservation(self, taken_bytes)
         self.ready = self._memory.ready
 
     def pin(self, touch: Touch | None = None) -> None:
         """Pin all of it in the background, if the device wants that. `touch`: allocates the memory; None if it is allocated already."""
-        if self._register is None or not self.nbytes:
+        if self._pin_by is None or not self.nbytes:
             self._memory.untouched = [0]
             self.ready.set()
         else:
-            self._memory.begin(self.address, self._size, touch, self._register, self._unregister)
+            self._memory.begin(self.address, self._size, touch, self._pin_by, self._unpin_by)
 
     @property
     def pinned(self) -> bool:
@@ -251,21 +319,19 @@ class ReservedSlab(HostSlab):
 
 
 class Slab(ReservedSlab):
-    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `register` the memory is touched before the
-    constructor returns. With it the constructor returns at once, and the memory is touched and registered in the background.
+    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `pin` the memory is touched before the
+    constructor returns. With it the constructor returns at once, and the memory is touched and pinned in the background.
     `nbytes`: the exact size; 0 maps nothing.
-    `register`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
+    `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
     thread. A slab that it refuses stays pageable.
-    `unregister`: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
+    `unpin`: undoes `pin`, given the address. Called before the memory is freed, also for a `pin` that raised.
     `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before the memory is touched.
     Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
 
-    def __init__(
-        self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None, place: Place | None = None
-    ) -> None:
+    def __init__(self, nbytes: int, pin: Pin | None = None, unpin: Callable[[int], None] | None = None, place: Place | None = None) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
-        super().__init__(nbytes, round_up(nbytes, PAGE), register, unregister)
+        super().__init__(nbytes, round_up(nbytes, PAGE), pin, unpin)
         self.address = 0
         self.is_released = False  # whether the memory was given back: see `release`
         self.before_use: Callable[[], object] = lambda: None  # called for each new view, once it counts: brings back what was released
@@ -338,7 +404,7 @@ class Slab(ReservedSlab):
     def _prepare(self, *, is_touched: bool = False) -> None:
         """Touch all of the memory, now or in the background, unless it `is_touched`, and have it pinned."""
         # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
-        if not is_touched and (self._register is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
+        if not is_touched and (self._pin_by is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
             populate(self.address, self._size)
             is_touched = True
         self.pin(None if is_touched else _touch)
@@ -360,7 +426,7 @@ def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
-    """Allocate memory on a background thread. See `reserve.Touch`."""
+    """Allocate memory on a background thread. See `Touch`."""
     available = available_bytes()
     if nbytes > available:  # other processes have taken memory since the slab was made
         return f"{nbytes:,} bytes were not allocated: only {available:,} bytes of host memory are available"

@@ -359,7 +359,7 @@ class SimulatedChunk(Chunk):
     def __init__(self, nbytes: int, file_offset: int, ledger: dict[int, int]) -> None:
         self.nbytes = nbytes
         self.file_offset = file_offset
-        self.ledger = ledger  # of the device that made the chunk
+        self.ledger = ledger  # the ledger of the device that made the chunk
         self.place: tuple[weakref.ref[SimulatedRange], int] | None = None  # the range and offset where the chunk was mapped last
 
     def is_mapped(self) -> bool:

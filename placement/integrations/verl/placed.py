@@ -149,7 +149,7 @@ class Publication(Around[tuple[Any, ...]]):
             self.hold.release(error)
 
 
-_publications: WeakIdSet[Publication] = WeakIdSet()  # those of all engines of this process
+_publications: WeakIdSet[Publication] = WeakIdSet()  # the publications of all engines of this process
 
 
 def cut_off_all(weights: Any, error: BaseException) -> None:
@@ -331,7 +331,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return dict(convert_weight_keys(dict(named_places(self.module)), self.module))
 
     def _shards(self) -> list[tuple[str, Weight, torch.dtype]]:
-        """The same with the dtypes in which verl publishes them."""
+        """The parameters and buffers that verl exports, with the dtypes in which it publishes them."""
         return [(name, weight_of(each), torch.bfloat16 if each.is_floating_point() else each.dtype) for name, each in self._named().items()]
 
     def _changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -406,7 +406,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return bool(self.engine_config.strategy == "fsdp" or self._is_lora)
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
-        """The same weights. Aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
+        """These weights, of which aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         own = {part.untyped_storage().data_ptr() for each in tensors for _, part in plain_parts(each, "")}
         try:
@@ -443,7 +443,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
 
 def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tuple[Any, ...]]:
-    """The same weights, read from the host copy of a handle. Another phase that has loaded it meanwhile may have trained it."""
+    """Weights as they are read from the host copy of a handle. Another phase that has loaded it meanwhile may have trained it."""
     before = sum(handle.counters.transitions.values())
     for weight in weights:
         if sum(handle.counters.transitions.values()) != before:

@@ -169,7 +169,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
                 hold.release(error)
 
 
-_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")  # of verl's adapter, beside the attributes of `BaseRollout`
+_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")  # what verl's adapter must have beside the attributes of `BaseRollout`
 
 
 class PlacedSglang(PlacedRollout):

@@ -52,8 +52,8 @@ class Comparison:
 
     def __init__(self, device: Device, holding: ManagedStorage, r: Range) -> None:
         self.host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
-        # which are in transient ranges, may change.
+        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs is an error. Its gradients, which are in
+        # transient ranges, may change.
         self.keeps_host_copy = holding.readonly and (r.is_shared or (self.host_prints is not None and not r.transient))
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
@@ -91,7 +91,7 @@ class Departure:
     has_new_state: bool = False  # whether new storages that are not transient were taken in. Torch caches their old memory now.
     batches: deque[tuple[Range, list[int]]] = field(default_factory=deque)  # neighbours that are vacated together, once saved
     waiting: deque[Range] = field(default_factory=deque)  # the ranges of which pages have still to be compared. The first may be begun.
-    comparisons: dict[Range, Comparison] = field(default_factory=dict)  # of the ranges that are begun
+    comparisons: dict[Range, Comparison] = field(default_factory=dict)  # the comparisons of the ranges that are begun
     copied_bytes: int = 0
     skipped_bytes: int = 0
     is_compared: bool = False  # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
@@ -307,7 +307,7 @@ class Exchange:
         while departure.waiting:
             self._enqueue_part(departure)
             departure.ask_more()  # computed while this part is vacated
-            if departure.holding.readonly:  # of others the host copy, which readers are shown from here on, may lack what comes next
+            if departure.holding.readonly:  # another's host copy, which readers see from here on, may lack what comes next
                 self._vacate(departure, waits=False)
 
     def _vacate(self, departure: Departure, *, waits: bool) -> None:

@@ -61,7 +61,7 @@ class Bucket:
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
     firsts, used = [0] if pieces else [], 0
-    before, chunks = set[RangeChunk](), set[RangeChunk]()  # of the bucket before, and of this one so far
+    before, chunks = set[RangeChunk](), set[RangeChunk]()  # the chunks of the bucket before, and those of this one so far
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks - before)
         if index > firsts[-1] and used + more > bucket_bytes:
@@ -104,7 +104,7 @@ def bytes_of(chunks: Iterable[RangeChunk]) -> int:
 
 
 def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
-    """The same chunks as runs of neighbours in one range."""
+    """These chunks as runs of neighbours, each in one range."""
     for r, those in itertools.groupby(chunks, key=operator.itemgetter(0)):
         for run in runs(index for _, index in those):
             yield r, run
