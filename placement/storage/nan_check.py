@@ -20,13 +20,8 @@ from placement.storage.layout import Adoptee, Form, form_of, over
 from placement.storage.range import ObjectRanges, Place, PlacedStorage, Range
 from placement.tensors.plain import plain_parts
 
-_NUMBERS = sorted(
-    {
-        int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
-        for width in BITS
-        for start in range(0, len(POISON_WORD), width)
-    }
-)
+_POISON_PARTS = [POISON_WORD[start : start + width] for width in BITS for start in range(0, len(POISON_WORD), width)]
+_NUMBERS = sorted({int.from_bytes(part, "little", signed=True) for part in _POISON_PARTS})
 """The signed integers that poison reads as, in every width, and as which they come out of a conversion (to a narrower type: -1)."""
 _SAMPLES = 8
 _PIECE = 1 << 24  # the elements that are looked at together. It bounds the memory that a look in full takes.

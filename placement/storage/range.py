@@ -371,8 +371,11 @@ class Versions(NamedTuple):
         """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
         if self == before:  # the common case, and fast for tens of thousands of tensors
             return set()
-        sums, known, counts, others = self._sums(), before._sums(), Counter(self.storages), Counter(before.storages)
-        return {key for key, now in sums.items() if now > known.get(key, now) and counts[key] == others[key]}
+        known, counts, others = before._sums(), Counter(self.storages), Counter(before.storages)
+        changed = {key: now for key, now in self._sums().items() if now != known.get(key, now)}
+        # No write lowers a counter. Where one is lower, `.data` of several tensors has changed places, and a counter went with each.
+        moved = {known[key] for key in changed} if any(now < known[key] for key, now in changed.items()) else ()
+        return {key for key, now in changed.items() if now > known[key] and now not in moved and counts[key] == others[key]}
 
     def _sums(self) -> dict[int, int]:
         sums = dict.fromkeys(self.storages, 0)
