@@ -6,6 +6,7 @@ import copy
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,8 +46,7 @@ class Model(nn.Module):
 class Receiver:
     """Has full weights of its own, and writes what comes."""
 
-    loaded_bytes = 0
-    """What the last publication has loaded."""
+    loaded_bytes = 0  # what the last publication has loaded
 
     def __init__(self, actor: Any, **how: Any) -> None:
         self.actor, self.how = actor, how
@@ -103,6 +103,10 @@ class Job:
         self.model(torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(seed))).backward()
         self.optimizer.step()
 
+    def train(self, seed: int = 0) -> None:
+        with self.manager.phase("train"):
+            self.step(seed)
+
     def publish(self, receiver: Receiver) -> dict[str, WeightChange]:
         """A publication in a phase of its own, which the receiver takes."""
         with self.manager.phase("weight_sync"):
@@ -131,8 +135,7 @@ def test_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
     receiver = Receiver(job.actor)
     whole = sum(t.nbytes for t in receiver.weights.values())
     for index in range(6):
-        with job.manager.phase("train"):
-            job.step(index)
+        job.train(index)
         recorded, host_bytes = recorded_bytes(job), job.actor.host_bytes
         assert job.manager.snapshot().handles[0].host_bytes == job.actor.host_bytes
         with job.manager.phase("weight_sync"):
@@ -194,8 +197,7 @@ def test_a_record_counts_against_the_limit_on_host_memory(tmp_path: Path) -> Non
     job = Job(torch.bfloat16, host_limit_bytes=limit, disk_directory=tmp_path)
     receiver = Receiver(job.actor)
     for index in range(2):
-        with job.manager.phase("train"):
-            job.step(index)
+        job.train(index)
         settle(job.manager)
         assert (recorded_bytes(job) > 0) is (job.manager.handles["adam"].disk_bytes > 0) is bool(index)
         assert sum(handle.host_bytes for handle in job.manager.handles.values()) <= limit
@@ -256,7 +258,7 @@ def test_what_breaks_the_proof_makes_weights_whole(
         job.actor.state_dict()["layers.0.weight"][0] = 7.0
     if how.startswith("no memory"):
         monkeypatch.setattr(changes, "SLICES", 1 if how == "no memory" else 100)  # asked for while more is compared, or at the end
-        monkeypatch.setattr(torch, "nonzero_static", _no_memory)
+        monkeypatch.setattr(torch, "nonzero_static", Mock(side_effect=torch.OutOfMemoryError))
     job.manager.enter("train")
     job.step(1)
     if how == "load_state_dict":
@@ -277,17 +279,11 @@ def test_what_breaks_the_proof_makes_weights_whole(
         placement.checkpoint.load(job.manager, tmp_path)
     got = job.publish(receiver)
     assert ("layers.0.weight" in wholes(got)) is (how != "restore")  # which brings back what was published
-    with job.manager.phase("train"):
-        job.step(3)
+    job.train(3)
     monkeypatch.undo()
     job.publish(receiver)
-    with job.manager.phase("train"):
-        job.step(4)
+    job.train(4)
     assert wholes(job.publish(receiver)) <= {"steps"}
-
-
-def _no_memory(*_: Any, **__: Any) -> Any:
-    raise torch.OutOfMemoryError
 
 
 def test_a_write_into_the_host_copy_that_is_undone_after_a_publication() -> None:
@@ -359,8 +355,7 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
         assert wholes(publish(receiver)[0]) == set(receiver.weights)
         with job.manager.phase("weight_sync"):
             next(iter(job.actor.weight_changes(since=receiver.version, bucket_bytes=4096)))
-        with job.manager.phase("train"):
-            job.step()
+        job.train()
         assert recorded_bytes(job) == 0  # nobody knows what the receivers have
     elif how == "another dtype":
         other = Receiver(job.actor, dtype="float32")
@@ -368,10 +363,9 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
         assert wholes(publish(other)[0]) == set(other.weights)
     else:
         job.manager.close()
-        again = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
-        receiver.actor = again.register("actor", job.model, role="actor")
-        with again.phase("weight_sync"):
-            assert wholes(receiver.sync()) == set(receiver.weights)
+        job.manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
+        receiver.actor = job.manager.register("actor", job.model, role="actor")
+        assert wholes(job.publish(receiver)) == set(receiver.weights)
 
 
 @pytest.mark.parametrize("by", ["a policy that leaves it aside", "a checkpoint"])
