@@ -145,7 +145,7 @@ class Journal:
         counters.failures[reason_of(error)] += 1
         self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
         # Log text, not the exception: a handler that keeps records would keep the traceback, and with it the phase and the model.
-        logger.warning("%s: %s failed: %s", handle, trigger, str(error))
+        logger.warning("%s: %s failed: %s", handle, trigger, str(error) or type(error).__name__)
 
     def enter_phase(self, phase: str, only: tuple[str, ...] | None = None) -> None:
         """Count the time from now on for `phase`."""

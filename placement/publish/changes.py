@@ -25,7 +25,7 @@ import torch
 from placement.frameworks.weights import LocalWeight, Part, Reader, Weight
 from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
-from placement.storage.changes import BITS, ChangeRecord, RecordedPiece
+from placement.storage.changes import ChangeRecord, RecordedPiece, bits_of
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 
@@ -58,12 +58,10 @@ class WeightChange:
         mine = full
         for dim, (start, length) in enumerate(zip(self.offset, self.part, strict=True)):
             mine = mine.narrow(dim, start, length)
-        values = self.values.to(full.device)
-        if self.positions is None:
-            mine.copy_(values.view(self.part))
-            return
-        flat = mine.contiguous().view(-1)
-        flat[self.positions.to(full.device, torch.int64)] = values
+        flat = values = self.values.to(full.device)
+        if self.positions is not None:
+            flat = mine.contiguous().view(-1)
+            bits_of(flat)[self.positions.to(full.device, torch.int64)] = bits_of(values)
         if flat.data_ptr() != mine.data_ptr():
             mine.copy_(flat.view(self.part))
 
@@ -142,9 +140,8 @@ class Publication:
         old = Reader(device, self._storage.read_host)
         new = Reader(device, None if self._storage.on_device else self._storage.read_host)
         waiting = deque(zip(self._weights, self.published.forms, self._parts, self._bases, strict=True))
-        bases = [(part, basis) for _, _, part, basis in waiting if part is not None]
-        compared = [(LocalWeight(part.tensor), part.tensor.dtype) for part, basis in bases if basis is not None and basis.is_compared]
-        ahead = ReadAhead(old, compared, bucket_bytes)
+        compared = [part.tensor for _, _, part, basis in waiting if part is not None and basis is not None and basis.is_compared]
+        ahead = ReadAhead(old, [(LocalWeight(each), each.dtype) for each in compared], bucket_bytes)
         bucket = Changes(base, self.published.version)
         try:
             while waiting:
@@ -203,17 +200,16 @@ class Publication:
         if not basis.is_compared:
             now = part.tensor.detach() if self._storage.on_device or not len(known) else self._storage.read_host(part.tensor)
             assert now is not None  # it has a place in the range
-            values = now.reshape(-1)[known.to(now.device, torch.int64)].to(dtype)
+            values = bits_of(now.reshape(-1))[known.to(now.device, torch.int64)].view(now.dtype).to(dtype)
             return WeightChange(form.name, shape, part.offset, form.part, known, values.to(new.device))
         values = new.read(part.tensor, dtype).contiguous().view(-1)
         before = old.read(part.tensor, weight.dtype).to(dtype).contiguous().view(-1)
-        bits = BITS[dtype.itemsize]  # NaN is like itself, and -0.0 is not 0.0
-        differs = values.view(bits) != before.view(bits)
+        differs = bits_of(values) != bits_of(before)
         differs[known.to(torch.int64)] = True
         found = differs.nonzero().view(-1)
         positions = found.to(torch.int32) if values.numel() < 1 << 31 else found
         if positions.nbytes + found.numel() * dtype.itemsize < values.nbytes:
-            return WeightChange(form.name, shape, part.offset, form.part, positions, values[found])
+            return WeightChange(form.name, shape, part.offset, form.part, positions, bits_of(values)[found].view(dtype))
         return WeightChange(form.name, shape, part.offset, form.part, None, values)
 
 

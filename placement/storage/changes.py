@@ -34,6 +34,11 @@ MOST = 8
 """A record of more than one in `MOST` elements is dropped: of a slice, and of a piece. In bf16 it takes a quarter of the piece's bytes."""
 
 
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The values as integers. NaN is like itself there, -0.0 is not 0.0, and torch has indexing, unlike for float8_e8m0fnu or uint16."""
+    return values.view(BITS[values.itemsize])
+
+
 @dataclass(slots=True, eq=False)
 class RecordedPiece:
     """A published tensor in a range, contiguous."""
@@ -209,9 +214,7 @@ class ChangeRecord:
         return old
 
     def _compare(self, new: torch.Tensor, start: int, run: _Run, old: torch.Tensor) -> None:
-        dtype, published = run[0].dtype, run[0].published
-        bits = BITS[published.itemsize]  # NaN is like itself, and -0.0 is not 0.0
-        differs = new.view(dtype).to(published).view(bits) != old[: len(new)].view(dtype).to(published).view(bits)
+        differs = torch.ne(*(bits_of(each.view(run[0].dtype).to(run[0].published)) for each in (new, old[: len(new)])))
         self._comparing.append(_Slice(run, start, start + len(new), old, differs, self._device.ask(differs.sum().view(1))))
 
     def _take(self) -> None:

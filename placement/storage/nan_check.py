@@ -15,18 +15,13 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import POISON_WORD, Device
-from placement.storage.changes import BITS
+from placement.storage.changes import BITS, bits_of
 from placement.storage.layout import Adoptee, Form, form_of, over
 from placement.storage.range import ObjectRanges, Place, PlacedStorage, Range
 from placement.tensors.plain import plain_parts
 
-_NUMBERS = sorted(
-    {
-        int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
-        for width in BITS
-        for start in range(0, len(POISON_WORD), width)
-    }
-)
+_POISON_PARTS = [POISON_WORD[start : start + width] for width in BITS for start in range(0, len(POISON_WORD), width)]
+_NUMBERS = sorted({int.from_bytes(part, "little", signed=True) for part in _POISON_PARTS})
 """The signed integers that poison reads as, in every width, and as which they come out of a conversion (to a narrower type: -1)."""
 _SAMPLES = 8
 _PIECE = 1 << 24  # the elements that are looked at together. It bounds the memory that a look in full takes.
@@ -46,8 +41,7 @@ def is_poison(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a type that has no NaN, or one byte, has the numbers of poison and no others."""
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(BITS[tensor.dtype.itemsize])
-    return bool(are_poison(numbers).all().item())
+    return bool(are_poison(bits_of(tensor.reshape(-1).contiguous())).all().item())
 
 
 def are_poison(numbers: torch.Tensor) -> torch.Tensor:
@@ -220,7 +214,7 @@ def _is_gone(tensor: torch.Tensor) -> bool:
     if not all(has_nan(each, throughout=True) or is_poison(each) for each in (values[:_SAMPLES], *values.split(_PIECE))):
         return False
     # Integers that are -1 throughout may be meant: poison has other bytes among them.
-    return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(BITS[values.itemsize]) != -1).any())
+    return has_nan(values[:_SAMPLES], throughout=False) or bool((bits_of(values) != -1).any())
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -371,14 +370,19 @@ class Versions(NamedTuple):
         """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
         if self == before:  # the common case, and fast for tens of thousands of tensors
             return set()
-        sums, known, counts, others = self._sums(), before._sums(), Counter(self.storages), Counter(before.storages)
-        return {key for key, now in sums.items() if now > known.get(key, now) and counts[key] == others[key]}
+        now, known = self._by_storage(), before._by_storage()
+        changed = {key: (versions, now.get(key, [])) for key, versions in known.items() if now.get(key) != versions}
+        # No write lowers a counter. Where one is lower, `.data` of several tensors has changed places, and a counter went with each.
+        is_moved = any(sum(versions) < sum(old) for old, versions in changed.values())
+        moved = {version for old, _ in changed.values() for version in old} if is_moved else set()
+        raised = {key: new for key, (old, new) in changed.items() if len(new) == len(old) and sum(new) > sum(old)}
+        return {key for key, versions in raised.items() if not moved.issuperset(versions)}
 
-    def _sums(self) -> dict[int, int]:
-        sums = dict.fromkeys(self.storages, 0)
+    def _by_storage(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
         for key, version in zip(*self, strict=True):
-            sums[key] += version
-        return sums
+            found.setdefault(key, []).append(version)
+        return found
 
 
 class ObjectRanges:

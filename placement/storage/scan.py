@@ -349,6 +349,8 @@ class StorageScanner:
     def unadopt(self, *, on_device: bool) -> None:
         """Give every tensor ordinary memory again, on the device or on the host. The ranges stay, empty. Idempotent: where memory lacks, it
         can be repeated."""
+        if on_device:  # what was loaded back is the object's own, and goes with what shares its memory
+            self.state_dict_tensors.disown(each.tensor for each in self.adapter.owned())
         self.state_dict_tensors.leave()
         for r in self.ranges.all:  # first, because a registration that broke off may have tensors to point to other storages
             r.move_in()

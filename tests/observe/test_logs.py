@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest.mock import Mock
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
@@ -42,7 +43,7 @@ def test_only_warnings_show_where_logging_is_not_set_up(programs: Programs) -> N
     assert "'actor' is no longer registered" in programs.run(warned).errors
 
 
-def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = Faults(SimulatedDevice(1 << 20, chunk_bytes=4096))
     manager, _model = managed(device=faults)
     faults.fail("create", at=1)
@@ -51,6 +52,10 @@ def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixt
     (failure,) = manager.journal.failures
     assert (failure.handle, failure.trigger, failure.reason) == ("actor", "load", "device_memory")
     assert any(record.levelno == logging.WARNING and "load failed" in record.getMessage() for record in caplog.records)
+    monkeypatch.setattr(faults, "create", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), manager.phase("log_prob"):
+        pass
+    assert caplog.messages[-1] == "actor: load failed: KeyboardInterrupt"
 
 
 def test_moves_are_marked_for_torchs_profiler() -> None:

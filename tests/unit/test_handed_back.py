@@ -96,22 +96,27 @@ LETS_GO = {
 
 @pytest.mark.parametrize("how", LETS_GO)
 @pytest.mark.parametrize("policy", ["colocated", "resident"])
-def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, how: str) -> None:
+@pytest.mark.parametrize("loads_back", [False, True])
+def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, how: str, loads_back: bool) -> None:
     manager = make_manager(policy=policy)
     model = net()
+    model.register_buffer("row", model[0].weight.detach()[3])
     expected = values(model[1])
     manager.register("actor", model, role="actor")
     head, row = model[1], model[1].weight.detach()[3]
     model[1] = nn.Linear(32, 32)
     with manager.phase("log_prob"):
         model(torch.ones(1, 32))
+        if loads_back:
+            model.load_state_dict(model.state_dict(), assign=True)
     LETS_GO[how](manager)
     del manager
     gc.collect()
     assert_same(values(head), expected)
     assert torch.equal(row, expected[0][3])
-    row.zero_()
-    assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
+    for written, view in ((row, head.weight[3]), (model[0].weight.data, model.row)):
+        written.zero_()
+        assert not bool(view.any()), "a view is a view of the same bytes still"
 
 
 def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import copy
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,8 +46,7 @@ class Model(nn.Module):
 class Receiver:
     """Has full weights of its own, and writes what comes."""
 
-    loaded_bytes = 0
-    """What the last publication has loaded."""
+    loaded_bytes = 0  # what the last publication has loaded
 
     def __init__(self, actor: Any, **how: Any) -> None:
         self.actor, self.how = actor, how
@@ -103,6 +103,15 @@ class Job:
         self.model(torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(seed))).backward()
         self.optimizer.step()
 
+    def train(self, seed: int = 0) -> None:
+        with self.manager.phase("train"):
+            self.step(seed)
+
+    def publish(self, receiver: Receiver) -> dict[str, WeightChange]:
+        """A publication in a phase of its own, which the receiver takes."""
+        with self.manager.phase("weight_sync"):
+            return receiver.take()
+
 
 def wholes(got: dict[str, WeightChange]) -> set[str]:
     return {name for name, change in got.items() if change.positions is None}
@@ -126,8 +135,7 @@ def test_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
     receiver = Receiver(job.actor)
     whole = sum(t.nbytes for t in receiver.weights.values())
     for index in range(6):
-        with job.manager.phase("train"):
-            job.step(index)
+        job.train(index)
         recorded, host_bytes = recorded_bytes(job), job.actor.host_bytes
         assert job.manager.snapshot().handles[0].host_bytes == job.actor.host_bytes
         with job.manager.phase("weight_sync"):
@@ -148,13 +156,15 @@ def test_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
 
 
 class Views(nn.Module):
-    """Parameters that share storages: a part of another one, at its beginning, and one with gaps."""
+    """Parameters that share storages: a part of another one, at its beginning, and one with gaps. Types that torch cannot index."""
 
     def __init__(self) -> None:
         super().__init__()
         whole = torch.zeros(64, 256, dtype=torch.bfloat16)
         self.part, self.whole = nn.Parameter(whole[:4]), nn.Parameter(whole)
         self.gaps = nn.Parameter(torch.zeros(64, 4096, dtype=torch.bfloat16)[:, ::256])
+        for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
+            self.register_buffer(str(dtype)[6:], torch.zeros(4096, dtype=torch.uint8).view(dtype))
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -170,6 +180,8 @@ def test_parameters_that_are_views(offloads: bool) -> None:
             with torch.no_grad():
                 model.whole[3 + 60 * (index % 2), 7] += 1
                 model.gaps[63, index] += 1
+                for buffer in model.buffers():
+                    buffer.view(torch.uint8)[8 * index] = index
             if offloads:
                 phase.switch("idle")
             phase.switch("weight_sync")
@@ -185,13 +197,11 @@ def test_a_record_counts_against_the_limit_on_host_memory(tmp_path: Path) -> Non
     job = Job(torch.bfloat16, host_limit_bytes=limit, disk_directory=tmp_path)
     receiver = Receiver(job.actor)
     for index in range(2):
-        with job.manager.phase("train"):
-            job.step(index)
+        job.train(index)
         settle(job.manager)
         assert (recorded_bytes(job) > 0) is (job.manager.handles["adam"].disk_bytes > 0) is bool(index)
         assert sum(handle.host_bytes for handle in job.manager.handles.values()) <= limit
-        with job.manager.phase("weight_sync"):
-            got = receiver.take()
+        got = job.publish(receiver)
     assert wholes(got) <= {"steps"}
 
 
@@ -200,8 +210,7 @@ def test_offloads_between_two_publications_add_up() -> None:
     job = Job(torch.bfloat16)
     receiver = Receiver(job.actor)
     weight = job.model.layers[2].weight
-    with job.manager.phase("weight_sync"):
-        receiver.sync()
+    job.publish(receiver)
     with job.manager.phase("train"), torch.no_grad():
         first = weight[1, 1].clone()
         weight[1, 1] = weight[3, 40] = 5.0
@@ -210,14 +219,12 @@ def test_offloads_between_two_publications_add_up() -> None:
     with job.manager.phase("train"), torch.no_grad():
         weight[1, 1] = first  # as it was published
         weight[3, 40] = weight[0, 0] = 6.0
-    with job.manager.phase("weight_sync"):
-        change = receiver.take()["layers.2.weight"]
+    change = job.publish(receiver)["layers.2.weight"]
     assert change.positions is not None
     assert change.positions.tolist() == [0, 65, 232]
     assert change.values[0] == change.values[2] == 6.0
     assert change.values[1] == first
-    with job.manager.phase("weight_sync"):
-        assert receiver.sync()["layers.2.weight"].values.numel() == 0
+    assert job.publish(receiver)["layers.2.weight"].values.numel() == 0
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -229,8 +236,7 @@ def test_recorded_is_what_differs_in_the_published_dtype_by_its_bits(streams: bo
     for value in (1.0, 1.0 + 1e-6, 0.0, -0.0, float("nan"), float("nan")):
         with job.manager.phase("train"), torch.no_grad():
             weight[3, 5] = value
-        with job.manager.phase("weight_sync"):
-            change = receiver.take()["layers.1.weight"]
+        change = job.publish(receiver)["layers.1.weight"]
         found.append(None if change.positions is None else change.positions.tolist())
     assert found == [None, [], [197], [197], [197], []]
 
@@ -245,15 +251,14 @@ def test_what_breaks_the_proof_makes_weights_whole(
     faults = Faults(SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
     job = Job(torch.bfloat16, device=faults)
     receiver = Receiver(job.actor)
-    with job.manager.phase("weight_sync"):
-        receiver.sync()
+    job.publish(receiver)
     if how == "restore":
         placement.checkpoint.save(job.manager, tmp_path)
     if how == "state dict before":
         job.actor.state_dict()["layers.0.weight"][0] = 7.0
     if how.startswith("no memory"):
         monkeypatch.setattr(changes, "SLICES", 1 if how == "no memory" else 100)  # asked for while more is compared, or at the end
-        monkeypatch.setattr(torch, "nonzero_static", _no_memory)
+        monkeypatch.setattr(torch, "nonzero_static", Mock(side_effect=torch.OutOfMemoryError))
     job.manager.enter("train")
     job.step(1)
     if how == "load_state_dict":
@@ -272,44 +277,30 @@ def test_what_breaks_the_proof_makes_weights_whole(
         job.actor.state_dict()["layers.0.weight"][0] = 7.0
     elif how == "restore":
         placement.checkpoint.load(job.manager, tmp_path)
-    with job.manager.phase("weight_sync"):
-        got = receiver.take()
+    got = job.publish(receiver)
     assert ("layers.0.weight" in wholes(got)) is (how != "restore")  # which brings back what was published
-    with job.manager.phase("train"):
-        job.step(3)
+    job.train(3)
     monkeypatch.undo()
-    with job.manager.phase("weight_sync"):
-        receiver.take()
-    with job.manager.phase("train"):
-        job.step(4)
-    with job.manager.phase("weight_sync"):
-        assert wholes(receiver.take()) <= {"steps"}
-
-
-def _no_memory(*_: Any, **__: Any) -> Any:
-    raise torch.OutOfMemoryError
+    job.publish(receiver)
+    job.train(4)
+    assert wholes(job.publish(receiver)) <= {"steps"}
 
 
 def test_a_write_into_the_host_copy_that_is_undone_after_a_publication() -> None:
     job = Job(torch.bfloat16, Colocated(stream_sync=True))
     receiver = Receiver(job.actor)
-
-    def publish() -> None:
-        with job.manager.phase("weight_sync"):
-            receiver.take()
-
     with job.manager.phase("log_prob"):
         pass
-    publish()
+    job.publish(receiver)
     shown = job.actor.state_dict()["layers.0.weight"]
     before = shown.clone()
     shown.fill_(7.0)
-    publish()
+    job.publish(receiver)
     shown.copy_(before)
     del shown
     with job.manager.phase("log_prob"):
         pass
-    publish()
+    job.publish(receiver)
 
 
 @pytest.mark.parametrize("operation", ["copy", "sync"])
@@ -327,8 +318,7 @@ def test_an_offload_that_fails_under_way(operation: str) -> None:
                     job.manager.switch("idle")
                 faults.clear()
             job.manager.leave()
-            with job.manager.phase("weight_sync"):
-                receiver.take()
+            job.publish(receiver)
         if not faults.fired:
             break
     assert at > 1
@@ -355,8 +345,7 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
 
     publish(receiver)
     if how == "missed":
-        with job.manager.phase("weight_sync"):
-            late.sync()
+        job.publish(late)
         publish(receiver)  # to the other alone: its version is not `late`'s
         assert wholes(publish(late)[0]) == set(late.weights)
     elif how == "unknown":
@@ -366,8 +355,7 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
         assert wholes(publish(receiver)[0]) == set(receiver.weights)
         with job.manager.phase("weight_sync"):
             next(iter(job.actor.weight_changes(since=receiver.version, bucket_bytes=4096)))
-        with job.manager.phase("train"):
-            job.step()
+        job.train()
         assert recorded_bytes(job) == 0  # nobody knows what the receivers have
     elif how == "another dtype":
         other = Receiver(job.actor, dtype="float32")
@@ -375,10 +363,9 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
         assert wholes(publish(other)[0]) == set(other.weights)
     else:
         job.manager.close()
-        again = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
-        receiver.actor = again.register("actor", job.model, role="actor")
-        with again.phase("weight_sync"):
-            assert wholes(receiver.sync()) == set(receiver.weights)
+        job.manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK))
+        receiver.actor = job.manager.register("actor", job.model, role="actor")
+        assert wholes(job.publish(receiver)) == set(receiver.weights)
 
 
 @pytest.mark.parametrize("by", ["a policy that leaves it aside", "a checkpoint"])

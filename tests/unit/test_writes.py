@@ -225,14 +225,16 @@ def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> 
         assert (model.right == 1).all()
 
 
-def test_weights_that_are_tied_while_offloaded_are_no_write() -> None:
-    for device in (SimulatedDevice(CAPACITY), compared()):
+def test_weights_that_are_tied_or_change_places_while_offloaded_are_no_write() -> None:
+    for device, is_tied in ((SimulatedDevice(CAPACITY), True), (compared(), True), (SimulatedDevice(CAPACITY), False)):
         manager, model = make_manager(device=device), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-        with torch.no_grad():
-            model[0].weight.add_(1)
+        model[0].weight.detach().add_(1)
         manager.register("actor", model, role="actor")
         before = model.state_dict()["0.weight"].clone()
-        model[1].weight = model[0].weight
+        if is_tied:
+            model[1].weight = model[0].weight
+        else:
+            model[0].weight.data, model[1].weight.data = model[1].weight.data, model[0].weight.data
         with manager.phase("log_prob"):
             assert torch.equal(model[1].weight, before)
         assert manager.snapshot().wrong_writes == 0
