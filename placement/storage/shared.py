@@ -162,7 +162,7 @@ class SharedCopy:
         self._ours, n = shares.rank, shares.world_size
         words = slab.extra[: len(slab.extra) // 8 * 8].view(torch.int64)
         self.loads, self.shown, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
-        """A word of each rank. `loads`: the change for which it has prepared a load, or why it loads alone. `shown`: its `note_shown`s."""
+        """A word of each rank. `loads`: the change for which it prepared a load, or why it loads alone. `shown`: how often it was shown."""
         self.table = words[_NUM_WORDS * n :].view(n, -1)  # a row of each rank, for fingerprints
         self._processes[self._ours] = os.getpid()
         self._watched: dict[int, int] = {}
@@ -381,7 +381,7 @@ class SharedRange(Range):
 
     @property
     def is_shown(self) -> bool:
-        """What is frozen counts as shown where any rank has shown it: who writes there writes for all."""
+        """A frozen range counts as shown where any rank has shown it, because who writes there writes for all."""
         return self._is_shown or (self.is_frozen and self.copy is not None and self.copy.shown.tolist() != self._seen)
 
     @is_shown.setter
