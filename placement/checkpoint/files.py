@@ -118,11 +118,11 @@ def async_save(
                 raise
 
         try:
-            for name in state:
-                if (holding := manager.handles[name].holding) is not None:
+            with _together(process_group):  # or the writers of the others would wait for this rank's, and their next offloads for them
+                for holding in filter(None, (manager.handles[name].holding for name in state)):
                     holding.mirror()
                     held.callback(holding.lend_host_copy().set)
-            frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
+                frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
             return writer(os.getpid()).submit(write)
         except BaseException:
             held.close()

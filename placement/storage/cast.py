@@ -89,8 +89,7 @@ class CastRange(Range):
 
         @functools.cache
         def masters_in(r: Range) -> torch.Tensor:
-            bytes_now = r.view(0, r.nbytes) if self.optimizer.is_on_host else r.on_device(0, r.nbytes)
-            return bytes_now.view(torch.float32)
+            return (r.view(0, r.nbytes) if self.optimizer.is_on_host else r.on_device(0, r.nbytes)).view(torch.float32)
 
         out.zero_()
         into, values, end = [], [], start + out.numel()
@@ -158,9 +157,7 @@ class CastStorage(ManagedStorage):
         if not any(optimizer.has_place(masters) for _, _, masters in self._masters.masters()):
             return
         for r in self._cast_ranges():
-            now = r.on_device(0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes)
-            prints = fingerprints(now, r.used_sizes)
-            del now
+            prints = fingerprints(r.on_device(0, r.nbytes).cpu() if self.on_device else r.view(0, r.nbytes), r.used_sizes)
             for r.key in dict.fromkeys(key for key, _, _ in self._masters.masters()):
                 self._find_weights(r, optimizer)
                 cast = r.fingerprints_of_cast(prints.device)
@@ -200,6 +197,9 @@ class CastStorage(ManagedStorage):
 
     def masters_change(self, coming: Collection[object]) -> None:
         """Called before the masters' host copy changes or goes, or may, and before they are loaded together with `coming`."""
+        if self not in coming and not self.is_complete:
+            self.complete()  # they are being loaded, and could not be cast on the device later
+            self.is_complete = False  # the load is not decided yet
         for r in self._cast_ranges():
             r.expected = None
             if self not in coming:

@@ -67,19 +67,20 @@ class ReplicatedStorage(ManagedStorage):
 
     def _copies(self) -> Iterator[SharedCopy]:
         """The host copies that this rank shares, or may share again."""
-        copies = [r.copy for r in self._shared_ranges()]
-        return filter(None, [*copies, self.scanner.free_state()])
+        return filter(None, [*(r.copy for r in self._shared_ranges()), self.scanner.free_state()])
 
     def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         return self.scanner.adopt_shared(adoptees)
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        if not isinstance(r, SharedRange) or r.copy is None or not r.is_shared or not self._may_gather(r):
+        if isinstance(r, SharedRange) and r.is_shared and (reason := self._ranks.gone) is not None:
+            self._give_up(r, reason)
+        if not isinstance(r, SharedRange) or r.copy is None or not r.is_shared or r.alone is not None:
             return super().bring(r, indices)
         self._prepared = r.copy.loads[r.shares.rank] = self._ranks.change
         brought = 0
         for index in indices:
-            copies = r.own_copies(index)
+            copies, _ = r.copies(index)
             self.device.copy(copies, "to_device")
             brought += sum(copy.nbytes for copy in copies)
             r.pages.note_filling((index,))
@@ -100,7 +101,7 @@ class ReplicatedStorage(ManagedStorage):
             for r in self._shared_ranges():
                 self._give_up(r, f"a collective failed: {error}")
             together = set()
-        if rest := [each for r, index, _ in self._waiting if r not in together for each in r.others_copies(index)]:
+        if rest := [each for r, index, _ in self._waiting if r not in together for each in r.copies(index)[1]]:
             self.device.copy(rest, "to_device")
         self.device.order()
         self._waiting.clear()
@@ -206,11 +207,6 @@ class ReplicatedStorage(ManagedStorage):
             r.pages.note_changed(held)
         else:
             r.pages.note_clean(held)
-
-    def _may_gather(self, r: SharedRange) -> bool:
-        if r.alone is None and (reason := self._ranks.gone) is not None:
-            self._give_up(r, reason)
-        return r.alone is None
 
     def _all_are_ready(self, r: SharedRange) -> bool:
         """Whether every rank has prepared the same load and will gather it. Meaningful once all of them have voted."""

@@ -11,14 +11,14 @@ in the same change of the group and it has the same bytes on all of them. Each r
    failed or stopped is copied by each of the others: they have the same bytes.
 
 So what is lost with a rank is on the device of each of the others, until it is in the host copy. Where step 1 does not succeed, nothing was
-written and nobody has given up memory: a rank whose pages changed gets a host copy of its own, and saves all of them there.
+written or given up: a rank whose pages changed gets a host copy of its own, and saves all of them there.
 
-The shared copy is only written between the time when all ranks have left the same number and the time when each leaves its next one, by
-which it also says that it needs nothing that the copy has, and that nothing of its own is on the way there any more. So a rank that was
-stopped in step 2 and goes on later writes the bytes that belong there, and a copy that was torn by failures in step 2 is read by nobody.
+The shared copy is only written from when all ranks have left the same number until each leaves its next one. By that one a rank also says
+that it needs nothing of the copy, and has nothing on the way there. So a rank that was stopped in step 2 and goes on later writes the bytes
+that belong there, and a copy that was torn by failures in step 2 is read by nobody.
 
-A rank that has got a host copy of its own comes to the next meeting, too. If all are equal there, every rank uses the shared copy again.
-Only where the values of ranks differ, or a rank has gone, it leaves the shared copy for good, and says so in its last word.
+A rank that has got a host copy of its own comes to the next meeting, too. Where all are equal there, the shared copy is used again. Where
+values differ, or a rank has gone, it leaves the shared copy for good, and says so in its last word.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from placement.storage.range import Range, used_bytes
 _PAUSE_SECONDS = (0.00005, 0.005)  # pause between two looks at what the others say: the first one, and the longest
 _LOOK_SECONDS = 0.2  # how often a rank that waits looks whether the change has ended without it
 _PATIENCE_SECONDS = 10.0  # how long a rank waits for another's share that gets no further, before it copies it itself
-_NUM_WORDS = 5
+_NUM_WORDS = 6
 ALONE, LEFT = -1, -2  # last words: this rank loads by itself from now on, or has unregistered the object
 _ON_DEVICE, _GONE = 1, -1  # words for where a rank has its values. 0: in a host copy.
 _FAILED = 1  # beside the number of a change: what is missing of this rank's share does not come
@@ -161,8 +161,8 @@ class SharedCopy:
         self._change, self._is_over = change, is_over
         self._ours, n = shares.rank, shares.world_size
         words = slab.extra[: len(slab.extra) // 8 * 8].view(torch.int64)
-        self.loads, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
-        """A word of each rank. `loads`: the number of the change for which it has prepared a load, or why it loads alone."""
+        self.loads, self.shown, self._places, self._turns, self._arrived, self._processes = words[: _NUM_WORDS * n].view(_NUM_WORDS, n)
+        """A word of each rank. `loads`: the change for which it prepared a load, or why it loads alone. `shown`: how often it was shown."""
         self.table = words[_NUM_WORDS * n :].view(n, -1)  # a row of each rank, for fingerprints
         self._processes[self._ours] = os.getpid()
         self._watched: dict[int, int] = {}
@@ -369,10 +369,10 @@ class SharedRange(Range):
     def __init__(
         self, device: Device, layout: RangeLayout, slab: HostSlab, adoptees: tuple[Adoptee, ...], copy: SharedCopy, *, is_frozen: bool
     ) -> None:
-        super().__init__(device, layout, slab, adoptees, transient=False)
         self.copy: SharedCopy | None = copy  # shared by the ranks; None once this rank has left it for good. `is_shared`: it is in use.
-        self.shares = self.pages.shares = copy.shares
-        self.is_frozen = is_frozen
+        self.shares, self.is_frozen = copy.shares, is_frozen
+        super().__init__(device, layout, slab, adoptees, transient=False)
+        self.pages.shares = copy.shares
         self.alone: str | None = None  # why this rank loads everything over its own link from now on; None while the ranks load together
 
     @property
@@ -380,9 +380,20 @@ class SharedRange(Range):
         return self.copy is not None and self.pages.host is self.copy.slab
 
     @property
+    def is_shown(self) -> bool:
+        """A frozen range counts as shown where any rank has shown it, because who writes there writes for all."""
+        return self._is_shown or (self.is_frozen and self.copy is not None and self.copy.shown.tolist() != self._seen)
+
+    @is_shown.setter
+    def is_shown(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        if self.copy is not None:
+            self.copy.shown[self.shares.rank] += is_shown
+            self._seen = self.copy.shown.tolist()
+
+    @property
     def held_host_bytes(self) -> int:
-        kept = 0 if self.copy is None or self.is_shared else self.copy.slab.held_bytes
-        return super().held_host_bytes + kept
+        return super().held_host_bytes + (0 if self.copy is None or self.is_shared else self.copy.slab.held_bytes)
 
     def leave(self, reason: str) -> None:
         """Share no host copy from now on. This rank has one of its own."""
@@ -399,20 +410,13 @@ class SharedRange(Range):
         """(offset, bytes) in the range of the parts of all ranks together, in one chunk."""
         return self.starts[index], self.shares.world_size * self.part_bytes(index)
 
-    def own_copies(self, index: int) -> list[Copy]:
-        """The copies that this rank makes of one chunk: its part, and the undivided rest."""
-        part, after = self.part_bytes(index), self.shares.world_size * self.part_bytes(index)
-        return self._copies(index, [(self.shares.rank * part, part), (after, self.used_sizes[index] - after)])
-
-    def others_copies(self, index: int) -> list[Copy]:
-        """The copies of the other ranks' parts of one chunk."""
-        part = self.part_bytes(index)
-        last = (self.shares.rank + 1) * part
-        return self._copies(index, [(0, self.shares.rank * part), (last, self.shares.world_size * part - last)])
-
-    def _copies(self, index: int, runs: list[tuple[int, int]]) -> list[Copy]:
-        device, host = self.layout.addresses.base + self.starts[index], self.host.address + self.starts[index]
-        return [Copy(device + start, host + start, nbytes) for start, nbytes in runs if nbytes > 0]
+    def copies(self, index: int) -> tuple[list[Copy], ...]:
+        """The copies that this rank makes of one chunk (its part, and the undivided rest), and those of the other ranks' parts."""
+        part, rank, (start, after) = self.part_bytes(index), self.shares.rank, self.gathered(index)
+        own = (rank * part, part), (after, self.used_sizes[index] - after)
+        rest = (0, rank * part), ((rank + 1) * part, after - (rank + 1) * part)
+        device, host = self.layout.addresses.base + start, self.host.address + start
+        return tuple([Copy(device + at, host + at, nbytes) for at, nbytes in runs if nbytes > 0] for runs in (own, rest))
 
     def names_in(self, index: int) -> str:
         """The names of the tensors in a chunk, for a message."""

@@ -112,7 +112,7 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
         r = SharedRange(device, layout, slab, (), SharedCopy(slab, shares, lambda: 1, lambda: False), is_frozen=True)
         brought, saved = torch.zeros(2, r.nbytes, dtype=torch.uint8)
         for index in range(len(r.chunk_sizes)):
-            for copy in (*r.own_copies(index), *r.others_copies(index)):
+            for copy in (*r.copies(index)[0], *r.copies(index)[1]):
                 assert copy.device_address - layout.addresses.base == copy.host_address - r.host.address
                 brought[copy.host_address - r.host.address :][: copy.nbytes] += 1
             for copy in filter(None, (r.pages.share(each, index) for each in range(world_size))):

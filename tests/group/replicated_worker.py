@@ -184,6 +184,11 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
     assert rank.alone is None
     seen = {"crossed": crossed, "host": rank.handle.host_bytes, "bytes": sum(r.nbytes for r in holding.ranges), "epoch": rank.group.epoch}
     seen["to_host"] = rank.device.crossed["to_host"]
+    if rank.rank == 0:
+        rank.handle.state_dict()["odd"].fill_(3.0)  # for all ranks
+    dist.barrier()
+    rank.wanted |= bytes_of({"odd": torch.full((3,), 3.0)})
+    rank.load()
     rank.manager.unregister("ref")
     rank.check_values()
     rank.manager.close()

@@ -20,7 +20,6 @@ from torch import nn
 from placement import Handle, Manager
 from placement.core.errors import GroupError, PlacementError
 from placement.storage import shared as shared_copy
-from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _cuda_device, as_bytes, meet_again
@@ -88,12 +87,7 @@ class Rank:
 
     def ranges(self) -> list[SharedRange]:
         """The ranges of weights and of the optimizer's state, once there is any."""
-        found: list[SharedRange] = []
-        for name in ("actor", "optimizer"):
-            holding = self.handle(name).holding
-            assert isinstance(holding, ReplicatedStorage)
-            found += [r for r in holding.ranges if isinstance(r, SharedRange)]
-        return found
+        return [r for name in ("actor", "optimizer") for r in self.handle(name).storage.ranges if isinstance(r, SharedRange)]
 
     @property
     def shares(self) -> list[bool]:

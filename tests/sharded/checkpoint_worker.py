@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from placement import Handle, Manager
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.sharded.training import as_bytes, bytes_of, local_parts
 
 WIDTH = 12
@@ -118,7 +118,7 @@ def build(kind: str, *, managed: bool = True, seed: int = 0) -> Program:
     steps = torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
     program = Program(model, steps)
     if managed:
-        program.manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=4096))
+        program.manager = Manager(device=Faults(SimulatedDevice(64 << 20, chunk_bytes=4096)))
         program.manager.register("actor", model, role="actor")
         program.manager.register("actor.optimizer", steps)
     return program

@@ -30,7 +30,7 @@ import placement
 from placement import Manager, checkpoint
 from placement.core.states import State
 from placement.tensors.plain import nested_tensors
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.sharded.checkpoint_worker import WIDTH, Net, Program, build
 from tests.sharded.training import as_bytes, assert_same, bytes_of
 from tests.support.ranks import Ranks, on_ranks
@@ -162,11 +162,16 @@ def test_the_wrappers_in_a_dict_of_the_users(tmp_path: Path) -> None:
 
 @on_ranks("two_ranks")
 def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> None:
-    """On rank 1 a parameter has another shape."""
+    """On rank 1 the copy to the host fails, and a parameter has another shape."""
     program = build("plain")
     program.train(1)
     checkpoint.save(program.manager, tmp_path / "fine")
-    program.train(2)
+    with program.manager.phase("train"):
+        program.step(2)
+        if dist.get_rank() == 1:
+            program.manager.device.fail("copy", at=1)
+        with pytest.raises((placement.CheckpointError, InjectedFault), match="injected fault"):  # or the others' offload waits for ever
+            checkpoint.async_save(program.manager, tmp_path / "half")
     before = program.values()
     if dist.get_rank() == 1:
         program.manager.unregister("actor.optimizer")

@@ -340,8 +340,8 @@ def test_any_failing_call(operation: str) -> None:
         with job.manager.phase("log_prob") as phase:
             phase.switch("train")
             job.learn(seed)
-        with job.manager.phase("train"):
-            pass
+        with job.manager.phase("train"), job.manager.phase("reward"):
+            pass  # if both are not loaded together on the way back, each is alone
 
     round_of_phases(0)
     for at in calls_to_fail(device, operation, lambda: round_of_phases(1)):
