@@ -30,7 +30,7 @@ from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
-from placement.storage.pages import ChunkPool
+from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import Range, fingerprints
 
 STAGING_BYTES = 64 << 20  # the most bytes of masters on the device at a time while weights are cast from masters on the host
@@ -217,9 +217,8 @@ class CastStorage(ManagedStorage):
 
     def complete(self) -> None:
         self.device.order()
-        for r in self._cast_ranges():
-            if r.is_cast:
-                r.cast_to_device(range(len(r.chunk_sizes)))
+        for r in (each for each in self._cast_ranges() if each.is_cast):
+            r.cast_to_device(r.pages.at(Behind.OWN))  # of a load that is under way not all pages have memory
         self.is_complete = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:

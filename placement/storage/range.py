@@ -18,6 +18,7 @@ import importlib.util
 import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -374,9 +375,10 @@ class Versions(NamedTuple):
         changed = {key: (versions, now.get(key, [])) for key, versions in known.items() if now.get(key) != versions}
         # No write lowers a counter. Where one is lower, `.data` of several tensors has changed places, and a counter went with each.
         is_moved = any(sum(versions) < sum(old) for old, versions in changed.values())
-        moved = {version for old, _ in changed.values() for version in old} if is_moved else set()
-        raised = {key: new for key, (old, new) in changed.items() if len(new) == len(old) and sum(new) > sum(old)}
-        return {key for key, versions in raised.items() if not moved.issuperset(versions)}
+        moved = Counter(version for old, _ in changed.values() for version in old) if is_moved else Counter()
+        pairs = [(key, old, new) for key, (old, new) in changed.items() if len(new) == len(old)]
+        raised = Counter(version for _, _, new in pairs for version in new) - moved  # a counter that moved explains one, and no more
+        return {key for key, old, new in pairs if sum(new) > sum(old) and not raised.keys().isdisjoint(new)}
 
     def _by_storage(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -446,8 +448,7 @@ class ObjectRanges:
 
     def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
         entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
-        addresses = self._addresses.items()
-        found = {name: Place(*entries[address], self._forms[name]) for name, address in addresses if address in entries}
+        found = {name: Place(*entries[address], self._forms[name]) for name, address in self._addresses.items() if address in entries}
         return {other: found[name] for other, name in self._others(found) if other not in found} | found
 
     def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:

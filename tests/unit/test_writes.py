@@ -212,12 +212,10 @@ def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> 
     model.register_buffer("flat", torch.ones(128))
     model.left, model.right = torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.empty(0))
     model.left.data, model.right.data = model.flat[:64], model.flat[64:]
-    with torch.no_grad():
-        for _ in range(9):
-            model.left.add_(1)
+    for _ in range(9):
+        model.left.detach().add_(1)
     manager.register("actor", model, role="actor")
-    with torch.no_grad():
-        model.right.mul_(2)
+    model.right.detach().mul_(2)
     with pytest.raises(IntegrityError, match=r"of 'actor' were written"), manager.phase("log_prob"):
         pass
     with manager.phase("log_prob"):
@@ -226,7 +224,8 @@ def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> 
 
 
 def test_weights_that_are_tied_or_change_places_while_offloaded_are_no_write() -> None:
-    for device, is_tied in ((SimulatedDevice(CAPACITY), True), (compared(), True), (SimulatedDevice(CAPACITY), False)):
+    """But a write of another tensor meanwhile is told."""
+    for device, is_tied in ((SimulatedDevice(CAPACITY), True), (compared(), True), (compared(), False)):
         manager, model = make_manager(device=device), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         model[0].weight.detach().add_(1)
         manager.register("actor", model, role="actor")
@@ -238,6 +237,10 @@ def test_weights_that_are_tied_or_change_places_while_offloaded_are_no_write() -
         with manager.phase("log_prob"):
             assert torch.equal(model[1].weight, before)
         assert manager.snapshot().wrong_writes == 0
+        model[0].weight.data, model[1].weight.data = model[1].weight.data, model[0].weight.data
+        model[0].bias.detach().mul_(1)
+        with pytest.raises(IntegrityError, match=r"0\.bias"), manager.phase("log_prob"):
+            pass
 
 
 def one_actor(program: Program) -> list[torch.Tensor]:
@@ -303,8 +306,7 @@ def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:
 def test_writes_that_were_never_raised_are_logged_at_close(is_audited: bool, caplog: pytest.LogCaptureFixture) -> None:
     program = Program()
     values = program.train()
-    with torch.no_grad():
-        program.model[0].weight.mul_(2)
+    program.model[0].weight.detach().mul_(2)
     if is_audited:
         assert not program.manager.audit().ok
     with caplog.at_level(logging.ERROR, logger="placement"):
@@ -318,8 +320,7 @@ def test_a_write_while_weights_are_published_from_the_host_copy() -> None:
     values = program.train()
     with raises(), program.manager.phase("weight_sync"):
         assert not program.actor.resident_bytes
-        with torch.no_grad():
-            program.model[0].weight.mul_(2)
+        program.model[0].weight.detach().mul_(2)
         published = {name: tensor.clone() for bucket in program.actor.weights() for name, tensor in bucket}
     assert torch.equal(published["0.weight"], values["0.weight"])
     with program.manager.phase("train"):
@@ -332,9 +333,8 @@ def test_writes_to_a_value_and_to_a_gradient_are_one_error() -> None:
     net[1].weight.grad = torch.ones_like(net[1].weight)
     manager.register("ref", net, role="ref")
     with manager.phase("rollout"):
-        with torch.no_grad():
-            net[1].weight.grad.mul_(0.5)
-            net[0].weight.data.copy_(net[0].weight.detach().clone())
+        net[1].weight.grad.mul_(0.5)
+        net[0].weight.data.copy_(net[0].weight.detach().clone())
         with pytest.raises(IntegrityError, match=r"1\.weight\.grad of 'ref'"), manager.phase("rollout"):
             pass
         assert not manager.audit().findings
