@@ -55,7 +55,7 @@ class WeightChange:
         """
         if tuple(full.shape) != self.shape or full.dtype is not self.values.dtype:
             raise ValueError(f"{self.name!r} is {self.values.dtype} of shape {self.shape}, not {full.dtype} of shape {tuple(full.shape)}")
-        mine = full
+        mine = full.detach()
         for dim, (start, length) in enumerate(zip(self.offset, self.part, strict=True)):
             mine = mine.narrow(dim, start, length)
         flat = values = self.values.to(full.device)

@@ -241,6 +241,7 @@ class CastStorage(ManagedStorage):
     def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
         if isinstance(r, CastRange) and r.is_cast:  # loaded just now, or an offload has failed and pages may have lost their memory
             r.optimizer.make_consistent(chunk_pool)
+        if isinstance(r, CastRange) and r.is_cast:  # the masters are still there
             lacking = r.pages.without_memory()
             r.pages.put(lacking, chunk_pool)
             r.cast_to_device(lacking)

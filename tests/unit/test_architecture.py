@@ -37,7 +37,7 @@ DOORS = {"errors", "ray", "__main__"}
 USERS = {"cli"}
 """They use placement as its users do: `import placement`."""
 MOST_MODULES = 16
-MOST_OF_ALL = {"lines": 32_436, "modules": 148}
+MOST_OF_ALL = {"lines": 32_437, "modules": 148}
 """What the product has in all, policies too. Who needs more changes the number here and says why; the way is down: to 30,000 and 170.
 
 560 of the lines are of replicas that are trained: `storage.shared` has how ranks write one host copy together, `registration.replication`

@@ -51,7 +51,8 @@ class Receiver:
     def __init__(self, actor: Any, **how: Any) -> None:
         self.actor, self.how = actor, how
         self.version: int | None = None
-        self.weights = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info(**how)}
+        weights = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info(**how)}
+        self.weights = {name: nn.Parameter(each, requires_grad=each.is_floating_point()) for name, each in weights.items()}
 
     def sync(self, bucket_bytes: int = 1 << 16) -> dict[str, WeightChange]:
         """Take one publication. Returns its changes, with tensors of their own."""
