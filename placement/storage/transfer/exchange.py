@@ -365,7 +365,7 @@ class Exchange:
             # The last page of a range is vacated separately, once the link is idle: copying takes longer than vacating. A short one goes
             # with the page before it, whose memory would be given back no sooner.
             is_last = is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes)
-            most = max(1, len(those) - is_last * (1 + (r.chunk_sizes[-1] < _SHORT_BYTES)))
+            most = max(0, len(those) - is_last * (1 + (r.chunk_sizes[-1] < _SHORT_BYTES)))
             for start, end in itertools.pairwise(dict.fromkeys([*range(0, most, step), most, len(those)])):
                 r.pages.save(those[start:end])
                 yield r, those[start:end]
