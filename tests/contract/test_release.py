@@ -65,7 +65,9 @@ class Leaving(Scene):
 
     make_device = Giving
 
-    def __init__(self, sizes: dict[str, int] = SIZES, *, stays: Collection[str] = (), readonly: Collection[str] = (), **options: Any) -> None:
+    def __init__(
+        self, sizes: dict[str, int] = SIZES, *, stays: Collection[str] = (), readonly: Collection[str] = (), **options: Any
+    ) -> None:
         after = {"b": CHUNK, **{name: sizes[name] for name in stays}}
         super().__init__(sizes, after, 64 * CHUNK, readonly=readonly, **options)
         self.manager.enter(BEFORE)
